@@ -52,9 +52,10 @@ class Keeper:
         self._puts.append(put)
 
     def keep_attributes(self, owner: Any) -> None:
-        """Note an object's attributes, their contents included."""
+        """Note an object's attributes, their contents included; hooks that others have put there stay."""
         with torch.inference_mode(False):
-            self._puts.append(self._noted(vars(owner)))
+            noted = {name: self._noted(value) for name, value in vars(owner).items() if not _is_hooks(name)}
+        self._puts.append(partial(_put_attributes, owner, noted))
 
     def keep_module(self, module: nn.Module) -> None:
         """Note weights, buffers, gradients, modes and plain attributes of a module and all of its parts.
@@ -84,7 +85,7 @@ class Keeper:
                 plain = {
                     name: self._noted(value)
                     for name, value in vars(part).items()
-                    if name not in _OF_TORCH and not name.endswith("_hooks") and not name.startswith("_forward_hooks")
+                    if name not in _OF_TORCH and not _is_hooks(name)
                 }
                 self._puts.append(partial(_put_plain, part, plain))
         needed = {name: p.requires_grad for name, p in module.named_parameters()}
@@ -212,6 +213,17 @@ class Keeper:
 
 
 _OF_TORCH = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_trainer", "_log_buffer")
+
+
+def _is_hooks(name: str) -> bool:
+    return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def _put_attributes(owner: Any, noted: dict[str, Put]) -> None:
+    there = vars(owner)
+    for name in [name for name in there if name not in noted and not _is_hooks(name)]:
+        del there[name]
+    there.update({name: put() for name, put in noted.items()})
 
 
 def _put_plain(part: nn.Module, plain: dict[str, Put]) -> None:
