@@ -22,7 +22,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import Trainer, TrainModule, schedules, seed_everything
+from instep import PartialState, Trainer, TrainModule, schedules, seed_everything
 from instep.optim import biases_and_norms, param_groups
 
 # Of each: the class, its learning rate, and other options. Muon also needs an optimizer for what is no matrix.
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     reached: dict[str, float] = {}
     for name in args.optimizer or OPTIMIZERS:
         reached[name], seconds = train(name, args.schedule, 1 if args.smoke else args.epochs, args.devices)
-        print(f"{name:10} accuracy {reached[name]:.4f}   {seconds:5.1f} s")
+        PartialState().print(f"{name:10} accuracy {reached[name]:.4f}   {seconds:5.1f} s")
     return reached
 
 
