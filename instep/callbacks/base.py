@@ -83,8 +83,7 @@ class Callback:
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """`log` for each item of a dict; takes the same arguments."""
-        for name, value in dictionary.items():
-            self.log(name, value, *args, **kwargs)
+        self._running_module(", ".join(map(str, dictionary))).log_dict(dictionary, *args, **kwargs)
 
     def _running_module(self, name: str) -> TrainModule:
         if self._module is None:

@@ -348,4 +348,5 @@ def content_of(tensor: Tensor) -> Data:
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): a single element counts as contiguous whatever its stride, and keeps that.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

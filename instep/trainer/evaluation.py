@@ -15,10 +15,11 @@ from torch import nn
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
+from instep.distributed.metric_states import metric_states, restore_metric_states, uncounted
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
-from instep.trainer.log import EpochMetric, MetricLog, metric_states, restore_metric_states, uncounted
+from instep.trainer.log import EpochMetric, MetricLog
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state

@@ -9,12 +9,11 @@ callbacks and the progress bar, and sends values to the loggers.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
+from instep.distributed.metric_states import able_to_compute, list_shapes
 from instep.errors import LogError
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Options(NamedTuple):
     sync_dist: bool | None = None
     add_dataloader_idx: bool = True
     rank_zero_only: bool = False
+    group: tuple[int, ...] | None = None  # ranks that the value is reduced over, where not all
 
 
 Entry = tuple[str, Any, Options, "int | None"]
@@ -178,6 +179,19 @@ class Accumulator:
     def add(self, value: float, weight: float) -> None:
         self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
         self.weight += weight
+
+    def computed(self, shapes: Mapping[str, Any]) -> float:
+        """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
+        with able_to_compute(self.metric, shapes):
+            value = self.metric.compute()
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+        if isinstance(value, Real):
+            return float(value)
+        raise LogError(
+            f"The `.compute()` return of the metric logged as {self.name!r} must be a tensor with one element or a "
+            f"number. Found {value!r}. Log its parts: self.log_dict(metric.compute()), in an *_epoch_end hook."
+        )
 
     def clear(self) -> None:
         self.values, self.weights, self.total, self.weight = [], [], None, 0.0
@@ -477,7 +491,11 @@ class MetricLog:
         metrics = {one.step_name: value for one, value in zip(fresh, floats, strict=True)}
         if synced:
             mine = {one.step_name: metrics[one.step_name] for one in fresh if self._counts and one.options.sync_dist}
-            for name, values in _by_name(gather_object(mine)).items():
+            groups = {one.step_name: one.options.group for one in fresh}
+            by_rank = gather_object(mine)
+            for name, values in _by_name(by_rank).items():
+                if (group := groups.get(name)) is not None:
+                    values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
         if not metrics:
@@ -500,17 +518,25 @@ class MetricLog:
         accumulators = sorted((one for one in self._all() if one.on_epoch), key=lambda one: one.order)
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
-        everywhere = gather_object(local) if self._world_size > 1 else [local]
+        everywhere, shapes = [local], {}
+        if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
+            own = {one.epoch_name: list_shapes(one.metric) for one in accumulators if one.metric is not None}
+            pairs = gather_object((local, own))
+            everywhere = [pair[0] for pair in pairs]
+            shapes = {name: dict(ChainMap(*parts)) for name, parts in _by_name(pair[1] for pair in pairs).items()}
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
         result: list[EpochMetric] = []
         for one in accumulators:
             if one.metric is not None:
-                value: float | None = float(one.metric.compute()) if one.weight else None
+                value: float | None = one.computed(shapes.get(one.epoch_name, {})) if one.weight else None
                 if reset and one.weight:
                     with torch.inference_mode(False):  # else the next fit could not count into it
                         one.metric.reset()
             elif one.epoch_key in shared:
                 value = shared.pop(one.epoch_key)
+                if one.options.group is not None:
+                    parts = [everywhere[rank].get(one.epoch_key) for rank in one.options.group]
+                    value = merge([part for part in parts if part is not None])
             else:
                 value = final(one.op, one.total, one.weight)
             if value is not None:
@@ -572,7 +598,8 @@ class MetricLog:
             self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
             self._select()
             known = self._current.get(saved["key"])
-            accumulator = known or self._accumulator(saved["key"], 0.0, Options(*saved["options"]))
+            options = Options(*(tuple(one) if isinstance(one, list) else one for one in saved["options"]))
+            accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.clear()  # what was logged since the start is in the sums already
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
@@ -606,6 +633,13 @@ def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
 
 
+def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
+    """Return names and values of a dict, or of a collection of metrics: these as they are, with no copy of a state."""
+    if hasattr(given, "compute_groups"):
+        return given.items(keep_base=False, copy_state=False)
+    return given.items()
+
+
 def check_value(name: str, value: Any) -> None:
     """Raise a `LogError` for what `self.log` does not take."""
     if isinstance(value, Tensor):
@@ -616,6 +650,10 @@ def check_value(name: str, value: Any) -> None:
             )
     elif isinstance(value, dict):
         raise LogError(f"self.log({name!r}) got a dict; use self.log_dict for several values at once.")
+    elif _is_metric(value) and hasattr(value, "items"):
+        raise LogError(
+            f"self.log({name!r}) got a {type(value).__name__}; use self.log_dict for several metrics at once."
+        )
     elif not isinstance(value, Real) and not _is_metric(value):
         raise LogError(
             f"self.log({name!r}) got {type(value).__name__} {value!r}; it takes a number, a tensor with one element, "
@@ -623,61 +661,21 @@ def check_value(name: str, value: Any) -> None:
         )
 
 
-def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
+def check_attribute(name: str, value: Any, attribute: str, module: nn.Module) -> None:
+    """Raise a `LogError` where the module has another object, or none, under the name that `self.log` was told."""
+    if dict(module.named_modules()).get(attribute) is not value:
+        raise LogError(
+            f"self.log({name!r}, metric_attribute={attribute!r}): Could not find the `{type(module).__name__}` "
+            f"attribute for this metric under that name. Set self.{attribute} to it, or leave metric_attribute out."
+        )
+
+
+def _by_name(parts: Iterable[dict[K, Any]]) -> dict[K, list[Any]]:
     names: dict[K, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
             names.setdefault(name, []).append(value)
     return names
-
-
-def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return the states of this rank's metric objects since their last reset, by their names in the module."""
-    return {
-        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
-        for name, metric in metric_objects(module).items()
-        if metric._update_count
-    }
-
-
-def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
-    """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
-    for name, metric in metric_objects(module).items():
-        if name in states:
-            metric.reset()  # what a hook has counted since the start is in the state already
-            metric._update_count = states[name]["updates"]
-            known = metric.metric_state.keys()
-            for attribute, value in states[name]["state"].items():
-                if attribute in known:  # a checkpoint sets no other attributes
-                    setattr(metric, attribute, value)
-
-
-def metric_objects(module: nn.Module) -> dict[str, Any]:
-    """Find the module's metric objects by name, without importing torchmetrics."""
-    return {
-        name: submodule
-        for name, submodule in module.named_modules()
-        if hasattr(submodule, "metric_state") and hasattr(submodule, "_update_count")
-    }
-
-
-@contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
-    """Undo what metric objects count within the block: for a batch that is a replay."""
-    before = copy.deepcopy(metric_states(module))
-    try:
-        yield
-    finally:
-        restore_metric_states(module, before)
-
-
-def restore_metric_states(module: nn.Module, before: dict[str, Any]) -> None:
-    """Restore the metric objects from a copy of `metric_states`."""
-    with torch.inference_mode(False):  # what is reset must serve the next fit too
-        for name, metric in metric_objects(module).items():
-            if name not in before:
-                metric.reset()
-        load_metric_states(module, before)
 
 
 class Metrics:

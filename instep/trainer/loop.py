@@ -16,12 +16,13 @@ import torch
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
+from instep.distributed.metric_states import metric_states, restore_metric_states
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate, take_batches
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MetricLog, metric_states, restore_metric_states
+from instep.trainer.log import MetricLog
 from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints

@@ -9,6 +9,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.hooks import STEPS, ModuleHooks, is_overridden
-from instep.trainer.log import Entry, Options, check_value, reduction
+from instep.trainer.log import Entry, Options, check_attribute, check_value, items_to_log, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.checks import choice
@@ -302,6 +303,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
+        sync_dist_group: Any = None,
+        metric_attribute: str | None = None,
     ) -> None:
         """Log one value. It is copied and stays on its device; nothing waits.
 
@@ -319,6 +322,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             add_dataloader_idx: append the loader's index to the name when there are several.
             batch_size: samples behind the value (its weight); by default known from the sampler or the batch.
             rank_zero_only: the call is made on the main process only, so nothing is reduced.
+            sync_dist_group: a process group of torch: values are reduced over its ranks alone. Metric objects have a
+                `process_group` of their own.
+            metric_attribute: name of the metric object in this module; it is found without.
 
         Raises:
             LogError: a wrong value. Also a hook where nothing can be logged, or contradicting arguments for one name:
@@ -337,18 +343,23 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             check_value(name, value)
         if reduce_fx != "mean":
             reduce_fx = reduction(name, reduce_fx)
+        if metric_attribute is not None:
+            check_attribute(name, value, metric_attribute, self)
+        group = None if sync_dist_group is None else tuple(dist.get_process_group_ranks(sync_dist_group))
         buffer.append(
             (
                 name,
                 value,
-                Options(prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only),
+                Options(
+                    prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only, group
+                ),
                 batch_size,
             )
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """`log` for each item of a dict; takes the same keyword arguments."""
-        for name, value in dictionary.items():
+        for name, value in items_to_log(dictionary):
             self.log(name, value, **kwargs)
 
     def _nothing_logs(self, name: str) -> None:

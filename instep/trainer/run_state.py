@@ -14,12 +14,19 @@ from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
 from instep.distributed import gather_object
+from instep.distributed.metric_states import (
+    load_metric_states,
+    merge_metric_states,
+    metric_objects,
+    metric_states,
+    reset_others,
+)
 from instep.distributed.rank_zero import RankGroup, together
 from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError
 from instep.trainer import replay
 from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import load_metric_states, merge_states, metric_objects, metric_states
+from instep.trainer.log import merge_states
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.hparams import plain_values
 from instep.utils.optimizer_state import clean_name
@@ -531,7 +538,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     own = saved.rank(ctx.rank)
     first_part = strategy.contributes and strategy.data_rank == 0
     ranks = gather_object((saved.same_sharding(ctx.rank, ctx.world_size, strategy), first_part))
-    of_before, own = (None, own) if all(same for same, _ in ranks) else (own, None)
+    own = own if all(same for same, _ in ranks) else None
     _resume_data(ctx, at, own, saved)
     ctx.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     with taking_up(saved.path, "the logged values"):
@@ -540,28 +547,41 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
         of_rank = next(saved.ranks()) if own is None else own
         with taking_up(saved.path, f"the strategy {strategy.name}"):
             strategy.load_rank_state(of_rank.get("strategy", {}), own=own is not None)
-    log = [] if own is None else own.get("log", [])
     log_owner = [first for _, first in ranks].index(True)
-    if own is None and ctx.rank == log_owner:  # the sums of all ranks, on one rank only: else they counted twice
-        with taking_up(saved.path, "the logged sums"):
-            log = merge_states([each["log"] for each in saved.ranks() if each["counts"]])
-    if of_before is not None and of_before["metric_states"] and ctx.rank == 0:
-        warn_user(
-            f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes"
-            f"{_layout(state, ctx)}. What these metric objects had counted is left out: "
-            f"{', '.join(of_before['metric_states'])}"
-        )
+    log, counted = ([], {}) if own is None else (own.get("log", []), own["metric_states"])
+    if own is None:
+        log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
         with taking_up(saved.path, "the logged sums"):
             ctx.log.load_state_dict(log, metric_objects(ctx.module))
-            if own is not None:
-                load_metric_states(ctx.module, own["metric_states"])
+            if own is None:
+                reset_others(ctx.module, counted)
+            load_metric_states(ctx.module, counted)
         saved.restore_random(rng, strategy.data_rank, trainer.seed, ctx.position.global_step)
 
     return last
+
+
+def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the log's open sums and what metric objects had counted, of all ranks that the run was saved by.
+
+    Both are for one rank only, or they would count twice. That there are metric objects to be computed is for all.
+    """
+    by_rank = [each for each in saved.ranks() if each["counts"]]
+    with taking_up(saved.path, "the logged sums"):
+        counted, refused = merge_metric_states([each["metric_states"] for each in by_rank], metric_objects(ctx.module))
+        log = merge_states([each["log"] for each in by_rank])
+    if refused and ctx.rank == 0:
+        warn_user(
+            f"{saved.path} was saved in the middle of an epoch by {saved.shared['world_size']} processes"
+            f"{_layout(saved.shared, ctx)}. What these metric objects had counted is left out: {', '.join(refused)}"
+        )
+    if not owner:
+        return [entry for entry in log if entry["metric"] is not None and entry["metric"] not in refused], {}
+    return [entry for entry in log if entry["metric"] not in refused], counted
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:

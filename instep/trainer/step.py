@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.data.plan import gradient_correction, window_scale
+from instep.distributed.metric_states import metric_objects, uncounted
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
@@ -145,7 +146,8 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
     module, strategy, at, source, log, guard = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.log, ctx.guard
     trains, buffer = bool(turn.optimizers), ctx.log.buffer
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx", optimizer_idx=turn.index)
+    resolved = resolve_step(ctx, "training_step", "batch", "batch_idx", optimizer_idx=turn.index)
+    training_step = counting_once(ctx, resolved)
     before_backward, after_backward = ctx.hooks["on_before_backward"], ctx.hooks["on_after_backward"]
     if guard is not None:
         before_backward = (*before_backward, guard.note_loss)
@@ -351,7 +353,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 def manual_step(ctx: RunContext) -> Step:
     """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
     at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
-    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx")
+    training_step = counting_once(ctx, resolve_step(ctx, "training_step", "batch", "batch_idx"))
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
@@ -416,6 +418,19 @@ def _no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def counting_once(ctx: RunContext, training_step: Step) -> Step:
+    """Leave batches that are replayed out of what the module's metric objects count; the step itself without these."""
+    module, log = ctx.module, ctx.log
+    if ctx.world_size == 1 or not metric_objects(module):
+        return training_step
+
+    def step(*args: Any) -> Any:
+        with uncounted(module) if log.weight == 0 else nullcontext():
+            return training_step(*args)
+
+    return step
 
 
 def resolve_step(

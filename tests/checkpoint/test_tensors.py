@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from instep.checkpoint import read_tensors, write_tensors
 from instep.checkpoint.hashing import hash_file
+from instep.checkpoint.tensors import content_of
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 # fmt: off
@@ -196,3 +197,10 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no-such"):
         read_tensors(tmp_path / "no-such")
+
+
+def test_one_element_of_any_stride_is_written() -> None:
+    """A view of one element counts as contiguous, whatever its stride."""
+    rows = torch.arange(12.0).reshape(4, 3)
+    for view in (rows[1:2, 0], rows[1:2, 1:2], rows[:, 2], rows[3]):
+        assert bytes(content_of(view)) == view.numpy().tobytes()

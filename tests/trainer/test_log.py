@@ -442,6 +442,38 @@ def test_torchmetrics(tmp_path: Any):
     assert len(logger.of("mse")) == 2
 
 
+def test_metric_collections_and_what_is_no_number(tmp_path: Any):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    from torchmetrics import classification  # late: as torchmetrics
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = [classification.BinaryRecall(), classification.BinaryPrecision(), classification.BinaryAccuracy()]
+            self.collection = torchmetrics.MetricCollection(kinds, prefix="val/")
+            self.bad = ""
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if self.bad == "collection":
+                self.log("all", self.collection)
+            elif self.bad == "attribute":
+                self.log("x", self.collection["BinaryRecall"], metric_attribute="other")
+            self.collection.update(batch[0][:, 1] > 0, batch[1] > 0)
+            self.log_dict(self.collection)
+            assert not self.collection._state_is_copy, "no state is copied for logging"
+
+    module = Model()
+    trainer, _ = run(tmp_path, module, val=loader(11, 4), max_epochs=1)
+    x, y = samples(11).tensors
+    said, true = x[:, 1] > 0, y > 0
+    expected = {"BinaryRecall": said[true], "BinaryPrecision": true[said], "BinaryAccuracy": said == true}
+    for name, hits in expected.items():
+        assert float(trainer.callback_metrics[f"val/{name}"]) == pytest.approx(float(hits.float().mean()))
+    for module.bad, message in (("collection", "use self.log_dict"), ("attribute", "Could not find the `Model` attr")):
+        with pytest.raises(LogError, match=message):
+            run(tmp_path, module, val=loader(11, 4), max_epochs=2)
+
+
 def test_a_metric_that_was_not_logged_in_an_epoch_is_not_computed(tmp_path: Any):
     torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -39,6 +39,36 @@ def loader(samples: int, batch_size: int = 2, shuffle: bool = False) -> DataLoad
     return DataLoader(Plain(samples), batch_size=batch_size, shuffle=shuffle)
 
 
+GATHERED: list[int] = []  # calls of what metric objects synchronize by
+
+
+def gather(*args: Any, **kwargs: Any) -> Any:
+    from torchmetrics.utilities.distributed import gather_all_tensors  # late: as below
+
+    GATHERED.append(1)
+    return gather_all_tensors(*args, **kwargs)
+
+
+def _rows_metric() -> Any:
+    """A metric whose state is a list of matrices, as predictions are kept."""
+    from torchmetrics import Metric
+
+    class Rows(Metric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__(dist_sync_fn=gather)
+            self.add_state("rows", default=[], dist_reduce_fx="cat")
+
+        def update(self, x: torch.Tensor) -> None:
+            self.rows.append(x)
+
+        def compute(self) -> torch.Tensor:
+            return torch.cat(list(self.rows) if isinstance(self.rows, list) else [self.rows]).sum()
+
+    return Rows()
+
+
 class Counting(TrainModule):
     """Counts samples in every stage; each evaluation step has a collective of its own."""
 
@@ -52,13 +82,27 @@ class Counting(TrainModule):
             from torchmetrics import MeanMetric  # late: ranks wait for it longer than for torch
 
             self.mean_index = MeanMetric()
+            self.rows = _rows_metric()  # of a rank without a sample, which has no rows, too
+            self.mean_trained = MeanMetric(dist_sync_fn=gather)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert GATHERED == [], "nothing is synchronized until a value is read"
+
+    def on_validation_start(self) -> None:
+        GATHERED.clear()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, index = batch
         if self.trainer._run.source.share.mine:
             self.trained += index.tolist()
         self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum")
+        if hasattr(self, "mean_trained"):
+            self.mean_trained.update(index)
+            self.log("trained mean", self.mean_trained, on_step=False, on_epoch=True)
         return nn.functional.mse_loss(self.layer(x), y)
+
+    def on_train_epoch_start(self) -> None:
+        GATHERED.clear()
 
     def _evaluate(self, batch: Any) -> None:
         x, y, index = batch
@@ -71,6 +115,9 @@ class Counting(TrainModule):
         self.log("largest", index.max(), reduce_fx="max")
         self.mean_index.update(index)
         self.log("metric object", self.mean_index)
+        if hasattr(self, "rows"):
+            self.rows.update(x)
+            self.log("rows", self.rows, metric_attribute="rows")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch)
@@ -125,6 +172,10 @@ def test_every_sample_counts_once() -> None:
                     assert got[stage]["error"] == pytest.approx(expected[stage]["error"], rel=1e-6)
                     assert got[stage]["metric object"] == pytest.approx((length - 1) / 2, rel=1e-6)
                     assert got[stage]["index"] == pytest.approx((length - 1) / 2, rel=1e-12)
+                    if world_size == 2:
+                        rows = float(Plain(length).x.sum())
+                        assert got[stage]["rows"] == pytest.approx(rows, rel=1e-5, abs=1e-5)
+                        assert got["after fit"]["trained mean"] == pytest.approx((length - 1) / 2, rel=1e-6)
                 assert got["count"] == length
                 assert got[stage] == ranks[0][number][stage], "the result is the same on every rank"
             assert all(results[number]["predict"] == list(range(length)) for results in ranks), "in order, on each"

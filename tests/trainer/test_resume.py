@@ -224,14 +224,16 @@ class Exact(Net):
         self.seen.append(index.tolist() if weight else [])
         loss = torch.nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=False, on_epoch=True)
+        self.average.update(index)
+        self.log("average", self.average, on_step=False, on_epoch=True)
         return loss
 
 
-def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], float]:
+def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], list[float]]:
     """One part of the run, 8 samples a step and later 16: indices by micro-batch, losses by step, weights."""
     seed(3)
-    module, losses = Exact(), StepLosses()
-    callbacks: list[Callback] = [losses, ModelCheckpoint()]
+    module, losses, first = Exact(), StepLosses(), _FirstAverage()
+    callbacks: list[Callback] = [losses, first, ModelCheckpoint()]
     if stop is not None:
         callbacks.append(_Stop(stop))
     trainer = Trainer(
@@ -249,8 +251,19 @@ def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[floa
         trainer.fit(module, DataLoader(Plain(45), batch_size=4, shuffle=True), ckpt_path="auto")
     except Preempted:
         assert stop is not None
-    mean = float(trainer.callback_metrics.get("loss", -1.0))
-    return module.seen, losses.values, {k: v.clone() for k, v in module.state_dict().items()}, mean
+    means = [float(trainer.callback_metrics.get(name, -1.0)) for name in ("loss", "average")]
+    means.append(first.value)
+    return module.seen, losses.values, {k: v.clone() for k, v in module.state_dict().items()}, means
+
+
+class _FirstAverage(Callback):
+    """What the metric object had at the end of the first epoch, which was interrupted."""
+
+    value = -1.0
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            self.value = float(trainer.callback_metrics["average"])
 
 
 class _Stop(Callback):
@@ -265,7 +278,7 @@ class _Stop(Callback):
 @pytest.mark.dist
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
-    whole_seen, whole_losses, whole_weights, whole_mean = train_part(tmp_path / "whole", None)
+    whole_seen, whole_losses, whole_weights, whole_means = train_part(tmp_path / "whole", None)
     first = run_ranks(train_part, before, tmp_path / "parts", 2)
     second = run_ranks(train_part, after, tmp_path / "parts", None)
 
@@ -277,7 +290,8 @@ def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     seen = epoch(first, slice(None)) + epoch(second, slice(0, 3 * per_step[after]))
     assert sorted(seen) == list(range(45)), "every sample of the interrupted epoch once"
     assert first[0][1] + second[0][1] == pytest.approx(whole_losses, abs=1e-5)
-    assert second[0][3] == pytest.approx(whole_mean, rel=1e-6)
+    assert second[0][3] == pytest.approx(whole_means, rel=1e-6)
+    assert whole_means[1:] == [22.0, 22.0], "each sample once, in the interrupted epoch too"
     for name, value in whole_weights.items():
         torch.testing.assert_close(second[0][2][name], value, atol=1e-5, rtol=0)
     assert whole_seen

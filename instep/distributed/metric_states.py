@@ -1,0 +1,169 @@
+"""States of metric objects, torchmetrics' and those like them: found in a module, kept, restored, merged over ranks.
+
+torchmetrics itself is not imported: a metric is what has a `metric_state` and counts its updates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MERGED: dict[str, Any] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda a, b: torch.cat([torch.atleast_1d(a), torch.atleast_1d(b)]),
+}
+
+
+def metric_objects(module: nn.Module) -> dict[str, Any]:
+    """Find the module's metric objects by name."""
+    return {
+        name: submodule
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, "metric_state") and hasattr(submodule, "_update_count")
+    }
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """Return the states of this rank's metric objects since their last reset, by their names in the module."""
+    return {
+        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        for name, metric in metric_objects(module).items()
+        if metric._update_count
+    }
+
+
+def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
+    for name, metric in metric_objects(module).items():
+        if name in states:
+            metric.reset()  # what a hook has counted since the start is in the state already
+            metric._update_count = states[name]["updates"]
+            known, device = metric.metric_state, getattr(metric, "device", None)
+            for attribute, value in states[name]["state"].items():
+                if attribute in known:  # a checkpoint sets no other attributes
+                    setattr(metric, attribute, _on(device, value))
+
+
+def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Restore the metric objects from a copy of `metric_states`."""
+    with torch.inference_mode(False):  # what is reset must serve the next fit too
+        reset_others(module, before)
+        load_metric_states(module, before)
+
+
+def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Reset the metric objects that have no state here."""
+    for name, metric in metric_objects(module).items():
+        if name not in states:
+            metric.reset()
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """Undo what metric objects count within the block: for a batch that is a replay."""
+    before = copy.deepcopy(metric_states(module))
+    try:
+        yield
+    finally:
+        restore_metric_states(module, before)
+
+
+def merge_metric_states(
+    by_rank: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Merge the states of several ranks into those that one rank goes on with, while the others begin anew.
+
+    That is exact where a state is summed, concatenated, or reduced by minimum or maximum over the ranks. Other states,
+    such as means over ranks, cannot be taken up by another number of ranks.
+
+    Args:
+        by_rank: what `metric_states` gave on each.
+        metrics: the module's metric objects by name, whose reductions hold.
+
+    Returns:
+        The states by name; and the names of metrics whose states cannot be merged.
+    """
+    merged: dict[str, Any] = {}
+    refused: list[str] = []
+    for name in dict.fromkeys(name for states in by_rank for name in states):
+        kept = [states[name] for states in by_rank if name in states]
+        reductions = getattr(metrics.get(name), "_reductions", None)
+        state: dict[str, Any] = {}
+        for attribute in kept[0]["state"] if reductions is not None else ():
+            rule = _MERGED.get(getattr(reductions.get(attribute), "__name__", ""))
+            values = [each["state"][attribute] for each in kept]
+            if all(isinstance(value, list) for value in values) and (rule or reductions.get(attribute) is None):
+                state[attribute] = [part for value in values for part in value]
+            elif rule is not None and all(isinstance(value, Tensor) for value in values):
+                total = values[0]
+                for value in values[1:]:
+                    total = rule(total, value)
+                state[attribute] = total
+            else:
+                break
+        if reductions is None or len(state) < len(kept[0]["state"]):
+            refused.append(name)
+        else:
+            merged[name] = {"updates": sum(each["updates"] for each in kept), "state": state}
+    return merged, refused
+
+
+# ---- ranks that have counted nothing
+
+
+def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape, less the first dimension, of what a metric's list states hold; less empty ones."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, one in _with_parts(metric):
+        for attribute, value in one.metric_state.items():
+            if isinstance(value, list) and value and isinstance(value[0], Tensor):
+                found[f"{name}.{attribute}"] = str(value[0].dtype).removeprefix("torch."), tuple(value[0].shape[1:])
+    return found
+
+
+@contextmanager
+def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
+    """Let a metric that has counted nothing on this rank take part in computing: its empty lists get their shapes.
+
+    torchmetrics gathers tensors of the same number of dimensions, and warns of a rank without an update.
+
+    Args:
+        metric: a metric object.
+        shapes: what `list_shapes` gave on the ranks that have some.
+    """
+    filled: list[tuple[Any, str]] = []
+    empty = [one for _, one in _with_parts(metric) if not one._update_count]
+    for name, one in _with_parts(metric):
+        for attribute, value in one.metric_state.items():
+            if isinstance(value, list) and not value and (known := shapes.get(f"{name}.{attribute}")) is not None:
+                device = getattr(one, "device", None)
+                setattr(one, attribute, [torch.empty((0, *known[1]), dtype=getattr(torch, known[0]), device=device)])
+                filled.append((one, attribute))
+    for one in empty:
+        one._update_count = 1
+    try:
+        yield
+    finally:
+        for one, attribute in filled:
+            setattr(one, attribute, [])
+        for one in empty:
+            one._update_count = 0
+
+
+def _with_parts(metric: Any) -> list[tuple[str, Any]]:
+    """Return a metric object and those within it; none for an object that is no module."""
+    return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []
+
+
+def _on(device: Any, value: Any) -> Any:
+    """Return a state on the metric's device."""
+    if isinstance(value, list):
+        return [_on(device, part) for part in value]
+    return value.to(device) if isinstance(value, Tensor) and isinstance(device, torch.device) else value
