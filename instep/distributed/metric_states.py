@@ -94,7 +94,7 @@ def merge_metric_states(
     refused: list[str] = []
     for name in dict.fromkeys(name for states in by_rank for name in states):
         kept = [states[name] for states in by_rank if name in states]
-        reductions = getattr(metrics.get(name), "_reductions", None)
+        reductions: Any = getattr(metrics.get(name), "_reductions", None)
         state: dict[str, Any] = {}
         for attribute in kept[0]["state"] if reductions is not None else ():
             rule = _MERGED.get(getattr(reductions.get(attribute), "__name__", ""))

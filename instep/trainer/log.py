@@ -598,7 +598,8 @@ class MetricLog:
             self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
             self._select()
             known = self._current.get(saved["key"])
-            options = Options(*(tuple(one) if isinstance(one, list) else one for one in saved["options"]))
+            given: list[Any] = [tuple(one) if isinstance(one, list) else one for one in saved["options"]]
+            options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.clear()  # what was logged since the start is in the sums already
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
