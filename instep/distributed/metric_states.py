@@ -94,9 +94,10 @@ def merge_metric_states(
     refused: list[str] = []
     for name in dict.fromkeys(name for states in by_rank for name in states):
         kept = [states[name] for states in by_rank if name in states]
-        reductions: Any = getattr(metrics.get(name), "_reductions", None)
+        known = hasattr(metrics.get(name), "_reductions")
+        reductions: Mapping[str, Any] = getattr(metrics.get(name), "_reductions", {})
         state: dict[str, Any] = {}
-        for attribute in kept[0]["state"] if reductions is not None else ():
+        for attribute in kept[0]["state"] if known else ():
             rule = _MERGED.get(getattr(reductions.get(attribute), "__name__", ""))
             values = [each["state"][attribute] for each in kept]
             if all(isinstance(value, list) for value in values) and (rule or reductions.get(attribute) is None):
@@ -108,7 +109,7 @@ def merge_metric_states(
                 state[attribute] = total
             else:
                 break
-        if reductions is None or len(state) < len(kept[0]["state"]):
+        if not known or len(state) < len(kept[0]["state"]):
             refused.append(name)
         else:
             merged[name] = {"updates": sum(each["updates"] for each in kept), "state": state}
