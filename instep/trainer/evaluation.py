@@ -15,11 +15,10 @@ from torch import nn
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
-from instep.distributed.metric_states import metric_states, restore_metric_states, uncounted
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
-from instep.trainer.log import EpochMetric, MetricLog
+from instep.trainer.log import EpochMetric, MetricLog, metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state
@@ -144,7 +143,7 @@ def _batch_loop(
                 log.batch, log.weight = batch, source.share.mine
                 if takes and ctx.taker:
                     batch_idx = ctx.taker.fetched
-                with uncounted(module) if log.weight == 0 and not takes else nullcontext():
+                with metric_room().uncounted(module) if log.weight == 0 and not takes else nullcontext():
                     for hook in batch_start:
                         hook(batch, batch_idx, loader_idx)
                     log.enter(f"{name}_step")
@@ -178,7 +177,7 @@ def take_batches(
     """Hand the batches to the steps that take them themselves, by `ctx.taker`; give None for each step."""
     from instep.data.taken import BatchTaker, noting  # late: few steps take their batches
 
-    replay = partial(uncounted, ctx.module)
+    replay = partial(metric_room().uncounted, ctx.module)
     ctx.taker = BatchTaker(batches, source, note=noting(ctx.trainer.progress, log), replay=replay, **place)
     return ctx.taker.steps()
 
@@ -326,7 +325,7 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
     """
     ctx = trainer._run
     log = MetricLog("sanity_check", ctx.world_size)  # whose values nobody gets
-    rng, counted = rng_state(), copy.deepcopy(metric_states(ctx.module))
+    rng, counted = rng_state(), copy.deepcopy(metric_room().metric_states(ctx.module))
     outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
     source = ctx.loaders.prepare_train()
     try:
@@ -341,5 +340,5 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
     finally:
         source.close()
         ctx.switch_log(outer)
-        restore_metric_states(ctx.module, counted)
+        metric_room().restore_metric_states(ctx.module, counted)
         set_rng_state(rng)

@@ -16,13 +16,13 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
-from instep.distributed.metric_states import able_to_compute, list_shapes
 from instep.errors import LogError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Accumulator:
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
-        with able_to_compute(self.metric, shapes):
+        with metric_room().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
@@ -520,7 +520,9 @@ class MetricLog:
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere, shapes = [local], {}
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
-            own = {one.epoch_name: list_shapes(one.metric) for one in accumulators if one.metric is not None}
+            own = {
+                one.epoch_name: metric_room().list_shapes(one.metric) for one in accumulators if one.metric is not None
+            }
             pairs = gather_object((local, own))
             everywhere = [pair[0] for pair in pairs]
             shapes = {name: dict(ChainMap(*parts)) for name, parts in _by_name(pair[1] for pair in pairs).items()}
@@ -632,6 +634,13 @@ def _on_device(value: Any) -> bool:
 
 def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
+
+
+def metric_room() -> ModuleType:
+    """Return the module that knows the states of metric objects; it loads when used: only a run pays for it."""
+    from instep.distributed import metric_states
+
+    return metric_states
 
 
 def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:

@@ -16,13 +16,12 @@ import torch
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
-from instep.distributed.metric_states import metric_states, restore_metric_states
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate, take_batches
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MetricLog
+from instep.trainer.log import MetricLog, metric_room
 from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
@@ -462,13 +461,13 @@ class BeforeValidation:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
         self._rng = rng_state()
-        self._counted = copy.deepcopy(metric_states(ctx.module))
+        self._counted = copy.deepcopy(metric_room().metric_states(ctx.module))
         self._metrics = ctx.trainer.metrics.state_dict()
         self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
-        restore_metric_states(self._ctx.module, self._counted)
+        metric_room().restore_metric_states(self._ctx.module, self._counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.logger_states = self._loggers
         set_rng_state(self._rng)

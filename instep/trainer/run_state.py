@@ -14,19 +14,12 @@ from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
 from instep.distributed import gather_object
-from instep.distributed.metric_states import (
-    load_metric_states,
-    merge_metric_states,
-    metric_objects,
-    metric_states,
-    reset_others,
-)
 from instep.distributed.rank_zero import RankGroup, together
 from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError
 from instep.trainer import replay
 from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import merge_states
+from instep.trainer.log import merge_states, metric_room
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.hparams import plain_values
 from instep.utils.optimizer_state import clean_name
@@ -114,7 +107,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     }
     own: dict[str, Any] = {
         "rng": rng_state(),
-        "metric_states": metric_states(ctx.module),
+        "metric_states": metric_room().metric_states(ctx.module),
         "strategy": strategy.rank_state(),
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
@@ -122,7 +115,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     source = getattr(ctx, "source", None)
     if source is not None:
         (own if source.rank_state else shared)["data"] = source.state_dict(ctx.position.window_batch)
-        own["log"] = ctx.log.state_dict(metric_objects(ctx.module))
+        own["log"] = ctx.log.state_dict(metric_room().metric_objects(ctx.module))
     state.own = own
     return state
 
@@ -556,10 +549,10 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
     def last() -> None:
         with taking_up(saved.path, "the logged sums"):
-            ctx.log.load_state_dict(log, metric_objects(ctx.module))
+            ctx.log.load_state_dict(log, metric_room().metric_objects(ctx.module))
             if own is None:
-                reset_others(ctx.module, counted)
-            load_metric_states(ctx.module, counted)
+                metric_room().reset_others(ctx.module, counted)
+            metric_room().load_metric_states(ctx.module, counted)
         saved.restore_random(rng, strategy.data_rank, trainer.seed, ctx.position.global_step)
 
     return last
@@ -572,7 +565,9 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
     """
     by_rank = [each for each in saved.ranks() if each["counts"]]
     with taking_up(saved.path, "the logged sums"):
-        counted, refused = merge_metric_states([each["metric_states"] for each in by_rank], metric_objects(ctx.module))
+        counted, refused = metric_room().merge_metric_states(
+            [each["metric_states"] for each in by_rank], metric_room().metric_objects(ctx.module)
+        )
         log = merge_states([each["log"] for each in by_rank])
     if refused and ctx.rank == 0:
         warn_user(

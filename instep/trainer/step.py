@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.data.plan import gradient_correction, window_scale
-from instep.distributed.metric_states import metric_objects, uncounted
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
 from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
+from instep.trainer.log import metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, place_of, takes_batches
 from instep.trainer.optimizers import step_schedulers, wants_closure
 from instep.utils.warn import warn_user
@@ -423,11 +423,11 @@ def _no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
 def counting_once(ctx: RunContext, training_step: Step) -> Step:
     """Leave batches that are replayed out of what the module's metric objects count; the step itself without these."""
     module, log = ctx.module, ctx.log
-    if ctx.world_size == 1 or not metric_objects(module):
+    if ctx.world_size == 1 or not metric_room().metric_objects(module):
         return training_step
 
     def step(*args: Any) -> Any:
-        with uncounted(module) if log.weight == 0 else nullcontext():
+        with metric_room().uncounted(module) if log.weight == 0 else nullcontext():
             return training_step(*args)
 
     return step
