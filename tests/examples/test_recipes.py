@@ -63,7 +63,8 @@ def test_every_recipe_is_here_short_and_in_the_index() -> None:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120, name
 
 
-@pytest.mark.parametrize("name", SAYS)
+# test_the_same_line_goes_on runs the GAN; on one process segmentation takes the same way as on two.
+@pytest.mark.parametrize("name", ["contrastive", "distillation", "graph", "vae"])
 def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     assert re.search(SAYS[name], run(name, "--smoke", "--root", str(tmp_path)))
     assert not list(tmp_path.iterdir()), "--smoke saves nothing"
@@ -88,12 +89,11 @@ def test_recipes_of_other_packages_run_on_two_processes(tmp_path: Path) -> None:
     check_two_processes(SAYS_OF_EXTRAS, tmp_path)
 
 
-# The VAE saves after validation, every five epochs.
-@pytest.mark.parametrize("name, half", [("gan", 1), ("vae", 5), pytest.param("ppo", 1, marks=pytest.mark.recipes)])
-def test_the_same_line_goes_on(name: str, half: int, tmp_path: Path) -> None:
-    """Half of the epochs, then all, and once more the same line, which changes nothing: as in one go, bit for bit."""
+@pytest.mark.parametrize("name", ["gan", pytest.param("ppo", marks=pytest.mark.recipes)])
+def test_the_same_line_goes_on(name: str, tmp_path: Path) -> None:
+    """One epoch, then two, and once more the same line, which changes nothing: as in one go, bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(name, "--root", str(whole), "--epochs", str(2 * half))
-    said = [run(name, "--root", str(parts), "--epochs", str(epochs)) for epochs in (half, 2 * half, 2 * half)]
+    assert re.search({**SAYS, **SAYS_OF_EXTRAS}[name], run(name, "--root", str(whole), "--epochs", "2"))
+    said = [run(name, "--root", str(parts), "--epochs", epochs) for epochs in ("1", "2", "2")]
     assert ["starting afresh" in text for text in said] == [True, False, False]
     assert_bit_identical(parts, whole)
