@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.data.plan import gradient_correction, window_scale
+from instep.distributed import reduce
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
@@ -288,6 +289,7 @@ def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[
     Of optimizers that step together the first one's closure computes; those after it get the loss that it found.
     """
     module, at = ctx.module, ctx.position
+    searches = ctx.world_size > 1 and wants_closure(turn.optimizers[0])
     first, *others = [ctx.wrapped_optimizers[ctx.optimizers.index(optimizer)] for optimizer in turn.optimizers]
 
     def step(batch: Any, batch_idx: int) -> Any:
@@ -306,6 +308,9 @@ def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[
                 for optimizer in turn.optimizers:
                     optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
             found = None if output is None else _loss_of(output, ctx)
+            if searches and found is not None:  # by its own loss each rank would evaluate another number of times
+                weight = ctx.strategy.loss_weight()
+                found = reduce(found.detach() * weight if weight else torch.zeros_like(found.detach()))
             return found
 
         module.optimizer_step(at.epoch, batch_idx, first, closure)

@@ -17,7 +17,7 @@ from instep.errors import HookError, SettingError
 from instep.strategies import DDPStrategy
 from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import Scaled
-from tests.trainer.toys import assert_same, loader, quiet, samples, weights
+from tests.trainer.toys import Toy, assert_same, loader, quiet, samples, weights
 
 TURNS = (1, 2)
 
@@ -221,12 +221,28 @@ def fit_everywhere() -> dict[str, Any]:
             trainer.fit(module, DataLoader(samples(26), 2))
             full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
             seen[f"{kind.__name__} {strategy}"] = {name: p.detach().clone() for name, p in full.items()}
-    return seen
+    module = Searching()
+    quiet(strategy="ddp", devices=2, max_epochs=1).fit(module, DataLoader(samples(13), 4))
+    return {**seen, "search": weights(module)}
+
+
+class Searching(Toy):
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        super().__init__()
+
+    def configure_optimizers(self) -> Any:
+        return LBFGS(self.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
 
 
 @pytest.mark.dist
 def test_two_ranks_agree_with_one():
     first, second = run_ranks(fit_everywhere, 2)
+    searching = Searching()
+    quiet(max_epochs=1).fit(searching, DataLoader(samples(13), 8))
+    assert_same(first["search"], second["search"])  # no rank searches longer than another
+    for name, value in weights(searching).items():
+        torch.testing.assert_close(first["search"][name], value, rtol=1e-4, atol=1e-5)
     for kind in (Two, ByTurns):
         alone = kind()
         quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(alone, DataLoader(samples(26), 4))
