@@ -114,7 +114,6 @@ def test_an_object_of_either_class_is_one_of_both() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("pytorch.callbacks.ModelPruning", "Callback of your own"),
         ("pytorch.loggers.LitLogger", "Logger of your own"),
         ("Fabric", "instep.Accelerator is for"),
         ("pytorch.demos.WikiText2", "demonstrations"),
