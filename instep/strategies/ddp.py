@@ -370,9 +370,10 @@ class DDPStrategy(Strategy):
         return self._ddp.join(divide_by_initial_world_size=True)
 
     def average_replicas(self) -> None:
-        super().average_replicas()
         if self._local_sgd is not None:
-            self._local_sgd.average_replicas()
+            self._local_sgd.average_replicas()  # buffers too
+        else:
+            super().average_replicas()
 
     # ---- state
 
