@@ -30,7 +30,7 @@ _HOME = {
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
     "QuantizationAwareTraining": "quantization",
-    "ReplicaCheck": "replica_check",
+    "ReplicaCheck": "monitors.replica_check",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich_progress",
     "RichProgressBarTheme": "progress.rich_progress",
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from instep.callbacks.monitors.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from instep.callbacks.monitors.gradient_monitor import GradientMonitor as GradientMonitor
     from instep.callbacks.monitors.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from instep.callbacks.monitors.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.monitors.spike_detection import SpikeDetection as SpikeDetection
     from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from instep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
     from instep.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
     from instep.callbacks.pruning import ModelPruning as ModelPruning
     from instep.callbacks.quantization import QuantizationAwareTraining as QuantizationAwareTraining
-    from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from instep.callbacks.timer import Timer as Timer
     from instep.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging

@@ -1,1 +1,1 @@
-"""Callbacks that watch: device, throughput, gradients, learning rate, spikes of the loss."""
+"""Callbacks that watch: device, throughput, gradients, learning rate, replicas, spikes of the loss."""
