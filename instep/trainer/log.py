@@ -646,7 +646,8 @@ def metric_room() -> ModuleType:
 def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
     """Return names and values of a dict, or of a collection of metrics: these as they are, with no copy of a state."""
     if hasattr(given, "compute_groups"):
-        return given.items(keep_base=False, copy_state=False)
+        # Without groups there is nothing to copy, and torchmetrics is told the same as by Lightning.
+        return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
     return given.items()
 
 
