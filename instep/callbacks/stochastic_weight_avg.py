@@ -95,6 +95,10 @@ class StochasticWeightAveraging(WeightAveraging):
         """Return whether to update the average now: at the end of each epoch from `swa_epoch_start` on."""
         return epoch_idx is not None and epoch_idx >= self._first_epoch
 
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:
+            self._scheduled = False  # by an earlier run; that of a checkpoint is loaded after this
+
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__
         if len(trainer.optimizers) != 1:

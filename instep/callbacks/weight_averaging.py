@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from instep.callbacks.base import Callback
+from instep.callbacks.pruning import ModelPruning
 from instep.checkpoint.edge import check, count, number
 from instep.errors import SettingError
 from instep.utils.checks import FLAG, Check, at_least, choice, is_number, or_none, wrong
@@ -49,8 +50,8 @@ class WeightAveraging(Callback):
         kwargs: `avg_fn` or `multi_avg_fn`, as torch's `AveragedModel` takes them.
 
     Raises:
-        SettingError: an argument is wrong. When training starts: there is another averaging callback, or the strategy
-            trains replicas apart or keeps weights where they cannot be reached.
+        SettingError: an argument is wrong. When training starts: there is another averaging callback or a ModelPruning,
+            or the strategy trains replicas apart or keeps weights where they cannot be reached.
 
     Example:
         >>> averaging = WeightAveraging(use_for="val")
@@ -119,6 +120,13 @@ class WeightAveraging(Callback):
             raise SettingError(
                 "two callbacks average the weights, and only one average can be validated and saved. Leave one of them "
                 "out.",
+                field="callbacks",
+            )
+        if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
+            raise SettingError(
+                f"{type(self).__name__} averages parameters that stay the same, and ModelPruning exchanges them for "
+                "masked ones in the middle of the run. Leave one of the two out; or prune a run that begins with the "
+                "average: fit(..., ckpt_path=path, resume=Resume.weights()).",
                 field="callbacks",
             )
         if strategy.replicas_diverge:

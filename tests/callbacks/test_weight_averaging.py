@@ -13,7 +13,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Callback, Trainer, TrainModule
-from instep.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from instep.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from instep.checkpoint import Resume, load_weights, merge
 from instep.cli.main import main
 from instep.errors import CheckpointError, SettingError
@@ -181,6 +187,9 @@ def test_stochastic_weight_averaging_updates_batchnorm_as_torch_does(tmp_path):
     torch.manual_seed(1)
     plain.fit(NoDropout(), data(), data(shuffle=False))
     assert equal(kept[0], kept[3])  # before it began, nothing was other
+    torch.manual_seed(1)
+    make_trainer(tmp_path / "again", averaging, KeepEpochs()).fit(NoDropout(), data(), data(shuffle=False))
+    assert equal(kept[2], kept[8])  # the callback of an earlier run begins anew
 
 
 _KINDS: dict[str, Any] = {
@@ -277,6 +286,7 @@ def test_refused_before_training(tmp_path):
     for callbacks, match in (
         ((WeightAveraging(), EMAWeightAveraging()), "two callbacks average"),
         ((StochasticWeightAveraging([0.1, 0.2]),), "2 learning rates"),
+        ((EMAWeightAveraging(), ModelPruning("l1_unstructured")), "ModelPruning exchanges them"),
     ):
         with pytest.raises(SettingError, match=match):
             make_trainer(tmp_path, *callbacks).fit(made(), data(), data(shuffle=False))
