@@ -6,9 +6,9 @@
     python examples/lora.py --model FOLDER_OR_GGUF_FILE
     python examples/lora.py --smoke        # a few batches of a tiny model, which needs no package
 
-Shows a transformers model with peft's adapters in a TrainModule, and bf16. The text is the source of Python's standard
-library; the measure the perplexity per token of a file not trained on, before and after. In the end the adapters are in
-peft's own format: `PeftModel.from_pretrained(model, "runs/lora/adapter")` reads them. Source: Hu et al., 2021.
+Shows a transformers model with peft's adapters in a TrainModule, checkpoints of adapters alone, and bf16. The text is
+the source of Python's standard library; the measure the perplexity per token of a file not trained on. In the end
+`PeftModel.from_pretrained(model, "runs/lora/adapter")` reads the adapters. Source: Hu et al., 2021.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from instep import Trainer, TrainModule, seed_everything
 from instep.schedules import linear
 
-GLOBAL_BATCH = 8  # windows per optimizer step over all processes
-TOKENS = 128  # of a window
+GLOBAL_BATCH, TOKENS = 8, 128  # windows per optimizer step over all processes; tokens of a window
 
 
 class LoRA(TrainModule):
@@ -42,6 +41,8 @@ class LoRA(TrainModule):
         rank: of the adapters.
         lr: learning rate after the warm-up; it falls linearly to 0.
     """
+
+    checkpoint_filter = "trainable"  # checkpoints hold the adapters; the model is what was loaded
 
     def __init__(self, model: Any, rank: int = 8, lr: float = 1e-3) -> None:
         super().__init__()
@@ -61,8 +62,7 @@ class LoRA(TrainModule):
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.hparams.lr, weight_decay=0.0)
-        steps = int(self.trainer.estimated_stepping_batches)
-        return [optimizer], [linear(optimizer, steps, warmup_steps=0.1)]
+        return [optimizer], [linear(optimizer, int(self.trainer.estimated_stepping_batches), warmup_steps=0.1)]
 
 
 def load(model: str) -> tuple[Any, Any]:

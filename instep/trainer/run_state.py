@@ -84,27 +84,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         shards = local(second)
         state.other = {} if shards is None else {kind: clean_names(shards)}
     state.optimizers = local(optimizers) or None
-    strategy.gradients.update_scaler()
-    shared |= {
-        "run_id": trainer.run_id,
-        "run_folder": trainer.log_dir,
-        "command": replay.command(ctx),
-        "seed": trainer.seed,
-        "precision": ctx.precision.name,
-        "strategy": strategy.name,
-        "position": ctx.position.state_dict(),
-        "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
-        "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
-        "resumed_with": ctx.resumed_with,
-        "scaler": ctx.precision.state_dict(),
-        "callbacks": {callback.state_key: kept for callback in ctx.callbacks if (kept := callback.state_dict())},
-        "loggers": {
-            key: {**((ctx.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
-            for key, logger in by_class(trainer.loggers).items()
-        },
-        "datamodule": None if ctx.datamodule is None else ctx.datamodule.state_dict(),
-        "metrics": trainer.metrics.state_dict(),
-    }
+    shared |= _for_resume(ctx)
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metric_states": metric_room().metric_states(ctx.module),
@@ -118,6 +98,33 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         own["log"] = ctx.log.state_dict(metric_room().metric_objects(ctx.module))
     state.own = own
     return state
+
+
+def _for_resume(ctx: RunContext) -> dict[str, Any]:
+    """Return what a resumed run needs beside weights and optimizers, the same on all ranks."""
+    trainer, strategy = ctx.trainer, ctx.strategy
+    strategy.gradients.update_scaler()
+    loggers = {
+        key: {**((ctx.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
+        for key, logger in by_class(trainer.loggers).items()
+    }
+    return {
+        "run_id": trainer.run_id,
+        "run_folder": trainer.log_dir,
+        "command": replay.command(ctx),
+        "seed": trainer.seed,
+        "precision": ctx.precision.name,
+        "strategy": strategy.name,
+        "position": ctx.position.state_dict(),
+        "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
+        "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
+        "resumed_with": ctx.resumed_with,
+        "scaler": ctx.precision.state_dict(),
+        "callbacks": {callback.state_key: kept for callback in ctx.callbacks if (kept := callback.state_dict())},
+        "loggers": loggers,
+        "datamodule": None if ctx.datamodule is None else ctx.datamodule.state_dict(),
+        "metrics": trainer.metrics.state_dict(),
+    }
 
 
 def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
