@@ -73,7 +73,13 @@ def cut_and_put_together() -> dict[str, Any]:
         "optimizer": "Adafactor",
         "shapes": {"w": [7, 5], "b": [3], "moved": [2, 2]},
         "state": {
-            "w": {"step": torch.tensor(3.0), "exp_avg": Stored(whole), "row": Stored(torch.ones(7, 1)), "kind": "x"},
+            "w": {
+                "step": torch.tensor(3.0),
+                "exp_avg": Stored(whole),
+                "row": Stored(torch.ones(7, 1)),
+                "kind": "x",
+                "old": [Stored(torch.ones(7, 1)), None],
+            },
             "b": {"exp_avg": Stored(torch.ones(3))},
             "moved": {"exp_avg": Stored(torch.ones(2, 2))},
             "gone": {"exp_avg": Stored(torch.ones(2))},
@@ -86,6 +92,7 @@ def cut_and_put_together() -> dict[str, Any]:
         kinds,
         torch.equal(cut["state"]["w"]["exp_avg"].to_local(), sharded.to_local()),
         torch.equal(cut["state"]["w"]["row"].to_local(), torch.ones(7, 1)),
+        torch.equal(cut["state"]["w"]["old"][0].to_local(), torch.ones(7, 1)),  # as L-BFGS has them
         cut["groups"][0]["lr"].item(),
         dtensors.parts_to_write([{"a": whole, "b": sharded, "n": None, "x": 1.5}], first),
     )
@@ -125,14 +132,15 @@ def test_parts_make_up_the_whole_once_and_only_boxes_are_read(ranks: list[dict[s
 @pytest.mark.dist
 def test_states_of_optimizers_are_cut_as_their_parameters_are(ranks: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(ranks):
-        kinds, moments, factors, lr, written = seen["tree"]
+        kinds, moments, factors, old, lr, written = seen["tree"]
         assert kinds == {
-            "w": {"step": "Tensor", "exp_avg": "DTensor", "row": "DTensor", "kind": "str"},
+            "w": {"step": "Tensor", "exp_avg": "DTensor", "row": "DTensor", "kind": "str", "old": "list"},
             "b": {"exp_avg": "Tensor"},
             "moved": {"exp_avg": "Stored"},  # of another shape: not read, since nothing takes it
             "gone": {"exp_avg": "Stored"},
         }
         assert moments
         assert factors
+        assert old
         assert lr == pytest.approx(0.1)
         assert written[0].keys() == ({"a", "b", "n", "x"} if rank == 0 else {"b", "n", "x"})

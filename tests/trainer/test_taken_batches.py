@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from instep.errors import HookError, SettingError
+from instep import Tuner
+from instep.errors import DataError, HookError, SettingError
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, samples, weights
 
@@ -136,3 +138,20 @@ def test_two_ranks_agree_with_one():
         for name, value in weights(alone).items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["val_loss"].float(), alone.loss(samples(7).tensors).detach())
+
+
+def test_a_learning_rate_is_found_and_nothing_is_left_of_it():
+    def run(module: Any) -> list[float]:
+        before = {name: value.clone() for name, value in weights(module).items()}
+        found = Tuner(quiet(max_epochs=1)).lr_find(module, loader(11), num_training=9, update_attr=False)
+        assert_same(weights(module), before)
+        assert found is not None
+        return found.results["loss"]
+
+    plain, one, two = LoggingToy(), Takes(), Takes(2)
+    for module in (one, two):
+        module.load_state_dict(plain.state_dict())
+    assert run(one) == run(plain)
+    assert all(map(math.isfinite, run(two)))  # an epoch of 11 samples has 4 batches
+    with pytest.raises(DataError, match="more batches than an epoch has"):
+        run(Takes(5))

@@ -19,11 +19,12 @@ from instep.distributed.rank_zero import from_every_rank
 from instep.errors import DataError, HookError, UsageError
 from instep.loggers.base import NoExperiment
 from instep.trainer.context import Progress, RunContext
-from instep.trainer.evaluation import evaluate, predict
+from instep.trainer.evaluation import evaluate, predict, take_batches
 from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, Metrics, NullBuffer
-from instep.trainer.loop import plan_validation
+from instep.trainer.loop import after_batch, plan_validation
+from instep.trainer.module import takes_batches
 from instep.trainer.optimizers import TrainOptimizer
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
 from instep.trainer.trials.keep import Keeper
@@ -246,7 +247,9 @@ class Trial:
                 ctx.hooks.call("on_train_epoch_start")
                 ctx.log.enter("training_step")
                 self._step = make_step(ctx)
-                yield from ctx.loaders.on_device(source)
+                batches = ctx.loaders.on_device(source)
+                takes = takes_batches(self._module.training_step)
+                yield from take_batches(ctx, batches, source, ctx.log) if takes else batches
                 if at.batch == 0:
                     raise DataError("the training loader gives no batch, so no step can be tried")
                 at.next_epoch()
@@ -279,20 +282,25 @@ class Trial:
         ctx, at = self._ctx, self._ctx.position
         if self._batches is None:
             self._batches = self._training_batches()
+        after = after_batch(ctx)
         total = weight = 0.0
         while True:
             batch = next(self._batches)
             assert self._step is not None
-            index, share = at.batch, ctx.source.share
-            ctx.log.batch, ctx.log.weight = batch, share.mine
+            index, ctx.log.batch, ctx.log.weight = at.batch, batch, ctx.source.share.mine
             for hook in ctx.hooks["on_train_batch_start"]:
                 hook(batch, index)
             output = self._step(batch, index)
-            for hook in ctx.hooks["on_train_batch_end"]:
+            for hook in after:
                 hook(detached_outputs(output), batch, index)
+            if ctx.taker is not None and ctx.taker.ended:  # a step that takes its batches itself found none left
+                if index == 0:
+                    raise DataError("one step takes more batches than an epoch has, so no step can be tried")
+                continue
+            mine = ctx.log.weight  # such a step's samples are known after it
             loss = output.get("loss") if isinstance(output, dict) else output
-            if isinstance(loss, Tensor) and share.mine != 0:
-                samples = 1 if share.mine is None else share.mine
+            if isinstance(loss, Tensor) and mine != 0:
+                samples = 1 if mine is None else mine
                 total, weight = total + float(loss.detach()) * samples, weight + samples
             elif loss is None and not self._module.automatic_optimization:
                 raise HookError(
