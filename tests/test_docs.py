@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import Accelerator, Trainer, TrainModule
+from instep import Accelerator, DataModule, Trainer, TrainModule
 from instep.cli.main import find, load, main, make_parser
 from instep.strategies import DDPStrategy, registry
 from tests.helpers.spawn import run_command
@@ -98,8 +98,15 @@ class MyModule(TrainModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-def _batches() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4)), batch_size=3)
+def _batches(size: int = 3) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4)), batch_size=size)
+
+
+class _Data(DataModule):
+    batch_size = 3
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return _batches(self.batch_size)
 
 
 train_loader = _batches()  # for programs that import it
@@ -114,6 +121,8 @@ def names(page: str) -> dict[str, Any]:
     found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
     found |= {"MyModule": MyModule, "train_loader": _batches(), "val_loader": _batches()}
     found |= {"model": MyModule(), "wider_model": MyModule(outputs=3)}
+    if page == "docs/tuner.md":
+        found["data"] = _Data()
     if page == "docs/accelerator.md":
         own = Accelerator()
         words = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]

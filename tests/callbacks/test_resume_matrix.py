@@ -96,6 +96,14 @@ def _writer() -> Callback:
     return Writer()
 
 
+def _quantization() -> Callback:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig
+    from torchao.quantization.granularity import PerGroup
+
+    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(8))
+    return room.QuantizationAwareTraining(config, start_epoch=1, convert_at_end=False)
+
+
 class _Trial:
     """What `OptunaPruning` needs of a trial that is never pruned."""
 
@@ -132,6 +140,7 @@ CASES: dict[str, Callable[[Path], Callback]] = {
     "OnExceptionCheckpoint": lambda folder: room.OnExceptionCheckpoint(folder / "failed"),
     "OptunaPruning": lambda folder: room.OptunaPruning(_Trial(), monitor="val_loss"),
     "PredictionWriter": lambda folder: room.PredictionWriter(folder / "predictions"),
+    "QuantizationAwareTraining": lambda folder: _quantization(),
     "ReplicaCheck": _called("ReplicaCheck", every_n_steps=3),
     "SpikeDetection": _called("SpikeDetection", warmup=100),
     "StochasticWeightAveraging": _called("StochasticWeightAveraging", 0.01, swa_epoch_start=1),
