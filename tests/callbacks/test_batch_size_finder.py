@@ -56,8 +56,8 @@ def test_evaluation(method: str) -> None:
 @pytest.mark.parametrize(
     ("search", "expected"),
     [
-        ({"init_val": 500}, 15),  # halved until it fits
-        ({"mode": "binsearch", "init_val": 500, "margin": 0.0}, 30),
+        ({"init_val": 100}, 25),  # halved until it fits
+        ({"mode": "binsearch", "init_val": 100, "margin": 0.0}, 30),
         ({"max_val": 8}, 8),
         ({"max_trials": 2, "init_val": 3}, 6),
         ({"max_trials": 0, "init_val": 7}, 7),

@@ -159,14 +159,18 @@ def on_two_ranks(folder: Path, where: str, strategy: str) -> list[int]:
     return [len(module.seen), trainer.global_step]
 
 
+def on_two_ranks_again(folder: Path) -> list[list[int]]:
+    return [on_two_ranks(folder / strategy, "", strategy) for strategy in ("ddp", "fsdp")]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_one_rank_alone(strategy: str, tmp_path: Path):
+def test_one_rank_alone(tmp_path: Path):
     """Under ddp the rank that failed saves what it holds; a strategy that divides the state has its regular ones."""
-    with pytest.raises(RanksFailed, match="no more"):
-        run_ranks(on_two_ranks, 2, tmp_path, "rank 1", strategy)
     regular = ("step-00000004-1", 4, "full")
-    assert kept(tmp_path) == ([("on_exception-1", 6, "full"), regular] if strategy == "ddp" else [regular])
-    results = run_ranks(on_two_ranks, 2, tmp_path, "", strategy)
-    assert [steps for _, steps in results] == [8, 8]
-    assert len(kept(tmp_path)) == 1
+    for strategy, left in (("ddp", [("on_exception-1", 6, "full"), regular]), ("fsdp", [regular])):
+        with pytest.raises(RanksFailed, match="no more"):
+            run_ranks(on_two_ranks, 2, tmp_path / strategy, "rank 1", strategy)
+        assert kept(tmp_path / strategy) == left
+    results = run_ranks(on_two_ranks_again, 2, tmp_path)
+    assert [[steps for _, steps in ways] for ways in results] == [[8, 8], [8, 8]]
+    assert [len(kept(tmp_path / strategy)) for strategy in ("ddp", "fsdp")] == [1, 1]
