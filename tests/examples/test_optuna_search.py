@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "optuna_search.py"
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "optuna_search.py"
 @pytest.mark.dist
 @pytest.mark.parametrize("launch", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["1", "2"])
 def test_it_searches(launch: list[str], tmp_path: Path) -> None:
-    done = run_command([sys.executable, *launch, str(EXAMPLE), "--smoke"], cwd=tmp_path)
+    done = run_command([warm_python(), *launch, str(EXAMPLE), "--smoke"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = re.search(r"3 trials, (\d) pruned; best loss ([\d.]+) with", done.stdout)
     assert found, done.stdout

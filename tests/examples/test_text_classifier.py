@@ -16,6 +16,7 @@ import yaml
 
 from instep.cli.main import main
 from tests.helpers.spawn import run_command, run_ranks
+from tests.helpers.warm import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.transformers]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -133,7 +134,7 @@ def test_interrupted_in_the_middle_of_an_epoch(
 @pytest.mark.deepspeed
 def test_the_commands_of_the_walk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
-    launch = [sys.executable, "-m", "instep", "launch", "--config", str(EXAMPLES / "launch" / "zero_2.yaml")]
+    launch = [warm_python(), "-m", "instep", "launch", "--config", str(EXAMPLES / "launch" / "zero_2.yaml")]
     finished = run_command([*launch, "--mixed-precision", "bf16", str(EXAMPLES / f"{ACCELERATOR}.py"), "--smoke",
                             "--root", str(tmp_path / "walk")])  # fmt: skip
     assert finished.returncode == 0, finished.stderr
