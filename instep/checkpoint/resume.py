@@ -193,7 +193,8 @@ class LeftOutWeights:
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
         """Return what a checkpoint leaves out, with digests that do not depend on how weights are cut up. Collective.
 
-        A digest is computed at the first save, before the first step: what is left out does not change.
+        That of a frozen weight is computed at the first save, before the first step. What a filter leaves out although
+        it changes gets one at each save, so that a resume, which would begin with other values, is refused.
 
         Args:
             module: with its parameters as they are trained.
@@ -204,7 +205,9 @@ class LeftOutWeights:
             SettingError: the filter is of no kind that is known.
         """
         names = self._names(module, strategy.model_shapes())
-        new = [name for name in names if name not in self._digests]
+        named = module.named_parameters(remove_duplicate=False)
+        frozen = {clean_name(name) for name, parameter in named if not parameter.requires_grad}
+        new = [name for name in names if name not in self._digests or name not in frozen]
         if new:
             by_name = {clean_name(name): value for name, value in state.items()}
             shards = strategy.local_shards({name: by_name[name] for name in new if name in by_name})

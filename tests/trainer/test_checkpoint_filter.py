@@ -149,3 +149,11 @@ def filter_on_ranks(root: Path) -> list[set[str]]:
 @pytest.mark.dist
 def test_digests_do_not_depend_on_the_strategy(tmp_path: Path) -> None:
     assert run_ranks(filter_on_ranks, 2, tmp_path)[0] == [HELD] * 3
+
+
+def test_what_is_left_out_although_it_is_trained_is_not_resumed_from(tmp_path: Path) -> None:
+    module = Adapted()
+    module.checkpoint_filter = lambda name: not name.startswith("head")
+    fit(tmp_path, StopAt(3), module=module)
+    with pytest.raises(CheckpointError, match=r"2 of them are not those of that run: head\.weight, head\.bias"):
+        fit(tmp_path)
