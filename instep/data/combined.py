@@ -15,9 +15,8 @@ from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
 from instep.distributed.nested import map_leaves
-from instep.errors import DataError
+from instep.errors import DataError, SettingError
 from instep.types import StateDict
-from instep.utils.checks import choice
 from instep.utils.seed import derive_seed
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -77,9 +76,14 @@ class CombinedLoader(BatchSource):
             (shuffled anew), "max_size" with the longest and gives None for the others, "sequential" takes one after the
             other and gives (batch, batch_idx, dataloader_idx).
 
+    Attributes:
+        flattened: the loaders given, as a list. Set it to a list of as many others to put those in their places.
+        limits: most batches of each loader: a number for all, a list with one each, or None. The pass is as long as
+            with loaders cut so; "sequential" goes on to the next loader. A Trainer's limits hold besides.
+
     Raises:
         SettingError: the mode is not known.
-        DataError: there is no loader.
+        DataError: there is no loader, or None in a loader's place.
 
     Example:
         >>> combined = CombinedLoader({"a": range(3), "b": range(10, 12)})
@@ -88,15 +92,18 @@ class CombinedLoader(BatchSource):
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
-        choice(*MODES)("mode", mode)
+        if mode not in MODES:
+            raise SettingError(f"Unsupported mode {mode!r}. Use one of: {', '.join(MODES)}.", field="mode", got=mode)
         super().__init__()
         self.iterables = iterables
         self.mode = mode
         self._loaders: list[Any] = []
         self._places = _places(iterables, self._loaders)
-        self.flattened = list(self._loaders)
-        if not self.flattened:
+        if not self._loaders:
             raise DataError("CombinedLoader got no loader: give at least one, in a dict, list or tuple")
+        self._refuse_none()
+        self._sources: list[BatchSource] = []
+        self._limits: list[int | float] | None = None
         self._limit: int | None = None
         self._tracks: list[_Track] = []
         self._given = 0
@@ -108,6 +115,7 @@ class CombinedLoader(BatchSource):
         Loaders after the first get seeds of their own, so that two of equal length are not shuffled alike.
         """
         combined = CombinedLoader(map_leaves(lambda place: function(self._loaders[place]), self._places), self.mode)
+        combined.limits = self._limits
         for index, loader in enumerate(combined.flattened):
             if index and isinstance(loader, PreparedLoader):
                 loader.reseed(derive_seed(loader.seed, "loader", index))
@@ -120,6 +128,64 @@ class CombinedLoader(BatchSource):
         batches = resolve_limit(limit, self.num_batches, name)
         self._limit = None if batches == math.inf else int(batches)
         self._plan = None
+
+    @property
+    def flattened(self) -> list[Any]:
+        return list(self._loaders)
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._loaders):
+            raise DataError(
+                f"Mismatch in flattened length ({len(loaders)}) and existing length ({len(self._loaders)}): give as "
+                "many loaders as there are, or make another CombinedLoader"
+            )
+        self.reset()
+        self._loaders, self._sources, self._tracks = list(loaders), [], []
+        self._refuse_none()
+        self.iterables = map_leaves(self._loaders.__getitem__, self._places)
+
+    @property
+    def limits(self) -> list[int | float] | None:
+        return None if self._limits is None else list(self._limits)
+
+    @limits.setter
+    def limits(self, limits: int | float | list[int | float] | None) -> None:
+        numbers = [limits] * len(self._loaders) if isinstance(limits, int | float) else limits
+        if numbers is not None and len(numbers) != len(self._loaders):
+            raise DataError(
+                f"Mismatch in number of limits ({len(numbers)}) and number of iterables ({len(self._loaders)}): give "
+                "one number for all, or one for each loader"
+            )
+        for number in numbers or ():
+            if number < 0 or (number != math.inf and number != int(number)):
+                raise DataError(
+                    f"CombinedLoader.limits got {number}: they count batches, from 0 to inf. Fractions go to the "
+                    "Trainer, as limit_train_batches=0.5"
+                )
+        self.reset()
+        self._limits = None if numbers is None else list(numbers)
+        self._sources, self._tracks, self._plan = [], [], None
+
+    @property
+    def sampler(self) -> Any:
+        """The loaders' samplers, in the same collection; None where a loader has none."""
+        return map_leaves(lambda place: getattr(self._loaders[place], "sampler", None), self._places)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The loaders' batch samplers, in the same collection; None where a loader has none."""
+        return map_leaves(lambda place: getattr(self._loaders[place], "batch_sampler", None), self._places)
+
+    def reset(self) -> None:
+        """Release worker processes and go back to the beginning of the epoch."""
+        self.close()
+        if self._tracks:
+            self._enter(self.epoch, self.cycle)
+
+    def _refuse_none(self) -> None:
+        if any(loader is None for loader in self._loaders):
+            raise DataError("CombinedLoader got None in place of a loader: leave it out of the collection")
 
     # ---- what the loop reads
 
@@ -151,11 +217,22 @@ class CombinedLoader(BatchSource):
         """Prepare loaders that nobody prepared, at first use."""
         if self._tracks:
             return
-        for index, loader in enumerate(self.flattened):
-            if not isinstance(loader, BatchSource):
-                self.flattened[index] = prepare_loader(loader, seed=derive_seed(torch.initial_seed(), "loader", index))
-        self._tracks = [_Track(source) for source in self.flattened]
-        self.world_size = self.flattened[0].world_size
+        self._sources = [self._prepared(index, loader) for index, loader in enumerate(self._loaders)]
+        self._tracks = [_Track(source) for source in self._sources]
+        self.world_size = self._sources[0].world_size
+
+    def _prepared(self, index: int, loader: Any) -> BatchSource:
+        limit = None
+        if self.mode == "sequential" and self._limits is not None and self._limits[index] != math.inf:
+            limit = int(self._limits[index])
+        if not isinstance(loader, BatchSource):
+            return prepare_loader(loader, limit=limit, seed=derive_seed(torch.initial_seed(), "loader", index))
+        if limit is not None:
+            raise DataError(
+                f"CombinedLoader.limits cannot shorten loader {index}, which is prepared already; give its limit to "
+                "prepare_loader"
+            )
+        return loader
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
         self._ready()
@@ -164,7 +241,7 @@ class CombinedLoader(BatchSource):
     def _enter(self, epoch: int, cycle: int) -> None:
         self.epoch, self.cycle = epoch, cycle
         self._pending = self._finished = False
-        self._tracks = [_Track(source) for source in self.flattened]
+        self._tracks = [_Track(source) for source in self._sources]
         for track in self._tracks:
             track.source.set_epoch(epoch, self._inner_cycle(track))
             track.source.start_at(0)
@@ -210,15 +287,24 @@ class CombinedLoader(BatchSource):
                 total = self.first_batch + (sum(known) if self.mode == "sequential" else min(known))
             else:
                 total = self.first_batch + max(running, default=0)
-        if self._limit is not None:
-            total = self._limit if total is None else min(total, self._limit)
+        if (most := self._most()) is not None:
+            total = most if total is None else min(total, most)
         even = 0 if self.mode == "sequential" else sys.maxsize
-        for source in self.flattened:
+        for source in self._sources:
             plan = source.plan
             if not plan.uniform:
                 even = min(even, self.first_batch + plan.even - plan.first)
         exact = all(track.source.plan.exact for track in self._tracks)
         return Plan(self.first_batch, total, even=even if total is None or not exact else min(even, total), exact=exact)
+
+    def _most(self) -> int | None:
+        """Return the most batches that the limits leave of an epoch; None when they leave all."""
+        ends: list[int | float] = [math.inf if self._limit is None else self._limit]
+        if self._limits is not None and self.mode != "sequential":
+            lengths = [math.inf if source.num_batches is None else source.num_batches for source in self._sources]
+            own = [min(pair) for pair in zip(lengths, self._limits, strict=True)]
+            ends.append(min(own) if self.mode == "min_size" else max(own))
+        return None if min(ends) == math.inf else int(min(ends))
 
     # ---- state
 
@@ -289,6 +375,7 @@ class CombinedLoader(BatchSource):
             raise
 
     def _side_by_side(self) -> Iterator[Any]:
+        most = self._most()
         for track in self._tracks:
             if track.run_end is None:
                 track.start(self._given)
@@ -305,7 +392,7 @@ class CombinedLoader(BatchSource):
             given = [
                 track.source.share for track, batch in zip(self._tracks, batches, strict=True) if batch is not _END
             ]
-            self.share = _together(given, over or number + 1 == self._limit)
+            self.share = _together(given, over or number + 1 == most)
             self._given = number + 1
             parts = [None if batch is _END else batch for batch in batches]
             yield map_leaves(parts.__getitem__, self._places)
@@ -360,9 +447,8 @@ class CombinedLoader(BatchSource):
                     return
 
     def close(self) -> None:
-        for loader in self.flattened:
-            if isinstance(loader, BatchSource):
-                loader.close()
+        for source in self._sources:
+            source.close()
 
 
 _END = object()

@@ -203,6 +203,41 @@ def test_limits() -> None:
         unsized.limit(0.5)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "mode, lengths",
+    [("min_size", [2, 0, 3]), ("max_size_cycle", [3, 3, 5]), ("max_size", [3, 3, 5]), ("sequential", [5, 3, 8])],
+)
+def test_limits_of_each_loader(mode: str, lengths: list[int], stream: bool) -> None:
+    raw = CombinedLoader(loaders(stream=stream), mode)
+    for limits, length in zip(([2, 3], [0, 3], float("inf")), lengths, strict=True):
+        raw.limits = limits  # type: ignore[assignment]  # read as a list, set as a number too
+        assert len(list(raw)) == len(list(raw)) == length
+        assert stream or len(raw) == length
+    raw.limits = [1, 1]
+    if mode != "sequential":
+        prepared = raw.map(lambda loader: prepare_loader(loader, seed=3))
+        assert len(run(prepared)) == 1
+        assert prepared.state_dict(1)["finished"]
+
+
+def test_loaders_replaced_and_started_again() -> None:
+    source = CombinedLoader([range(3), {"x": (range(5, 7), DataLoader(range(4)))}])  # type: ignore[arg-type]
+    first = next(iter(source))
+    source.reset()
+    assert next(iter(source)) == first == [0, {"x": (5, 0)}]
+    assert source.flattened[0] == range(3)
+    assert source.sampler[1]["x"][1] is source.flattened[2].sampler
+    source.flattened = [range(2), range(3), range(4)]
+    assert source.iterables == [range(2), {"x": (range(3), range(4))}]
+    assert list(source) == [[0, {"x": (0, 0)}], [1, {"x": (1, 1)}]]
+    with pytest.raises(DataError, match=r"flattened length \(1\) and existing length \(3\)"):
+        source.flattened = [range(2)]
+    for limits in ([1, 2], -1, 0.5):
+        with pytest.raises(DataError, match="limits"):
+            source.limits = limits  # type: ignore[assignment]
+
+
 def test_nested_collections_and_raw_loaders() -> None:
     source = CombinedLoader([range(3), {"x": (range(5, 7), [range(4)][0])}])
     assert list(source) == [[0, {"x": (5, 0)}], [1, {"x": (6, 1)}]]
@@ -236,5 +271,7 @@ def test_wrong_use() -> None:
         CombinedLoader([range(2)], "max_cycle")
     with pytest.raises(DataError, match="no loader"):
         CombinedLoader({})
+    with pytest.raises(DataError, match="None in place"):
+        CombinedLoader({"a": range(2), "b": [None]})
     with pytest.raises(DataError, match="another combination"):
         combined("min_size").load_state_dict(combined("max_size").state_dict(0))

@@ -440,6 +440,7 @@ def test_a_global_batch_size_gives_batch_and_accumulation(size: int, batches: li
         (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), 3)),
         (UsageError, "the data is the class DataLoader", lambda trainer: trainer.fit(Toy(), DataLoader)),
         (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), samples())),
+        (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), loader(), [loader(), None])),
         (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), loader(), datamodule=Data())),
         (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), None, loader(), Data())),
         (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), Data(), loader())),
