@@ -57,8 +57,11 @@ def evaluate(
         limit: batches of each loader, for the sanity check.
 
     Returns:
-        For each loader its metrics, with the names that the loggers see; None where it was left.
+        For each loader its metrics, with the names that the loggers see; None where it was left. Without a loader,
+        which is by a limit of 0, no hook runs.
     """
+    if not sources:
+        return []
     name = "test" if stage == "test" else "validation"
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
     log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes)
@@ -222,8 +225,10 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
 
     Returns:
         The outputs of all ranks' batches, on the CPU and in the order of the data, the same on every rank; a list of
-        lists with several loaders.
+        lists with several loaders. Without a loader, as in `evaluate`, no hook runs.
     """
+    if not sources:
+        return []
     module, hooks, progress = ctx.module, ctx.hooks, ctx.trainer.progress
     step, takes = _evaluation_step(ctx, "predict_step", sources), takes_batches(module.predict_step)
     batch_start, batch_end = _batch_hooks(ctx, "predict", sources)

@@ -6,6 +6,7 @@ iterates tuples that are mostly empty.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -239,6 +240,13 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
     return mine is not None and mine is not getattr(base, name, None)
 
 
+def with_stage(hook: Hook) -> Hook:
+    """Return a `setup` or `teardown` that is given the stage by its keyword, where it has one of that name."""
+    parameters = inspect.signature(hook).parameters.values()
+    named = any(p.kind is p.VAR_KEYWORD or (p.name == "stage" and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
+    return (lambda stage: hook(stage=stage)) if named else hook
+
+
 class HookTable:
     """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables.
 
@@ -258,14 +266,18 @@ class HookTable:
     def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
         """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
         chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
-        called = ((c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
+        called = [(c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen]
+        if name in ("setup", "teardown"):
+            called = [(c, with_stage(hook)) for c, hook in called]
         return tuple(self._logged(name, hook, f"[Callback]{c.state_key}.{name}") for c, hook in called)
 
     def of_module(self, name: str) -> tuple[Hook, ...]:
         """The module's overridden hook, or nothing."""
         if not is_overridden(self._module, name, ModuleHooks):
             return ()
-        return (self._logged(name, getattr(self._module, name), f"[TrainModule]{type(self._module).__name__}.{name}"),)
+        hook = getattr(self._module, name)
+        hook = with_stage(hook) if name in ("setup", "teardown") else hook
+        return (self._logged(name, hook, f"[TrainModule]{type(self._module).__name__}.{name}"),)
 
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
         if not name.endswith("_end"):

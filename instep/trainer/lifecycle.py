@@ -32,7 +32,7 @@ from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import RunContext, TrainerStatus
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
-from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
+from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden, with_stage
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
 from instep.trainer.plugins import (
@@ -155,7 +155,8 @@ def _set_up(ctx: RunContext) -> None:
             lease.run_id = trainer.run_id  # that of the run that is resumed
     _prepare_data(ctx)
     if ctx.datamodule is not None:
-        ctx.profiled(f"[DataModule]{type(ctx.datamodule).__name__}.setup", ctx.datamodule.setup)(ctx.fn)
+        setup = with_stage(ctx.datamodule.setup)
+        ctx.profiled(f"[DataModule]{type(ctx.datamodule).__name__}.setup", setup)(ctx.fn)
     ctx.hooks.call("setup", ctx.fn)
     if ctx.resumed is not None and ctx.fn == "fit":
         run_state.resume_plugins(ctx, ctx.resumed)
@@ -285,7 +286,7 @@ def _exception_hooks(ctx: RunContext) -> list[Callable[[BaseException], Any]]:
 def _call_teardown(ctx: RunContext) -> None:
     ctx.switch_log(None)
     if ctx.datamodule is not None:
-        ctx.datamodule.teardown(ctx.fn)
+        with_stage(ctx.datamodule.teardown)(ctx.fn)
     HookTable(ctx.trainer, ctx.module, ctx.callbacks).call("teardown", ctx.fn)
 
 

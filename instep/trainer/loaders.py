@@ -287,8 +287,8 @@ class Loaders:
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self.settings
         limit = (settings.overfit_batches if stage == "val" else 0) or getattr(settings, f"limit_{stage}_batches")
-        raw = self._raw(stage)
-        if raw is None or limit == 0:
+        raw = None if limit == 0 else self._raw(stage)
+        if raw is None:
             return []
         if isinstance(raw, room.CombinedLoader):
             if raw.mode != "sequential":
