@@ -162,6 +162,13 @@ def test_limits_of_evaluation():
     quiet(limit_test_batches=0.5).test(module, loader(), verbose=False)
     assert module.calls[2:] == [(0, 0), (0, 1)]
     assert quiet(limit_predict_batches=0).predict(module, loader()) == []
+    module.on_validation_start = module.val_dataloader = lambda: pytest.fail("a limit of 0 asks and runs nothing")
+    stages: list[str] = []
+    module.setup = lambda *, stage: stages.append(stage)
+    module.teardown = lambda fn: stages.append(fn)  # by position, where the name is another
+    assert quiet(limit_val_batches=0).validate(module, verbose=False) == []
+    quiet(limit_val_batches=0, max_steps=1).fit(module, loader())
+    assert stages == ["validate", "validate", "fit", "fit"]
 
 
 def test_unsized_evaluation_data():

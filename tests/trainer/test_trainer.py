@@ -178,7 +178,7 @@ def test_arguments_may_be_set_between_runs():
         with pytest.raises(SettingError, match=text):
             setattr(trainer, name, value)
     assert (trainer.max_epochs, trainer.min_steps, trainer.precision) == (1000, None, "32-true")
-    module.on_train_start = lambda: setattr(trainer, "accumulate_grad_batches", 4)
+    module.on_train_start = lambda: setattr(trainer, "gradient_clip_val", 4.0)
     trainer.max_steps = 20
     with pytest.raises(UsageError, match="the running fit has read it"):
         trainer.fit(module, loader())
