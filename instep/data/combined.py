@@ -121,6 +121,17 @@ class CombinedLoader(BatchSource):
                 loader.reseed(derive_seed(loader.seed, "loader", index))
         return combined
 
+    def prepared_one_by_one(
+        self, prepare: Callable[[Any, str, int | float, None], BatchSource], stage: str, limit: int | float
+    ) -> list[BatchSource]:
+        """Prepare the loaders, each within its own limit besides the stage's."""
+        sources = [prepare(loader, stage, limit, None) for loader in self._loaders]
+        for index, most in enumerate(self._limits or ()):
+            length = sources[index].num_batches
+            if most != math.inf and (length is None or length > most):
+                sources[index] = prepare(self._loaders[index], stage, int(most), None)
+        return sources
+
     def limit(self, limit: int | float | None, name: str = "limit_train_batches") -> None:
         """Use no more than that many batches of an epoch, or a fraction of them."""
         self._ready()

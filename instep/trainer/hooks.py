@@ -242,9 +242,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 def with_stage(hook: Hook) -> Hook:
     """Return a `setup` or `teardown` that is given the stage by its keyword, where it has one of that name."""
-    parameters = inspect.signature(hook).parameters.values()
-    named = any(p.kind is p.VAR_KEYWORD or (p.name == "stage" and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
-    return (lambda stage: hook(stage=stage)) if named else hook
+    return (lambda stage: hook(stage=stage)) if "stage" in inspect.signature(hook).parameters else hook
 
 
 class HookTable:

@@ -295,21 +295,11 @@ class Loaders:
                 source = raw.map(lambda loader: self._prepare(loader, stage, 1.0, None))
                 source.limit(limit, f"limit_{stage}_batches")
                 return [source]
-            if raw.limits is not None:
-                pairs = zip(raw.flattened, raw.limits, strict=True)
-                return [self._prepare_within(loader, stage, limit, most) for loader, most in pairs]
-            raw = raw.flattened
+            return raw.prepared_one_by_one(self._prepare, stage, limit)
         if isinstance(raw, dict):
             raw = list(raw.values())
         loaders = list(raw) if isinstance(raw, (list, tuple)) and not _is_batches(raw) else [raw]
         return [self._prepare(loader, stage, limit, None) for loader in loaders]
-
-    def _prepare_within(self, loader: Any, stage: str, limit: int | float, most: int | float) -> BatchSource:
-        """Prepare a loader with a limit of its own besides the stage's."""
-        source = self._prepare(loader, stage, limit, None)
-        if most == math.inf or (source.num_batches is not None and source.num_batches <= most):
-            return source
-        return self._prepare(loader, stage, int(most), None)
 
     def reload_evaluation(self) -> None:
         """Ask the user for the evaluation loaders again; who holds the list of the old ones has the new ones then."""
