@@ -264,18 +264,14 @@ class HookTable:
     def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
         """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
         chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
-        called = [(c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen]
-        if name in ("setup", "teardown"):
-            called = [(c, with_stage(hook)) for c, hook in called]
+        called = ((c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
         return tuple(self._logged(name, hook, f"[Callback]{c.state_key}.{name}") for c, hook in called)
 
     def of_module(self, name: str) -> tuple[Hook, ...]:
         """The module's overridden hook, or nothing."""
         if not is_overridden(self._module, name, ModuleHooks):
             return ()
-        hook = getattr(self._module, name)
-        hook = with_stage(hook) if name in ("setup", "teardown") else hook
-        return (self._logged(name, hook, f"[TrainModule]{type(self._module).__name__}.{name}"),)
+        return (self._logged(name, getattr(self._module, name), f"[TrainModule]{type(self._module).__name__}.{name}"),)
 
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
         if not name.endswith("_end"):
@@ -291,6 +287,8 @@ class HookTable:
 
     def _logged(self, name: str, hook: Hook, action: str) -> Hook:
         """Wrap a hook, so that the log knows where a `self.log` is made and collects what it logged; profile it."""
+        if name in ("setup", "teardown"):
+            hook = with_stage(hook)
 
         def logged(*args: Any) -> Any:
             log: MetricLog | None = self._trainer._log
