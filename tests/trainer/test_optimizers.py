@@ -216,7 +216,7 @@ def test_a_missing_metric():
     with pytest.raises(SettingError, match=r"'val_loss', which is not available\. Available metrics are: acc, loss"):
         step_schedulers([config], "epoch", 1, {"loss": 1.0, "acc": 0.5})
     config.strict = False
-    with pytest.warns(UserWarning, match="not stepped"):
+    with pytest.warns(RuntimeWarning, match="not stepped"):
         step_schedulers([config], "epoch", 1, {})
     assert steps.calls == []
 

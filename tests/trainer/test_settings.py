@@ -324,7 +324,7 @@ def test_unknown_arguments_are_named_with_the_nearest_or_the_replacement():
     assert str(instead_of("Trainer", "plugins")) in str(caught.value)
     assert "zebra: unknown." in str(caught.value)
     assert "use max_epochs=" in str(caught.value)
-    assert "torch.optim.swa_utils" in str(caught.value)
+    assert "StochasticWeightAveraging" in str(caught.value)
     assert "max_steps" not in str(caught.value)
 
 
