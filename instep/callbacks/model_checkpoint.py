@@ -194,7 +194,7 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        self._last_step_saved = -1
+        self._last_step_saved = self._last_step_judged = -1  # judged: ranked, or kept without a rank
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
         self._deferred = False  # a save by steps waits for the validation that gives its metric
@@ -298,13 +298,16 @@ class ModelCheckpoint(Callback):
         self._run_folder = trainer.run_folder
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._last_step_saved, self._position_saved = -1, None
+        self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None
         self._forget_missing(trainer)
         if trainer.resumed_from is not None:
             self._add_committed(trainer, trainer.resumed_from)
             self._position_saved = trainer.position.state_dict()
-            if trainer.resumed_from.manifest.info.get("saver") == self.state_key:  # else its own may still be due
+            about = trainer.resumed_from.manifest.info
+            if about.get("saver") == self.state_key:  # else its own may still be due
                 self._last_step_saved = trainer.global_step
+                if self.monitor is None or about.get("ranked"):  # else it was saved before the validation that ranks it
+                    self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
 
     def _start_clock(self, trainer: Trainer) -> None:
@@ -426,7 +429,7 @@ class ModelCheckpoint(Callback):
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.position.epoch + 1) % self.every_n_epochs == 0
-        if due and self._last_step_saved != trainer.global_step:
+        if due and self._last_step_judged != trainer.global_step:
             self._save(trainer)
 
     # ---- what
@@ -444,6 +447,8 @@ class ModelCheckpoint(Callback):
         new = Saved("", trainer.global_step, score)
         wanted = last or self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
         self._last_step_saved = trainer.global_step
+        if self.monitor is None or score is not None:
+            self._last_step_judged = trainer.global_step
         if not trainer.agree(wanted):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
@@ -484,7 +489,7 @@ class ModelCheckpoint(Callback):
             self._drop_deleted(trainer, to_delete)
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
-        self._last_step_saved, self._position_saved = -1, None
+        self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None
         if self.on_error == "raise" or must:
             raise error
         if trainer.is_global_zero:

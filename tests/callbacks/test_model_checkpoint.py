@@ -430,3 +430,39 @@ def test_counters_can_be_watched_and_are_whole_in_names(monitor: str, tmp_path: 
     saver = ModelCheckpoint(tmp_path / "kept", monitor=monitor, mode="max", filename="{epoch:02d}-{step}")
     run(tmp_path, saver, module=Scored([1, 2]), max_epochs=2)
     assert names(tmp_path / "kept") == ["epoch=01-step=8-1"]
+
+
+class Valley(Toy):
+    """Its validation is best in the second epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (5.0, 1.0, 4.0, 4.0)[self.current_epoch])
+
+
+class Ask(Callback):
+    """Sets a trigger in the last batch of the second epoch, before its validation."""
+
+    def __init__(self, trigger: str | None) -> None:
+        self.trigger = trigger
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trigger and trainer.current_epoch == 1 and batch_idx == trainer.num_training_batches - 1:
+            trainer.set_trigger(self.trigger)
+
+
+@pytest.mark.parametrize("trigger", ["save", "preempted"])
+def test_what_is_saved_before_the_validation_of_its_epoch_is_ranked_by_it(tmp_path: Path, trigger: str):
+    def fit(asked: str | None) -> ModelCheckpoint:
+        saver = ModelCheckpoint(monitor="val_loss", save_top_k=1)
+        trainer = quiet(max_epochs=4, callbacks=[saver, Ask(asked)], enable_checkpointing=True, trigger_every=1,
+                        default_root_dir=tmp_path)  # fmt: skip
+        trainer.fit(Valley(), loader(), loader(), ckpt_path="auto")
+        return saver
+
+    if trigger == "preempted":
+        with pytest.raises(SystemExit):
+            fit(trigger)
+    saver = fit("save" if trigger == "save" else None)
+    assert saver.best_model_score == 1.0
+    assert Path(saver.best_model_path).name.startswith("step-")
+    assert Path(saver.best_model_path).is_dir()
