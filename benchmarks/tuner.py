@@ -35,8 +35,8 @@ def classes_of(package: str) -> tuple[Any, Any, Any]:
         import instep
 
         return instep.TrainModule, instep.Trainer, instep.Tuner
-    import lightning.pytorch as lightning
-    from lightning.pytorch.tuner import Tuner
+    import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.tuner import Tuner  # pyright: ignore[reportMissingImports]
 
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
