@@ -177,6 +177,8 @@ def _set_up(ctx: RunContext) -> None:
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     ctx.strategy.prepare_module(module)
+    if ctx.fn != "fit" and not ctx.aside:
+        module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory
     if path is not None:
         run_state.load_weights(ctx, path, ctx.resumed)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
