@@ -346,8 +346,8 @@ print(json.dumps([len(gc.get_objects()) - before, sorted(sys.modules)]))
     objects, loaded = json.loads(in_new_process(code))
     heavy = {"tensorboard", "wandb", "rich", "deepspeed", "lightning_utilities", "torch.distributed.checkpoint"}
     assert not heavy & set(loaded)
-    # Some 450 more than now make Python's full collection fall into the import: 60 ms with torch's 350,000 objects.
-    assert objects < 11_450, "load what only a run needs when it runs; benchmarks/import_time.py has the bar in seconds"
+    # The more an import makes, the sooner Python's full collection comes: 60 ms with torch's 350,000 objects.
+    assert objects < 11_500, "load what only a run needs when it runs; benchmarks/import_time.py has the bar in seconds"
 
 
 def test_unknown_name():

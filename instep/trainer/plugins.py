@@ -112,6 +112,15 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
     return sorted(callbacks, key=place)
 
 
+def first_logger(loggers: Sequence[Any], settings: Settings) -> Any:
+    """Return the first logger; one that does nothing where `fast_dev_run` has turned loggers off; else None."""
+    if not loggers and settings.fast_dev_run and settings.logger == ():
+        from instep.trainer.trials import SilentLogger  # late: few runs need one
+
+        return SilentLogger()
+    return loggers[0] if loggers else None
+
+
 def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Callback]:
     """Add the default callbacks to the user's, and those of installed packages, in the order in which they run.
 

@@ -417,6 +417,6 @@ def _trial(s: Settings) -> Settings:
         check_val_every_n_epoch=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        logger=(),
+        logger=() if s.logger else False,
         enable_checkpointing=False,
     )

@@ -701,8 +701,8 @@ class Trainer:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger."""
-        return self.loggers[0] if self.loggers else None
+        """The first logger; where `fast_dev_run` has turned loggers off, one that does nothing."""
+        return plugins.first_logger(self.loggers, self.settings)
 
     @logger.setter
     def logger(self, logger: str | Logger | None) -> None:

@@ -403,6 +403,15 @@ def test_fast_dev_run_runs_one_batch_of_everything_and_writes_nothing(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_fast_dev_run_has_a_logger_that_does_nothing():
+    module = Toy()
+    module.on_train_start = lambda: module.logger.experiment.add_scalar("x", 1.0)
+    trainer = quiet(fast_dev_run=True, logger=True)
+    trainer.fit(module, loader())
+    assert trainer.loggers == []
+    assert quiet(fast_dev_run=True, logger=False).logger is None
+
+
 def test_fast_dev_run_takes_a_number():
     trainer = quiet(fast_dev_run=3, enable_checkpointing=None)
     trainer.fit(LoggingToy(), loader(), loader())

@@ -44,7 +44,7 @@ _NEVER = "never"  # an interval of schedulers that never comes
 
 
 class SilentLogger(NoExperiment):
-    """Stands for a logger while steps are tried: nothing of them is logged."""
+    """Stands for a logger where nothing is logged: while steps are tried, and with `fast_dev_run`."""
 
     @property
     def experiment(self) -> NoExperiment:
