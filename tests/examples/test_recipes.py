@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {  # the end of what each prints
     "contrastive": r"learned features: [\d.]+% of 517 test images\n$",
     "distillation": r"distilled student: [\d.]+% of 597 test images\n$",
-    "gan": r"[\d.]+% of 1,000 drawn digits are read as the one asked for, after \d+ epochs\n$",
+    "gan": r"[\d.]+% of 1,000 drawn digits are read as the one asked for, after [\d,]+ steps\n$",
     "graph": r"told \d+ of 32 other members' sides, after \d+ steps\n$",
     "segmentation": r"intersection over union of 512 test scenes: 0\.\d+\n$",
     "vae": r"held-out images: [\d.]+ nats, \d+ steps\n(.{160}\n){8}$",
