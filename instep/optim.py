@@ -16,13 +16,14 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from instep.errors import SettingError
 from instep.utils.checks import is_number, wrong
@@ -75,10 +76,10 @@ def param_groups(
         The groups, for an optimizer, in the order of their first parameters.
 
     Raises:
-        SettingError: an entry matches no parameter, or no parameter is left.
+        SettingError: an entry matches no parameter, no parameter is left, or an entry has an option that no optimizer of
+            torch.optim takes and that is not among `defaults`.
     """
-    rules = [(_label(which), _matcher(which), dict(given)) for which, given in (options or {}).items()]
-    return _grouped(module, rules, frozen, defaults)
+    return _grouped(module, _rules(options, defaults), frozen, defaults)
 
 
 def layerwise_lr(
@@ -126,7 +127,7 @@ def layerwise_lr(
     if not isinstance(layers, str) or layers.count("*") != 1:
         raise wrong("layers", layers, 'the name of a layer with one * for its number, such as "encoder.layers.*"')
     pattern = re.compile(re.escape(layers).replace(r"\*", r"(\d+)") + r"(?:\.|$)")
-    names = list(names_of(module).values())
+    names = list(names_of(_module(module)).values())
     numbers = [int(found[1]) if (found := pattern.match(name)) else None for name in names]
     known = sorted({number for number in numbers if number is not None})
     if not known:
@@ -140,7 +141,7 @@ def layerwise_lr(
     depths = zip(members, range(len(members) - 1, -1, -1), strict=True)
     rates = {label: lr * decay**depth for label, depth in depths}
     rules: list[_Rule] = [(label, _among(own), {"lr": rates[label]}) for label, own in members.items() if own]
-    rules += [(_label(which), _matcher(which), dict(given)) for which, given in (options or {}).items()]
+    rules += _rules(options, defaults)
     return _grouped(module, rules, frozen, defaults)
 
 
@@ -149,11 +150,53 @@ def layerwise_lr(
 _Rule: TypeAlias = "tuple[str, Callable[[str, Tensor], bool], dict[str, Any]]"
 
 
+def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
+    """Check the options by name, and make the rules of them."""
+    if options is not None and not isinstance(options, Mapping):
+        raise wrong("options", options, 'options by pattern, such as {"*.bias": {"weight_decay": 0.0}}')
+    rules = []
+    for which, given in (options or {}).items():
+        if not isinstance(given, Mapping):
+            raise wrong("options", options, f'a dict of options for {_label(which)!r}, such as {{"weight_decay": 0.0}}')
+        rules.append((_label(which), _matcher(which), dict(given)))
+    known = _optimizer_options() if rules else set()
+    for label, _, given in rules:
+        for option in given:
+            if option not in known and option not in defaults:
+                near = get_close_matches(str(option), sorted(known | set(defaults)), 1)
+                raise SettingError(
+                    f"options: {label!r} has the option {option!r}, which no optimizer of torch.optim takes."
+                    f"{f' Did you mean {near[0]!r}?' if near else ''} Give an option of another optimizer a default "
+                    f"too: {option}=... as an argument.",
+                    field="options",
+                    got=option,
+                )
+    return rules
+
+
+def _optimizer_options() -> set[str]:
+    """Return the names of the options of all of torch's optimizers, and what schedulers and we keep in groups."""
+    kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)]
+    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return (names - {"params", "defaults", "args", "kwargs"}) | {"name", "initial_lr", "max_lr", "min_lr"}
+
+
+def _module(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise SettingError(
+            f"module is a {type(module).__name__}: expected the nn.Module itself, which knows its parameters' names, "
+            "and the options by name after it.",
+            field="module",
+            got=module,
+        )
+    return module
+
+
 def _grouped(
     module: nn.Module, rules: Sequence[_Rule], frozen: bool, defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Sort the parameters by the rules that they match."""
-    first = names_of(module)
+    first = names_of(_module(module))
     aliases: dict[Tensor, list[str]] = {parameter: [name] for parameter, name in first.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases[parameter].append(clean_name(name))

@@ -175,7 +175,7 @@ def constant(optimizer: Optimizer, *, warmup_steps: int = 0, start_ratio: float 
         >>> [constant(optimizer, warmup_steps=4).rate_at(step) for step in (0, 2, 4, 100)]
         [0.0, 0.5, 1.0, 1.0]
     """
-    return Schedule(optimizer, _Curve(at_least(0)("warmup_steps", warmup_steps), start_ratio))
+    return Schedule(optimizer, _Curve(_whole("constant", warmup_steps), start_ratio))
 
 
 def linear(
@@ -305,7 +305,7 @@ def inverse_sqrt(
 
     Source: Vaswani et al., arXiv:1706.03762; `get_inverse_sqrt_schedule` of transformers has the same values.
     """
-    warmup = at_least(0)("warmup_steps", warmup_steps)
+    warmup = _whole("inverse_sqrt", warmup_steps)
     scale = (warmup or 10_000) if timescale is None else at_least(1)("timescale", timescale)
     return Schedule(optimizer, _InverseSqrt(warmup, start_ratio, scale, min_ratio))
 
@@ -404,6 +404,14 @@ def _steps(name: str, value: Any, total: int) -> int:
     if is_number(value) and float(value).is_integer() and 0 <= value <= total:
         return int(value)
     raise wrong(name, value, f"optimizer steps from 0 to total_steps={total}, or a part of them as a float below 1")
+
+
+def _whole(schedule: str, warmup_steps: Any) -> int:
+    """Check the length of a warm-up where that of the run is not known."""
+    if isinstance(warmup_steps, float) and 0 < warmup_steps < 1:
+        expected = f"an integer: a part of a run needs total_steps, and {schedule!r} has none. linear and cosine have"
+        raise wrong("warmup_steps", warmup_steps, expected)
+    return at_least(0)("warmup_steps", warmup_steps)
 
 
 def _lengths(schedule: str, total_steps: Any, warmup_steps: Any) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from instep.trainer.log import Metrics
 from instep.trainer.loop import agree_on_triggers, configure_optimizers, prepare_training
 from instep.trainer.plugins import check_data, check_module, need_loaders, saves
 from instep.trainer.run_folder import RunFolder
+from instep.trainer.trainer import Trainer
 from instep.trainer.trials import Keeper
 from instep.trainer.trials.trial import SilentLogger
 from instep.utils.warn import warn_user
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from instep.callbacks import BatchSizeFinder, LearningRateFinder
     from instep.callbacks.lr_finder import LRFinder
     from instep.data import DataModule
-    from instep.trainer import Trainer, TrainModule
+    from instep.trainer import TrainModule
 
 _METHODS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
@@ -40,6 +41,9 @@ class Tuner:
     Args:
         trainer: whose devices, strategy, precision, accumulation and limits hold.
 
+    Raises:
+        SettingError: it is no Trainer.
+
     Example:
         >>> tuner = Tuner(trainer)  # doctest: +SKIP
         >>> tuner.lr_find(model, datamodule=data).suggestion()  # doctest: +SKIP
@@ -47,6 +51,12 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        if not isinstance(trainer, Trainer):
+            raise SettingError(
+                f"Tuner takes a Trainer, and got a {type(trainer).__name__}: Tuner(trainer).lr_find(model).",
+                field="trainer",
+                got=trainer,
+            )
         self._trainer = trainer
 
     def lr_find(

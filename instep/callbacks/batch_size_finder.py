@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
-from instep.callbacks.lr_finder import holders
+from instep.callbacks.lr_finder import holders, near_names, refuse_twice
 from instep.errors import SettingError, UsageError
 from instep.utils.checks import TEXT, Check, at_least, is_number
 from instep.utils.rank_zero import rank_zero_info
@@ -78,6 +78,7 @@ class BatchSizeFinder(Callback):
         self._found = False
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        refuse_twice(self, BatchSizeFinder, trainer)
         if not trainer.fast_dev_run:
             self._places(module, trainer.datamodule)
 
@@ -143,6 +144,7 @@ class BatchSizeFinder(Callback):
             raise UsageError(
                 f"Field {name} not found in `model`, `datamodule`, nor their `hparams` attributes. Give one of them an "
                 f"attribute {name} that its loader methods use, or name another by batch_arg_name=..."
+                f"{near_names(name, module, datamodule)}"
             )
         if hasattr(module, name) and name in module.hparams:
             warn_user(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.errors import CheckpointError, HookError, SettingError
-from instep.utils.checks import FLAG, above_zero, at_least, or_none
+from instep.utils.checks import FLAG, Check, above_zero, at_least, or_none
 from instep.utils.optimizer_state import clean_name, names_of
 from instep.utils.optimizers import RATES, active_leaves, leaves_of, note_rates, put_rate
 from instep.utils.rank_zero import rank_zero_only
@@ -307,6 +307,9 @@ def multiplicative(epoch: int) -> float:
     return 2.0
 
 
+_FUNCTION = Check(callable, "a function of the epoch's number that returns a factor, such as lambda epoch: 1.5")
+
+
 class BackboneFinetuning(BaseFinetuning):
     """Train `module.backbone` from some epoch on, with a learning rate that grows to that of the rest.
 
@@ -346,7 +349,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().__init__()
         positive = above_zero("above 0")
         self.unfreeze_backbone_at_epoch = at_least(0)("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch)
-        self.lambda_func = lambda_func
+        self.lambda_func = _FUNCTION("lambda_func", lambda_func)
         self.backbone_initial_ratio_lr = positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
         self.backbone_initial_lr = or_none(positive)("backbone_initial_lr", backbone_initial_lr)
         self.should_align = FLAG("should_align", should_align)

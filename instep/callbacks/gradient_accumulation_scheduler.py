@@ -69,6 +69,12 @@ class GradientAccumulationScheduler(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Check that nothing else decides the accumulation."""
+        if sum(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks) > 1:
+            raise SettingError(
+                "two GradientAccumulationScheduler callbacks would each set the accumulation. Leave one of them out: "
+                "one takes all epochs, such as {0: 8, 4: 2}.",
+                field="callbacks",
+            )
         if not module.automatic_optimization:
             raise UsageError(
                 "Automatic gradient accumulation and the `GradientAccumulationScheduler` have no effect in manual "

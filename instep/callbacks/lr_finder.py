@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from instep.callbacks.base import Callback
-from instep.errors import HookError, SettingError
+from instep.errors import HookError, SettingError, UsageError
 from instep.utils.checks import FLAG, above_zero, at_least, choice, is_number, wrong
 from instep.utils.imports import require
 from instep.utils.optimizers import set_learning_rates
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 _MODES = ("linear", "exponential")
 _NAMES = ("lr", "learning_rate")
 _BETA = 0.98  # of the running mean of losses
+_SKIP_BEGIN, _SKIP_END = 10, 1  # points that a suggestion leaves out
+_FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # a slope needs two
 
 
 class LRFinder:
@@ -51,7 +54,7 @@ class LRFinder:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._optimal_idx: int | None = None
 
-    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+    def suggestion(self, skip_begin: int = _SKIP_BEGIN, skip_end: int = _SKIP_END) -> float | None:
         """Suggest the rate at which the loss falls most steeply; losses that are not finite are left out.
 
         Args:
@@ -125,7 +128,7 @@ class LearningRateFinder(Callback):
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
-        num_training_steps: optimizer steps from the one to the other.
+        num_training_steps: optimizer steps from the one to the other; a suggestion needs 13 or more.
         mode: "exponential": each rate is the last one times a factor. "linear": plus a number.
         early_stop_threshold: end once the smoothed loss is this many times the best one, or not finite; None tries all.
         update_attr: write the suggestion into the module.
@@ -137,8 +140,9 @@ class LearningRateFinder(Callback):
         optimal_lr: the result, an `LRFinder`; None before it has run.
 
     Raises:
-        SettingError: an argument is wrong.
+        SettingError: an argument is wrong. At the start: another callback of this kind looks for the rate too.
         HookError: (in the run) there is not one optimizer.
+        UsageError: (in the run) manual optimization has stepped no optimizer.
         AttributeError: (in the run) the module has no such attribute.
 
     Example:
@@ -179,13 +183,23 @@ class LearningRateFinder(Callback):
             raise SettingError(f"`mode` should be either of {_MODES}, got {mode!r}", field="mode", got=mode)
         for field, rate in (("min_lr", min_lr), ("max_lr", max_lr)):
             above_zero("above 0")(field, rate)
+        if min_lr >= max_lr:
+            raise wrong("max_lr", max_lr, f"a rate above min_lr={min_lr!r}, to which the rates grow from there")
         if early_stop_threshold is not None and not is_number(early_stop_threshold):
             raise wrong("early_stop_threshold", early_stop_threshold, "a number, or None")
         self._rates = _Rates(float(min_lr), float(max_lr), at_least(1)("num_training_steps", num_training_steps), mode)
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = FLAG("update_attr", update_attr)
+        if update_attr and num_training_steps < _FEWEST:
+            warn_user(
+                f"{num_training_steps} steps are too few for a suggestion, which leaves out the first {_SKIP_BEGIN} and "
+                f"the last {_SKIP_END}: the learning rate stays as it is. Take {_FEWEST} steps or more (100 is usual)"
+            )
         self._attr_name = attr_name
         self.optimal_lr: LRFinder | None = None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        refuse_twice(self, LearningRateFinder, trainer)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.lr_find(trainer, module)
@@ -225,6 +239,12 @@ class LearningRateFinder(Callback):
             found = self._try(trial.step, trial.optimizers[0].param_groups)
         if found is None:
             return
+        if trial.optimizer_steps == 0 and not module.automatic_optimization:
+            raise UsageError(
+                f"{len(found.results['loss'])} calls of {type(module).__name__}.training_step stepped no optimizer, so "
+                "the losses say nothing about learning rates. In manual optimization call self.optimizers().step() in "
+                "it, or try more steps than it accumulates batches."
+            )
         self.optimal_lr = found
         suggestion = self.apply(module, trainer.datamodule)
         if suggestion is not None:
@@ -312,13 +332,30 @@ def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
     if name:
         raise AttributeError(
             f"The attribute name for the learning rate was set to {name}, but could not find this as a field in "
-            "`model` or `model.hparams`."
+            f"`model` or `model.hparams`.{near_names(name, module, datamodule)}"
         )
     raise AttributeError(
         f"When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
         f"{_NAMES}. If your model has a different name for the learning rate, set it with `attr_name=...`; "
         "update_attr=False writes it nowhere."
     )
+
+
+def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> None:
+    """Raise a SettingError where two callbacks of a kind look for the same setting, and keep it under one key."""
+    if sum(isinstance(each, kind) and each.state_key == callback.state_key for each in trainer.callbacks) > 1:
+        raise SettingError(
+            f"two {type(callback).__name__} would look for the same setting, one after the other, and keep what they "
+            "find under the same key. Leave one of them out.",
+            field="callbacks",
+        )
+
+
+def near_names(name: str, *owners: Any) -> str:
+    """Say which attributes of modules and datamodules, or hyperparameters of theirs, are called nearly so."""
+    known = {key for owner in owners if owner is not None for key in (*vars(owner), *owner.hparams)}
+    near = get_close_matches(name, sorted(key for key in known if not key.startswith("_")), 3)
+    return f" There is {' and '.join(near)}." if near else ""
 
 
 def holders(name: str, *owners: Any) -> list[Callable[..., Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from instep.callbacks.base import Callback
 from instep.distributed import broadcast
 from instep.errors import SettingError
-from instep.utils.checks import FLAG
+from instep.utils.checks import FLAG, wrong
 from instep.utils.optimizer_state import clean_name
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class ModelPruning(Callback):
                 field="amount",
                 got=amount,
             )
+        most = 1 if isinstance(amount, float) else math.inf
+        if not callable(amount) and not 0 <= amount <= most:
+            raise wrong("amount", amount, "a fraction from 0.0 to 1.0, or a number of elements as an integer from 0 on")
         if verbose not in (0, 1, 2):
             raise SettingError(f"verbose={verbose!r}: `verbose` must be any of (0, 1, 2)", field="verbose", got=verbose)
         self.amount = amount
@@ -334,6 +338,16 @@ class ModelPruning(Callback):
             )
         places = self.sanitize_parameters_to_prune(module, self._given, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(places)
+        mine = {(id(part), name) for part, name in self._parameters_to_prune}
+        for other in trainer.callbacks[: trainer.callbacks.index(self)]:
+            if isinstance(other, ModelPruning) and not mine.isdisjoint(
+                (id(part), name) for part, name in other._parameters_to_prune
+            ):
+                raise SettingError(
+                    "two ModelPruning callbacks prune the same parameters, and neither would know the other's masks. "
+                    "Leave one of them out, or give each its own by parameters_to_prune.",
+                    field="parameters_to_prune",
+                )
         self._world_size, self._rank = trainer.world_size, trainer.global_rank
         self._masks, self._first, self._original_layers = {}, {}, None
 

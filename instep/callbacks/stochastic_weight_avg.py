@@ -123,13 +123,18 @@ class StochasticWeightAveraging(WeightAveraging):
         if isinstance(first, float):
             if trainer.max_epochs == -1:
                 raise SettingError(
-                    "SWA with `swa_epoch_start` as a float is not supported when `max_epochs=-1`. Please provide "
-                    "`swa_epoch_start` as an integer.",
+                    "SWA with `swa_epoch_start` as a float is not supported when `max_epochs=-1` (no limit, which "
+                    "max_steps or max_time alone also mean). Please provide `swa_epoch_start` as an integer.",
                     field="swa_epoch_start",
                     got=first,
                 )
             first = int(trainer.max_epochs * first)
         self._first_epoch = max(first - 1, 0)
+        if self._first_epoch >= trainer.max_epochs != -1:
+            warn_user(
+                f"swa_epoch_start={first} comes after the last of max_epochs={trainer.max_epochs}: {name} averages "
+                "nothing. Let it begin sooner"
+            )
         self._has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
         takes_batches = "dataloader_iter" in signature(module.training_step).parameters
         if self._has_batchnorm and (takes_batches or not module.automatic_optimization):

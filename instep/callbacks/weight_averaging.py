@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _STATE = {"n_averaged": count, "latest_update_step": count, "latest_update_epoch": number}
 USES = ("val", "save", "end")
 _FUNCTIONS = ("avg_fn", "multi_avg_fn")
+_DEVICE = (
+    "a device such as 'cpu' or 'cuda:0', or None. It is the first argument; others are given by name, such as an "
+    "EMAWeightAveraging's decay=0.999"
+)
 
 
 class WeightAveraging(Callback):
@@ -82,7 +86,10 @@ class WeightAveraging(Callback):
                 raise wrong(name, function, "a function; The `avg_fn` should be callable")
         if len(given) > 1:
             raise SettingError("avg_fn and multi_avg_fn were both given; give one of them", field="avg_fn")
-        self.device = None if device is None else torch.device(device)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise wrong("device", device, _DEVICE) from None
         self.use_buffers = FLAG("use_buffers", use_buffers)
         self.use_for = _uses(use_for)
         self._functions = given
@@ -297,7 +304,7 @@ class EMAWeightAveraging(WeightAveraging):
         device: as for `WeightAveraging`, like `use_buffers` and `use_for`.
         use_buffers: average floating-point buffers too.
         decay: from 0 to 1: the higher, the longer the average remembers.
-        update_every_n_steps: optimizer steps between two updates; 0: none after steps.
+        update_every_n_steps: optimizer steps between two updates; 0, with `update_starting_at_epoch`: none after steps.
         update_starting_at_step: index of the first optimizer step after which it is updated, from 0. None: the first.
         update_starting_at_epoch: index of the first epoch at whose end it is updated, from 0. None: after no epoch.
         use_for: what the average is used for.
@@ -331,6 +338,12 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_every_n_steps = at_least(0)("update_every_n_steps", update_every_n_steps)
         self.update_starting_at_step = _START("update_starting_at_step", update_starting_at_step)
         self.update_starting_at_epoch = _START("update_starting_at_epoch", update_starting_at_epoch)
+        if not update_every_n_steps and update_starting_at_epoch is None:
+            raise wrong(
+                "update_every_n_steps",
+                update_every_n_steps,
+                "an integer of at least 1, or update_starting_at_epoch=...: else nothing is ever averaged",
+            )
         super().__init__(device, use_buffers, use_for=use_for, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

@@ -136,13 +136,13 @@ class RunFolder:
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
         apart = [each.own_folder for each in ctx.callbacks if writes_checkpoints(each) and not saves(each)]  # type: ignore[attr-defined]
         if ckpt_path == "best" or not apart:
-            return self._resolve_regular(ctx, ckpt_path)
+            return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only) else "full"
         after_errors = [
             found for folder in apart if (found := checkpoint.CheckpointStore(folder).newest_verified(kind)) is not None
         ]
         try:
-            regular = self._resolve_regular(ctx, ckpt_path)
+            regular = self._resolve_regular(ctx, ckpt_path, bool(after_errors))
         except CheckpointNotFoundError:
             if not after_errors:
                 raise
@@ -150,7 +150,7 @@ class RunFolder:
         every = [*([] if regular is None else [regular]), *after_errors]
         return max(every, key=lambda found: found.manifest.step, default=None)  # of one step the regular one
 
-    def _resolve_regular(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
+    def _resolve_regular(self, ctx: RunContext, ckpt_path: str, quiet: bool) -> Reader | None:
         weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
         kind = None if weights else "full"
         callback = ctx.trainer.checkpoint_callback
@@ -160,7 +160,7 @@ class RunFolder:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.own_folder is not None:
             found = checkpoint.CheckpointStore(callback.own_folder).resolve(ckpt_path, kind=kind, monitor=monitor)
-            return found or self._none(ctx, callback.own_folder)
+            return found or (None if quiet else self._none(ctx, callback.own_folder))
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
@@ -192,7 +192,7 @@ class RunFolder:
             raise broken
         folder = own or (versions[0] if only and len(versions) == 1 else self.base.absolute())
         if ckpt_path == "auto":
-            return self._none(ctx, folder)
+            return None if quiet else self._none(ctx, folder)
         fresh = ", or 'auto' to start fresh where there is none" if ctx.fn == "fit" else ""
         raise CheckpointNotFoundError(
             f"ckpt_path={asked!r}: there is no checkpoint in {folder}. Give a path{fresh}.", path=folder

@@ -472,7 +472,13 @@ def resume(ctx: RunContext) -> Callable[[], None] | None:
     saved, parts = ctx.resumed, ctx.parts
     assert parts is not None
     if saved is not None and (parts.optimizer or parts.schedulers):
-        _resume_optimizers(ctx, saved, parts)
+        try:
+            _resume_optimizers(ctx, saved, parts)
+        except CheckpointError as error:
+            from instep.checkpoint.resume import with_other_callbacks  # late: only who resumes pays for it
+
+            mine = {callback.state_key: bool(callback.state_dict()) for callback in ctx.callbacks}
+            raise with_other_callbacks(error, saved.shared["callbacks"], mine) from error.__cause__
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
     ctx.resumed = None  # with what was read of it; the rest is in what is returned

@@ -6,6 +6,7 @@ each rank has its random generators and open log sums.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -176,6 +177,14 @@ def _make(
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
+    unknown = [key for key in arguments if not takes_all and key not in parameters]
+    if unknown and CLASS_PATH not in saved:
+        near = difflib.get_close_matches(unknown[0], parameters, 1)
+        raise CheckpointError(
+            f"cannot make {cls.__name__} from {path}: __init__ takes no argument {unknown[0]!r}."
+            f"{f' Did you mean {near[0]!r}?' if near else ''}",
+            path=to_path(path),
+        )
     if name is not None:
         merged[name] = {key: value for key, value in saved.items() if key != name}  # they came as this one argument
     merged = {key: value for key, value in merged.items() if key not in arguments}

@@ -73,6 +73,7 @@ MOVED = {
                 "ProcessingSpeedColumn",
             )
         },
+        "QuantizationAwareTraining": "instep.callbacks.QuantizationAwareTraining",
         "_LRFinder": "instep.callbacks.LRFinder",
         "PyTorchLightningPruningCallback": "instep.callbacks.OptunaPruning",
         **{
@@ -241,6 +242,9 @@ ADVICE = {
 }  # fmt: skip
 """What to do about names that have no counterpart; others are only named."""
 
+OF_OTHERS = {"PyTorchLightningPruningCallback": "use instep.callbacks.OptunaPruning(trial, monitor)"}
+"""What to do about what other packages (optuna-integration) offer for Lightning, by the name that is imported."""
+
 NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",
@@ -380,6 +384,15 @@ INSTEAD: dict[str, dict[str, str]] = {
         "hybrid_engine": "it is not supported",
         "tensor_parallel": "MeshStrategy(tp=...) has tensor parallelism",
         "sequence_parallel_size": "MeshStrategy(tp=..., cp=...) has sequence and context parallelism",
+    },
+    "QuantizationAwareTraining": {  # of Lightning 1, by torch.quantization
+        "qconfig": "use config=...: torchao's configuration of the quantized model, which has its own default",
+        "observer_type": "leave it out: torchao rounds weights and inputs in training as the quantized model does",
+        "collect_quantization": "use start_epoch=...",
+        "modules_to_fuse": "leave it out: torchao quantizes layers as they are; filter_fn=... chooses them",
+        "input_compatible": "leave it out: a quantized module takes the same inputs",
+        "quantize_on_fit_end": "use convert_at_end=...",
+        "observer_enabled_stages": "leave it out: evaluation rounds too",
     },
     "notebook_launcher": {
         "mixed_precision": "give precision= to the Trainer or Accelerator in the function",

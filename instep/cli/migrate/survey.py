@@ -133,6 +133,8 @@ class Names(cst.CSTVisitor):
             return False
         for alias in node.names:
             self.bound[_local(alias)] = f"{module}.{code(alias.name)}"
+            if code(alias.name) in porting.OF_OTHERS and porting.canonical(module) is None:
+                self.plan.todo(node, f"{code(alias.name)}: {porting.OF_OTHERS[code(alias.name)]}")
             if node in self._top:
                 self.have.add(f"{module} {code(alias).rstrip(', ')}")
         return False

@@ -88,6 +88,11 @@ class Trial:
         return run.restore_rest is not None or (run.continues is not None and run.resumed is not None)
 
     @property
+    def optimizer_steps(self) -> int:
+        """The optimizer steps that were taken: in manual optimization not every call of `step` need take one."""
+        return self._ctx.position.global_step - self._run.position.global_step
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The run's optimizers, whose rates may be set; they are put back as well."""
         return self._run.optimizers
