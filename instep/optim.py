@@ -76,10 +76,10 @@ def param_groups(
         The groups, for an optimizer, in the order of their first parameters.
 
     Raises:
-        SettingError: an entry matches no parameter, no parameter is left, or an entry has an option that no optimizer of
-            torch.optim takes and that is not among `defaults`.
+        SettingError: an entry matches no parameter, no parameter is left, or an entry has an option that no optimizer
+            of torch.optim takes and that is not among `defaults`.
     """
-    return _grouped(module, _rules(options, defaults), frozen, defaults)
+    return _grouped(_module(module), _rules(options, defaults), frozen, defaults)
 
 
 def layerwise_lr(
@@ -196,7 +196,7 @@ def _grouped(
     module: nn.Module, rules: Sequence[_Rule], frozen: bool, defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Sort the parameters by the rules that they match."""
-    first = names_of(_module(module))
+    first = names_of(module)
     aliases: dict[Tensor, list[str]] = {parameter: [name] for parameter, name in first.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases[parameter].append(clean_name(name))

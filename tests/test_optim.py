@@ -79,6 +79,12 @@ def test_rates_by_layer() -> None:
     [
         (lambda m: param_groups(m, {"heads.*": {}}), "'heads.\\*' matches no parameter. Near: head.bias"),
         (lambda m: param_groups(m, {3: {}}), "keys that are patterns"),
+        (lambda m: param_groups(m, {"head.*": {"weigt_decay": 0.0}}), "Did you mean 'weight_decay'"),
+        (lambda m: layerwise_lr(m, "layers.*", lr=1.0, options={"*": {"beta": 0.0}}), "takes. Did you mean 'betas'"),
+        (lambda m: param_groups(m.parameters(), {}), "module is a generator: expected the nn.Module itself"),
+        (lambda m: param_groups({"*": {}}, m), "module is a dict"),
+        (lambda m: param_groups(m, m), "expected options by pattern"),
+        (lambda m: param_groups(m, {"*": 0.1}), "expected a dict of options for"),
         (lambda m: layerwise_lr(m, "encoder.*", lr=1.0), "matches no parameter"),
         (lambda m: layerwise_lr(m, "layers", lr=1.0), "with one \\* for its number"),
         (lambda m: layerwise_lr(m, "layers.*", lr=1.0, decay=1.5), "decay=1.5"),

@@ -62,6 +62,8 @@ def test_a_folder_has_safetensors_and_the_hyperparameters_and_comes_back(tmp_pat
     assert weights_of(Net.from_pretrained(folder)) == weights_of(smaller)
     with pytest.raises(UnsavableStateError, match=r"hyperparameter options\[0\] is a function"):
         Net(options=[pytest.raises]).save_pretrained(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"takes no argument 'widht'\. Did you mean 'width'"):
+        Net.from_pretrained(folder, widht=9)
     with pytest.raises(UsageError, match="push_to_hub=True"):
         module.save_pretrained(folder, private=True)
 

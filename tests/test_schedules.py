@@ -108,6 +108,7 @@ def test_the_state_is_plain_and_other_arguments_are_those_of_the_program(name: s
         ("wsd", {"total_steps": 10, "warmup_steps": 6, "decay_steps": 5}, "are 11 steps, more than"),
         ("wsd", {"total_steps": 10, "decay": "cubic"}, "decay"),
         ("constant", {"warmup_steps": 0.1}, "warmup_steps=0.1"),
+        ("inverse_sqrt", {"warmup_steps": 0.1}, "a part of a run needs total_steps"),
         ("cosine", {"total_steps": 10, "warm_up": 1}, "no argument 'warm_up'; it takes total_steps, warmup_steps"),
     ],
 )

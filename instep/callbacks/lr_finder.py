@@ -192,8 +192,8 @@ class LearningRateFinder(Callback):
         self._update_attr = FLAG("update_attr", update_attr)
         if update_attr and num_training_steps < _FEWEST:
             warn_user(
-                f"{num_training_steps} steps are too few for a suggestion, which leaves out the first {_SKIP_BEGIN} and "
-                f"the last {_SKIP_END}: the learning rate stays as it is. Take {_FEWEST} steps or more (100 is usual)"
+                f"{num_training_steps} steps are too few for a suggestion, which leaves out the first {_SKIP_BEGIN} "
+                f"and the last {_SKIP_END}: the learning rate stays as it is. Take {_FEWEST} or more (100 is usual)"
             )
         self._attr_name = attr_name
         self.optimal_lr: LRFinder | None = None

@@ -147,6 +147,26 @@ class ResumeReport:
                 lines.append(f"  {what} ({len(names)}): {_few(names)}")
         return "\n".join(lines)
 
+    @staticmethod
+    def explained(error: CheckpointError, saved: Iterable[str], callbacks: Sequence[Any]) -> CheckpointError:
+        """Add to an error of the optimizers which callbacks came or went: fine-tuning and pruning change parameters.
+
+        Args:
+            error: stays as it is where none did, or where a file is damaged.
+            saved: the keys of the callbacks that have a state in the checkpoint.
+            callbacks: those of this run.
+        """
+        now = {callback.state_key: bool(callback.state_dict()) for callback in callbacks}
+        gone = [key for key in saved if key not in now and not key.startswith("ModelCheckpoint")]
+        new = [key for key in now if now[key] and key not in saved and not key.startswith("ModelCheckpoint")]
+        if isinstance(error, CorruptCheckpointError) or not (gone or new):
+            return error
+        parts = [f"that of the checkpoint had {', '.join(sorted(gone))}, which this one does not have"] * bool(gone)
+        parts += [f"this one has {', '.join(sorted(new))}, which that one did not have"] * bool(new)
+        return CheckpointError(
+            f"{error} The two runs have different callbacks, which may be why: {'; '.join(parts)}.", path=error.path
+        )
+
 
 def compare(
     report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Sequence[int] | None], prefix: str = ""
@@ -304,25 +324,6 @@ def rest_of(
     if strict and any(wrong.values()):
         raise RuntimeError("; ".join(f"{what}: {_few(names)}" for what, names in wrong.items() if names))
     return rest
-
-
-def with_other_callbacks(error: CheckpointError, saved: Iterable[str], now: Mapping[str, bool]) -> CheckpointError:
-    """Add to an error of the optimizers which callbacks came or went: fine-tuning and pruning change parameters.
-
-    Args:
-        error: stays as it is where none did, or where a file is damaged.
-        saved: the keys of the callbacks that have a state in the checkpoint.
-        now: of each callback of this run, by its key, whether it has a state.
-    """
-    gone = [key for key in saved if key not in now and not key.startswith("ModelCheckpoint")]
-    new = [key for key in now if now[key] and key not in saved and not key.startswith("ModelCheckpoint")]
-    if isinstance(error, CorruptCheckpointError) or not (gone or new):
-        return error
-    parts = [f"that of the checkpoint had {', '.join(sorted(gone))}, which this one does not have"] * bool(gone)
-    parts += [f"this one has {', '.join(sorted(new))}, which that one did not have"] * bool(new)
-    return CheckpointError(
-        f"{error} The two runs have different callbacks, which may be why: {'; '.join(parts)}.", path=error.path
-    )
 
 
 def _few(names: Sequence[str]) -> str:

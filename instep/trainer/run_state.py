@@ -475,10 +475,8 @@ def resume(ctx: RunContext) -> Callable[[], None] | None:
         try:
             _resume_optimizers(ctx, saved, parts)
         except CheckpointError as error:
-            from instep.checkpoint.resume import with_other_callbacks  # late: only who resumes pays for it
-
-            mine = {callback.state_key: bool(callback.state_dict()) for callback in ctx.callbacks}
-            raise with_other_callbacks(error, saved.shared["callbacks"], mine) from error.__cause__
+            assert ctx.report is not None
+            raise ctx.report.explained(error, saved.shared["callbacks"], ctx.callbacks) from error.__cause__
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
     ctx.resumed = None  # with what was read of it; the rest is in what is returned

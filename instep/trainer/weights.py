@@ -6,7 +6,6 @@ each rank has its random generators and open log sums.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -170,21 +169,13 @@ def _make(
         arguments: the program's, before all of these.
         of_json: the saved ones come from a JSON file, where a path is a text.
     """
-    from instep.utils.rebuild import build_configured, with_structures  # late: only who loads weights pays for it
+    from instep.utils.rebuild import build_configured, cannot_make, with_structures  # late: only who loads weights
 
     if hparams_file is not None:
         saved = {**saved, **_read_hparams(local_path(hparams_file))}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
-    unknown = [key for key in arguments if not takes_all and key not in parameters]
-    if unknown and CLASS_PATH not in saved:
-        near = difflib.get_close_matches(unknown[0], parameters, 1)
-        raise CheckpointError(
-            f"cannot make {cls.__name__} from {path}: __init__ takes no argument {unknown[0]!r}."
-            f"{f' Did you mean {near[0]!r}?' if near else ''}",
-            path=to_path(path),
-        )
     if name is not None:
         merged[name] = {key: value for key, value in saved.items() if key != name}  # they came as this one argument
     merged = {key: value for key, value in merged.items() if key not in arguments}
@@ -193,11 +184,7 @@ def _make(
             return build_configured(cls, saved, arguments)
         return cls(**with_attributes(with_structures(cls, merged, of_json)), **arguments)
     except TypeError as error:
-        raise CheckpointError(
-            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
-            "call self.save_hyperparameters() in __init__ before saving.",
-            path=to_path(path),
-        ) from error
+        raise cannot_make(cls, to_path(path), arguments, error) from error
 
 
 def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None, arguments: dict[str, Any]) -> T:

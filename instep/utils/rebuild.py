@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
@@ -100,6 +101,22 @@ def allowed_function(path: Any, owner: type, key: str) -> Any:
     if not good or name.startswith("_"):
         raise refused(path, key)
     return found
+
+
+def cannot_make(cls: type, path: Any, arguments: Mapping[str, Any], error: TypeError) -> CheckpointError:
+    """Make the error of a class that does not take its arguments: those of a checkpoint, and the program's own."""
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = next((key for key in arguments if key not in parameters and not takes_all), None)
+    if unknown is None:
+        what = (
+            f"{error}. Pass the missing arguments to load_from_checkpoint, or call self.save_hyperparameters() in "
+            "__init__ before saving."
+        )
+    else:
+        near = get_close_matches(unknown, list(parameters), 1)
+        what = f"it takes no argument {unknown!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+    return CheckpointError(f"cannot make {cls.__name__} from {path}: {what}", path=path)
 
 
 def refused(what: Any, key: str) -> CheckpointError:

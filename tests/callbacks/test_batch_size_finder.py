@@ -112,6 +112,8 @@ def test_refused() -> None:
     tuner = Tuner(quiet())
     with pytest.raises(UsageError, match="Field size not found"):
         tuner.scale_batch_size(module, datamodule=data, batch_arg_name="size")
+    with pytest.raises(SettingError, match="two BatchSizeFinder"):
+        quiet(callbacks=[BatchSizeFinder(), BatchSizeFinder()]).fit(module, datamodule=data)
     with pytest.raises(SettingError, match="method 'tune' is invalid"):
         tuner.scale_batch_size(module, datamodule=data, method="tune")
     with pytest.raises(SettingError, match="please consider setting `dataloaders` instead"):

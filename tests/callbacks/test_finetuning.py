@@ -170,6 +170,8 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         quiet(max_epochs=1, callbacks=[BackboneFinetuning()]).fit(Toy(), loader())
     with pytest.raises(SettingError, match="unfreeze_backbone_at_epoch"):
         BackboneFinetuning(-1)
+    with pytest.raises(SettingError, match="lambda_func=2: expected a function"):
+        BackboneFinetuning(lambda_func=2)  # type: ignore[arg-type]
     run(tmp_path, ByLayer(), "none", StopAt(14))
 
     class Renamed(ByLayer):
@@ -181,6 +183,9 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         def state_key(self) -> str:
             return "ByLayer"
 
+    gone = pytest.raises(CheckpointError, match="of the checkpoint had ByLayer, which this one does not have")
+    with gone, pytest.warns(UserWarning, match="left out: ByLayer"):
+        run(tmp_path, StopAt(20), "none")
     with pytest.raises(CheckpointError, match=r"parameters that Tuned does not have: trunk\.weight"):
         run(tmp_path, Renamed(), "none")
     module, trainer = run(tmp_path, ByLayer(), "none", resume=Resume.weights(), max_epochs=1, default_root_dir=tmp_path)

@@ -80,6 +80,7 @@ class Newton(Toy):
     [
         ({"accumulate_grad_batches": 2}, Toy, SettingError, "`accumulate_grad_batches` and are using the"),
         ({"global_batch_size": 4}, Toy, SettingError, "derives the accumulation"),
+        ({"callbacks": [GradientAccumulationScheduler({0: n}) for n in (1, 2)]}, Toy, SettingError, "two GradientAcc"),
         ({}, Manual, UsageError, "no effect in manual"),
         ({}, Newton, SettingError, "evaluates the loss within its step"),
         ({"callbacks": [LateSetter()]}, Toy, UsageError, "on_train_epoch_start"),

@@ -9,7 +9,7 @@ import torch
 
 from instep import Tuner, seed_everything
 from instep.callbacks import LearningRateFinder, LRFinder, ModelCheckpoint
-from instep.errors import HookError, SettingError
+from instep.errors import HookError, SettingError, UsageError
 from instep.utils.seed import rng_state
 from tests.trainer.toys import Toy, loader, quiet
 from tests.trainer.trials.toys import Data, Model, different, everything, trained
@@ -135,7 +135,7 @@ def test_rates_and_losses() -> None:
 
     def find(**settings: Any) -> LRFinder:
         module = Known()
-        settings = {"num_training": 9, "min_lr": 1e-3, "max_lr": 1.0, **settings}
+        settings = {"num_training": 9, "min_lr": 1e-3, "max_lr": 1.0, "update_attr": False, **settings}
         found = Tuner(quiet(limit_train_batches=3)).lr_find(module, loader(16), **settings)
         assert found is not None
         return found
@@ -168,15 +168,21 @@ def test_suggestion_says_why_there_is_none(caplog: pytest.LogCaptureFixture) -> 
 
 def test_refused() -> None:
     module, data = Model(), Data()
-    for wrong in ({"mode": "cubic"}, {"num_training_steps": 0}, {"min_lr": 0.0}):
-        with pytest.raises(SettingError, match=r"cubic|at least 1|above 0"):
+    for wrong in ({"mode": "cubic"}, {"num_training_steps": 0}, {"min_lr": 0.0}, {"min_lr": 1}):
+        with pytest.raises(SettingError, match=r"cubic|at least 1|above 0|above min_lr=1"):
             LearningRateFinder(**wrong)
+    with pytest.warns(UserWarning, match="12 steps are too few for a suggestion"):
+        LearningRateFinder(num_training_steps=12)
+    with pytest.raises(SettingError, match="two LearningRateFinder"):
+        quiet(callbacks=[LearningRateFinder(), LearningRateFinder()]).fit(module, datamodule=data)
+    with pytest.raises(SettingError, match="Tuner takes a Trainer, and got a Model"):
+        Tuner(module)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="already configured with a `LearningRateFinder`"):
         Tuner(quiet(callbacks=[LearningRateFinder()])).lr_find(module, datamodule=data)
     with pytest.raises(SettingError, match="only valid configuration"):
         Tuner(quiet()).lr_find(module, datamodule=data, method="test")
-    with pytest.raises(AttributeError, match="set to rate, but could not find"):
-        Tuner(quiet()).lr_find(module, datamodule=data, attr_name="rate")
+    with pytest.raises(AttributeError, match=r"set to lrs, but could not find.* There is lr"):
+        Tuner(quiet()).lr_find(module, datamodule=data, attr_name="lrs")
     with pytest.warns(UserWarning, match="Skipping learning rate finder"):
         assert Tuner(quiet(fast_dev_run=True)).lr_find(module, datamodule=data) is None
 
@@ -188,6 +194,12 @@ def test_refused() -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
+    class Never(Two):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(UsageError, match=r"15 calls of Never\.training_step stepped no optimizer"):
+        Tuner(quiet()).lr_find(Never(), datamodule=data, num_training=15)
     with pytest.raises(HookError, match="2 optimizers, but the learning rate finder only works with single optimizer"):
         Tuner(quiet()).lr_find(Two(), datamodule=data)
 

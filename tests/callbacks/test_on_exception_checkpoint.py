@@ -76,10 +76,12 @@ def test_the_same_command_goes_on_from_it_bit_for_bit(where: str, tmp_path: Path
     assert kept(tmp_path) == [("step-00000008-1", 8, "full")]
 
 
-def test_without_a_model_checkpoint(tmp_path: Path):
+def test_without_a_model_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ValueError, match="no more"):
         fit(tmp_path, "hook", regular=False)
+    assert "starting afresh" in capsys.readouterr().out
     trainer, module = fit(tmp_path, regular=False)
+    assert "starting afresh" not in capsys.readouterr().out
     assert (len(module.seen), trainer.global_step) == (2, 8)
     assert kept(tmp_path) == [("on_exception-1", 6, "full")], "nothing is newer, so it stays"
     again = quiet(max_epochs=2, callbacks=OnExceptionCheckpoint(tmp_path / "kept"), default_root_dir=tmp_path)

@@ -117,6 +117,8 @@ def test_wrong_arguments_are_named() -> None:
         ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "`pruning_norm` should be provided"),
         ({"pruning_fn": "random_structured", "pruning_dim": 0}, "set use_global_unstructured=False"),
         ({"pruning_fn": prune.L1Unstructured, "use_global_unstructured": False}, "only supported with"),
+        ({"amount": 2.0}, "amount=2.0: expected a fraction"),
+        ({"amount": -1}, "amount=-1: expected a fraction"),
         ({"amount": "half"}, "should be provided and be either"),
         ({"verbose": 3}, "any of"),
         ({"parameter_names": ["gamma"]}, "gamma isn't in"),
@@ -131,6 +133,9 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(SettingError, match=text):
             quiet(max_epochs=1, callbacks=[ModelPruning("l1_unstructured", places)]).fit(toy, loader())
+    two = [ModelPruning("l1_unstructured"), ModelPruning("l1_unstructured")]
+    with pytest.raises(SettingError, match="prune the same parameters"):
+        quiet(max_epochs=1, callbacks=two).fit(toy, loader())
 
 
 def prune_on_ranks(root: Path) -> dict[str, Any]:

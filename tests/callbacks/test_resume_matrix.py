@@ -134,7 +134,7 @@ CASES: dict[str, Callable[[Path], Callback]] = {
     "GradientAccumulationScheduler": _called("GradientAccumulationScheduler", {0: 1, 1: 2}),
     "ImageSampler": _called("ImageSampler", sample_fn=lambda module, batch: {}),
     "LambdaCallback": _called("LambdaCallback", on_train_epoch_end=lambda trainer, module: None),
-    "LearningRateFinder": _called("LearningRateFinder", num_training_steps=6, max_lr=0.1),
+    "LearningRateFinder": _called("LearningRateFinder", num_training_steps=13, max_lr=0.1),
     "ModelCheckpoint": _called("ModelCheckpoint", monitor="val_loss", save_top_k=2),
     "ModelPruning": _called("ModelPruning", "l1_unstructured", amount=0.2),
     "OnExceptionCheckpoint": lambda folder: room.OnExceptionCheckpoint(folder / "failed"),

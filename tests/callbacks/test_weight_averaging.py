@@ -269,6 +269,9 @@ def test_one_process_resumes_bit_for_bit(tmp_path):
     ("make", "match"),
     [
         (lambda: EMAWeightAveraging(decay=1.5), "decay=1.5"),
+        (lambda: EMAWeightAveraging(0.9), r"device=0.9: .*decay=0.999"),
+        (lambda: EMAWeightAveraging("cuba"), "device='cuba'"),
+        (lambda: EMAWeightAveraging(update_every_n_steps=0), "nothing is ever averaged"),
         (lambda: EMAWeightAveraging(avg_fn=max), "decay gives the function"),
         (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "give one of them"),
         (lambda: WeightAveraging(use_for="eval"), "use_for"),
@@ -290,5 +293,7 @@ def test_refused_before_training(tmp_path):
     ):
         with pytest.raises(SettingError, match=match):
             make_trainer(tmp_path, *callbacks).fit(made(), data(), data(shuffle=False))
+    with pytest.warns(UserWarning, match="swa_epoch_start=100 comes after the last of max_epochs=1"):
+        make_trainer(tmp_path, StochasticWeightAveraging(0.1, 100), max_epochs=1).fit(made(), data())
     with pytest.raises(SettingError, match="max_epochs=-1"):
         make_trainer(tmp_path, StochasticWeightAveraging(0.1), max_epochs=-1).fit(made(), data())

@@ -104,6 +104,11 @@ def refused(function: Any, argument: str) -> str | None:
     return None
 
 
+def _refused(function: Any, key: str, argument: str) -> str | None:
+    problem = refused(function, argument)
+    return problem and porting.INSTEAD.get(key, {}).get(argument, problem)
+
+
 def wrong_value(argument: str, value: Any) -> str | None:
     """Say why the Trainer refuses a value on any machine; None where it does not."""
     from instep.trainer.settings import check_value
@@ -347,7 +352,7 @@ class Uses(cst.CSTVisitor):
                 self.plan.new[written] = cst.SimpleString(f'"{name}"')
             if new is not None:
                 self.plan.new[element.value] = cst.SimpleString(f'"{new}"')
-            problem = refused(function, name)
+            problem = _refused(function, key, name)
             simple = isinstance(value, str | int | float)
             if problem is None and key == "Trainer" and simple:
                 problem = wrong_value(name, value if new is None else new)
@@ -376,7 +381,7 @@ class Uses(cst.CSTVisitor):
                 return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
 
             self.plan.new[arg] = change
-        problem = refused(function, name)
+        problem = _refused(function, key, name)
         if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
             problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:

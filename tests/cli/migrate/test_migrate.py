@@ -160,6 +160,8 @@ def test_small_pieces(old: str, new: str | None) -> None:
     [
         ("from lightning import *", 1, "todo", "name what is used"),
         (_L + "L.Fabric()\nL.Fabric()", 2, "todo", "(also in line 3): instep.Accelerator is for"),
+        (_L + "from optuna.integration import PyTorchLightningPruningCallback", 2, "todo", "OptunaPruning(trial"),
+        (_L + "L.callbacks.QuantizationAwareTraining(qconfig='x')", 2, "todo", "use config=...: torchao's"),
         (_L + "L.Trainer(plugins=[])", 2, "todo", "use precision=... and strategy=..."),
         (_L + "L.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),
         (_L + "L.Trainer(precision='half')", 2, "todo", "Use one of: 32-true"),
