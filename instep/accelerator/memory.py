@@ -165,6 +165,7 @@ def release_memory(*objects: Any) -> list[None]:
         objects: models, optimizers, tensors.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(2, 2)
         >>> (model,) = release_memory(model)
         >>> model is None
