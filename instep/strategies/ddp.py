@@ -372,8 +372,8 @@ class DDPStrategy(Strategy):
     def average_replicas(self) -> None:
         if self._local_sgd is not None:
             self._local_sgd.average_replicas()  # buffers too
-        else:
-            super().average_replicas()
+        elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
+            super().average_replicas()  # else each rank keeps its own
 
     # ---- state
 
