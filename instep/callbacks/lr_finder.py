@@ -183,8 +183,12 @@ class LearningRateFinder(Callback):
             raise SettingError(f"`mode` should be either of {_MODES}, got {mode!r}", field="mode", got=mode)
         for field, rate in (("min_lr", min_lr), ("max_lr", max_lr)):
             above_zero("above 0")(field, rate)
-        if min_lr >= max_lr:
-            raise wrong("max_lr", max_lr, f"a rate above min_lr={min_lr!r}, to which the rates grow from there")
+        if min_lr == max_lr:
+            raise wrong("max_lr", max_lr, f"a rate other than min_lr={min_lr!r}: there is nothing to choose from")
+        if min_lr > max_lr:  # Lightning's own tests do so
+            warn_user(
+                f"min_lr={min_lr!r} is above max_lr={max_lr!r}: the rates fall from step to step, from the highest"
+            )
         if early_stop_threshold is not None and not is_number(early_stop_threshold):
             raise wrong("early_stop_threshold", early_stop_threshold, "a number, or None")
         self._rates = _Rates(float(min_lr), float(max_lr), at_least(1)("num_training_steps", num_training_steps), mode)

@@ -169,10 +169,12 @@ def test_suggestion_says_why_there_is_none(caplog: pytest.LogCaptureFixture) -> 
 def test_refused() -> None:
     module, data = Model(), Data()
     for wrong in ({"mode": "cubic"}, {"num_training_steps": 0}, {"min_lr": 0.0}, {"min_lr": 1}):
-        with pytest.raises(SettingError, match=r"cubic|at least 1|above 0|above min_lr=1"):
+        with pytest.raises(SettingError, match=r"cubic|at least 1|above 0|other than min_lr=1"):
             LearningRateFinder(**wrong)
     with pytest.warns(UserWarning, match="12 steps are too few for a suggestion"):
         LearningRateFinder(num_training_steps=12)
+    with pytest.warns(UserWarning, match="the rates fall from step to step"):
+        LearningRateFinder(min_lr=1, max_lr=1e-8)
     with pytest.raises(SettingError, match="two LearningRateFinder"):
         quiet(callbacks=[LearningRateFinder(), LearningRateFinder()]).fit(module, datamodule=data)
     with pytest.raises(SettingError, match="Tuner takes a Trainer, and got a Model"):
