@@ -667,8 +667,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             The program, whose `module()` is called as `forward` is.
 
         Raises:
-            SettingError: there is no input.
-            UsageError: the module is sharded over processes.
+            SettingError, UsageError: as in `to_onnx`.
         """
         from instep import export  # late: only who exports pays for it
 
@@ -689,8 +688,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             The `torch.jit.ScriptModule`.
 
         Raises:
-            SettingError: another method, or no input to trace with.
-            UsageError: the module is sharded over processes.
+            SettingError, UsageError: another method; no input to trace with; a module that is sharded over processes.
         """
         from instep import export  # late: only who exports pays for it
 

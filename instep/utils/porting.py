@@ -589,7 +589,7 @@ ATTRIBUTES = {
         "allow_zero_length_dataloader_with_multiple_devices": _NO_SAMPLE,
         "configure_sharded_model": "use `configure_model`",
         "tbptt_split_batch": "cut sequences in the data set, or use manual optimization",
-        "get_progress_bar_dict": "override ProgressBar.get_metrics",
+        "get_progress_bar_dict": "override LiveProgressBar.get_metrics",
         **_UNCALLED,
     },
     "DataModule": {"allow_zero_length_dataloader_with_multiple_devices": _NO_SAMPLE},
