@@ -25,12 +25,14 @@ _HOME = {
     "Trainer": "instep.trainer",
     "Tuner": "instep.tuner",
     "debug_launcher": "instep.launchers.notebook",
+    "init_empty_weights": "instep.big_models",
     "notebook_launcher": "instep.launchers.notebook",
     "seed_everything": "instep.utils.seed",
 }
 
 if TYPE_CHECKING:
     from instep.accelerator import Accelerator as Accelerator
+    from instep.big_models import init_empty_weights as init_empty_weights
     from instep.callbacks import Callback as Callback
     from instep.checkpoint.resume import Resume as Resume
     from instep.data import DataModule as DataModule

@@ -29,8 +29,23 @@ PUBLIC = {
         "Tuner",
         "__version__",
         "debug_launcher",
+        "init_empty_weights",
         "notebook_launcher",
         "seed_everything",
+    ],
+    "instep.big_models": [
+        "check_device_map",
+        "clean_device_map",
+        "compute_module_sizes",
+        "dtype_byte_size",
+        "find_tied_parameters",
+        "get_balanced_memory",
+        "get_max_memory",
+        "infer_auto_device_map",
+        "init_empty_weights",
+        "init_on_device",
+        "named_module_tensors",
+        "retie_parameters",
     ],
     "instep.callbacks": [
         "BackboneFinetuning",
@@ -293,7 +308,7 @@ PUBLIC = {
 
 FILES = {"errors", "optim", "schedules"}  # rooms of one file
 INTERNAL = ("config", "dashboard", "health", "launch", "launchers")
-LAZY = ("callbacks", "cli", "data", "loggers", "profilers", "strategies")
+LAZY = ("big_models", "callbacks", "cli", "data", "loggers", "profilers", "strategies")
 
 
 def in_new_process(code: str) -> str:

@@ -259,19 +259,19 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(field: str, text: str | int) -> int:
+def parse_size(field: str, text: str | int, least: int = 1) -> int:
     """Read bytes from a text such as 5GB or 200 MiB; a number is itself.
 
     Raises:
-        SettingError: it is none, or not above 0.
+        SettingError: the text is no size, or below `least`.
 
     Example:
         >>> parse_size("max_shard_size", "1.5GB")
         1500000000
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(text).upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else -1
+    if size < least:
         raise SettingError(
             f"{field}={text!r} is no size: give a number with a unit, such as 5GB", field=field, got=text
         )

@@ -1,0 +1,393 @@
+"""Device maps: which part of a model goes to which device, accelerators first, then main memory, then the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.big_models.memory import Memory, accelerator_name, get_max_memory
+from instep.big_models.sizes import (
+    Dtype,
+    Part,
+    compute_module_sizes,
+    find_tied_parameters,
+    is_within,
+    largest_layers,
+    owners,
+    split,
+)
+from instep.errors import SettingError, one_of
+from instep.state import DEVICE_KINDS
+from instep.utils.rank_zero import rank_zero_info
+from instep.utils.warn import warn_user
+
+Device = int | str | torch.device
+_OFFLOADED = ("cpu", "disk")
+_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def resolve_device_map(
+    model: nn.Module,
+    device_map: str | Mapping[str, Device],
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: Dtype | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, Device]:
+    """Make the device map that a user's `device_map` means, and check a map against the model and this machine.
+
+    Args:
+        model: the model; its tensors may be on the meta device.
+        device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": as little as possible on the
+            first, which is wanted where it also holds what `generate` makes; "sequential": fill one after the other.
+            Or the device of each module, by name: a number, "cpu", "disk" or a torch device; "" is the whole model.
+        max_memory: as for `get_max_memory`.
+        no_split_module_classes: as for `infer_auto_device_map`.
+        dtype: as for `infer_auto_device_map`.
+        offload_buffers: as for `infer_auto_device_map`.
+
+    Raises:
+        SettingError: the word is unknown, a part of the model has no device, or a device is not here.
+    """
+    if isinstance(device_map, Mapping):
+        for device in set(device_map.values()):
+            _check_device(device)
+        check_device_map(model, device_map)
+        return dict(device_map)
+    if device_map not in _PLANS:
+        raise one_of("device_map", device_map, (*_PLANS, "a dict of devices by module"))
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
+    planned = infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+    for device in set(planned.values()):
+        _check_device(device)
+    return {**planned}
+
+
+def _check_device(device: Device) -> None:
+    """Raise where this machine has no such device."""
+    if device == "disk":
+        return
+    try:
+        name = accelerator_name()
+        number = isinstance(device, int)
+        wanted = torch.device(f"{name or 'cuda'}:{device}") if number else torch.device(device)
+        count = DEVICE_KINDS[wanted.type].count()
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise SettingError(
+            f"device_map: {device!r} is no device ({error}). Use a number of an accelerator, 'cpu', 'disk', or a torch "
+            "device such as 'cuda:1'.",
+            field="device_map",
+            got=device,
+        ) from None
+    if (wanted.index or 0) >= count:
+        here = ", ".join(f"{kind.count()} {kind.name}" for kind in DEVICE_KINDS.values() if kind.count())
+        raise SettingError(
+            f"device_map: the device {device!r} is not here. This process sees: {here}.",
+            field="device_map",
+            got=device,
+        )
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Check that a map gives a device to each weight of a model.
+
+    Names of the map that the model does not have, and tied parameters on several devices, are warned of.
+
+    Args:
+        model: the model.
+        device_map: devices by name of a module, parameter or buffer; "" is the whole model.
+
+    Raises:
+        SettingError: parameters or buffers have no device; the text has their names.
+    """
+    weights = list(model.state_dict())
+    known = {*weights, *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        near = {name: get_close_matches(name, known, 1) for name in unknown}
+        hints = [f"{name} (did you mean {found[0]}?)" if found else name for name, found in near.items()]
+        warn_user(f"device_map keys do not match any submodules or tensors in the model: {', '.join(hints)}")
+    left = [name for name in weights if _device_of(name, device_map) is None]
+    if left:
+        more = f" and {len(left) - 20} others" if len(left) > 20 else ""
+        raise SettingError(
+            f"device_map gives no device to {', '.join(left[:20])}{more}. Add them or their modules, or '' for all "
+            "that is left." + (f" It has names that the model has not: {', '.join(unknown)}." if unknown else ""),
+            field="device_map",
+            got=dict(device_map),
+        )
+    for group in find_tied_parameters(model):
+        devices = {name: _device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            warn_user(f"device_map puts one tied parameter on several devices: {devices}. Put them on one.")
+
+
+def _device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
+    """Return the device of the innermost entry that a tensor is within."""
+    return next((device_map[owner] for owner in reversed([*owners(name)]) if owner in device_map), None)
+
+
+def clean_device_map(device_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Give modules one entry where all that is within them is on one device.
+
+    Example:
+        >>> clean_device_map({"a.x": 0, "a.y": 0, "b": "cpu"})
+        {'a': 0, 'b': 'cpu'}
+    """
+    within: dict[str, list[Any]] = {}
+    for name, device in device_map.items():
+        for owner in owners(name):
+            within.setdefault(owner, []).append(device)
+    joined = {owner for owner, devices in within.items() if len(devices) > 1 and len(set(devices)) == 1}
+    return {next((o for o in owners(name) if o in joined), name): device for name, device in device_map.items()}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+) -> dict[int | str, int]:
+    """Lower `max_memory` so that `infer_auto_device_map` gives accelerators equal shares of a model.
+
+    The last one keeps its limit, so that nothing is offloaded because shares are not quite equal. Of a single
+    accelerator whose memory was asked for, not set, 90 % are given.
+
+    Args:
+        model: the model; its tensors may be on the meta device.
+        max_memory: as for `get_max_memory`.
+        no_split_module_classes: as for `infer_auto_device_map`.
+        dtype: as for `infer_auto_device_map`.
+        special_dtypes: as for `infer_auto_device_map`.
+        low_zero: whether the first accelerator gets only what the others cannot take.
+
+    Returns:
+        Bytes by device.
+
+    Raises:
+        SettingError: as of `get_max_memory`.
+
+    Source: the name and the shares are Accelerate's.
+    """
+    limits = get_max_memory(max_memory)
+    used = [device for device, size in limits.items() if not isinstance(device, str) and size > 0]
+    if not used:
+        return limits
+    if len(used) == 1:
+        if max_memory is None:
+            limits[used[0]] = limits[used[0]] * 9 // 10  # the rest is for activations
+        return limits
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    share = sizes[""] // (len(used) - low_zero) + _margin(model, sizes, _classes(no_split_module_classes))
+    first, *others = used
+    for device in [first, *others[:-1]]:
+        if not (low_zero and device == first):
+            limits[device] = min(share, limits[device])
+    if low_zero:
+        limits[first] = min(max(0, sizes[""] - sum(limits[device] for device in others)), limits[first])
+    return limits
+
+
+def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
+    """Return what a share is larger by, since parts are not split at will: 1.25 of a block or of the mean layer."""
+    blocks = [sizes[name] for name, module in model.named_modules() if type(module).__name__ in no_split]
+    tensors = {name for name, module in model.named_modules() if module._parameters or module._buffers}
+    inner = {owner for name in tensors for owner in [*owners(name)][:-1]}
+    layers = [sizes[name] for name in tensors - inner if name in sizes]
+    return int(1.25 * max([sum(layers) // max(1, len(layers)), *blocks]))
+
+
+def _classes(no_split_module_classes: Collection[str] | str | None) -> Collection[str]:
+    if isinstance(no_split_module_classes, str):
+        return (no_split_module_classes,)
+    return no_split_module_classes or ()
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, int | str]:
+    """Spread a model over devices: fill the accelerators, then main memory, then the disk.
+
+    Parts are taken in the order in which the model has them. What does not fit is split into the modules within; what
+    cannot be split, and all after that, goes to the next device. Tied parameters stay together and count once. The
+    first accelerator and main memory keep room for the largest layer that comes later, because an offloaded layer is
+    brought there to compute.
+
+    Args:
+        model: the model; its tensors may be on the meta device.
+        max_memory: as for `get_max_memory`. For a plan only: the devices need not be here.
+        no_split_module_classes: names of classes whose modules are not split, such as blocks with a residual
+            connection.
+        dtype: what floating tensors are converted to when they are loaded; None: their own.
+        special_dtypes: the dtype of some tensors, by full name, whatever `dtype` says.
+        verbose: whether each step is printed.
+        clean_result: whether a module whose parts are all on one device gets one entry.
+        offload_buffers: whether buffers of offloaded layers are offloaded too. If not, they all lie on an accelerator,
+            and there is a warning where none has the room.
+        fallback_allocation: whether a device on which the next part does not fit gets the first later part that does.
+
+    Returns:
+        A device for each part: the number of an accelerator, "mps", "cpu" or "disk".
+
+    Raises:
+        SettingError: `max_memory` is wrong, or it limits the disk and the model does not fit.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100), nn.Linear(100, 100))
+        >>> infer_auto_device_map(model, {0: "90KB", "cpu": "1GB"})
+        {'0': 0, '1': 'cpu', '2': 'cpu'}
+
+    Source: the names and the rules are Accelerate's.
+    """
+    limits = get_max_memory(max_memory)
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    plan = _Plan(model, sizes, _classes(no_split_module_classes), print if verbose else lambda _: None)
+    accelerators = [device for device in limits if device not in _OFFLOADED]
+    for device in dict.fromkeys([*limits, "disk"]):
+        keeps_room = device == "cpu" or device in accelerators[:1]
+        plan.fill(device, limits.get(device), keeps_room, fallback_allocation)
+    if plan.left:
+        raise SettingError(
+            f"the model of {sizes['']:,} bytes does not fit into max_memory={limits}: {len(plan.left)} parts from "
+            f"{plan.left[0][0]!r} on are left over. Give more, or leave 'disk' out: the disk has no limit then.",
+            field="max_memory",
+            got=limits,
+        )
+    if accelerators and not offload_buffers:
+        _check_room_of_buffers(plan, compute_module_sizes(model, dtype, special_dtypes, True), limits, accelerators)
+    return clean_device_map(plan.devices) if clean_result else plan.devices
+
+
+def _check_room_of_buffers(
+    plan: _Plan, sizes: Mapping[str, int], limits: Mapping[int | str, int], accelerators: Iterable[int | str]
+) -> None:
+    """Warn where the buffers of offloaded layers fit on no accelerator beside what is there."""
+    offloaded = sum(sizes.get(name, 0) for name, device in plan.devices.items() if device in _OFFLOADED)
+    if offloaded and not any(plan.used.get(device, 0) + offloaded <= limits[device] for device in accelerators):
+        warn_user(
+            f"the buffers of offloaded layers take {offloaded:,} bytes, and no accelerator has that room left. "
+            "Use offload_buffers=True to offload them too."
+        )
+
+
+class _Plan:
+    """A model that is being spread over devices.
+
+    Args:
+        model: the model.
+        sizes: its sizes, of `compute_module_sizes`.
+        no_split: names of classes that are not split.
+        tell: gets a line about each step.
+    """
+
+    def __init__(self, model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str], tell: Any) -> None:
+        self.left = split(("", model)) or [*model.named_parameters(), *model.named_buffers()]
+        self.devices: dict[str, int | str] = {}
+        self.used: dict[int | str, int] = {}
+        self._sizes = sizes
+        self._no_split = no_split
+        self._largest = largest_layers(model, sizes, no_split)
+        self._ties = find_tied_parameters(model)
+        self._tell = tell
+
+    def fill(self, device: int | str, limit: int | None, keeps_room: bool, fallback: bool) -> None:
+        """Put parts on a device until one does not fit.
+
+        Args:
+            device: the device.
+            limit: its bytes; None where it has no limit.
+            keeps_room: whether it keeps room for the largest layer that comes later.
+            fallback: whether it gets another part where the first one does not fit.
+        """
+        used = reserve = 0
+        while self.left:
+            name = self.left[0][0]
+            together = self._tied_to(name, self.left)
+            size = self._size(together)
+            reserve = self._largest_but(together) if keeps_room else 0
+            room = float("inf") if limit is None else limit - used - reserve
+            if size <= room:
+                self._tell(f"{' and '.join(together)} ({size:,} bytes, with room for {room:,}): {device}")
+                self._put(together, device)
+                used += size
+                continue
+            # A part that fits without those that are tied to it stays whole, and one of them is split.
+            fits_alone = self._sizes.get(name, 0) <= room
+            if self._split_one_of(together[1:] if fits_alone else [name]):
+                continue
+            if fallback and not used and self._bring_forward(limit, keeps_room):
+                continue
+            self._tell(f"{name} ({size:,} bytes, with room for {room:,}): not on {device}")
+            if not used:
+                rank_zero_info(
+                    f"{device} has insufficient memory for any part of the model: {name!r} with what it needs beside "
+                    f"it takes {size + reserve:,} bytes."
+                )
+            break
+        self.used[device] = used + reserve
+
+    def _tied_to(self, name: str, parts: Iterable[Part]) -> list[str]:
+        """List a part's name, then those of all parts that go with it, because they are tied to it or to each other."""
+        names = [other for other, _ in parts if other != name]
+        together = [name]
+        for known in together:
+            for group in self._ties:
+                if any(is_within(tied, known) for tied in group):
+                    for tied in group:
+                        found = next((other for other in names if is_within(tied, other)), None)
+                        if found is not None and found not in together:
+                            together.append(found)
+        return together
+
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self._sizes.get(name, 0) for name in names)
+
+    def _largest_but(self, names: Collection[str]) -> int:
+        return max((self._largest[name] for name, _ in self.left if name not in names), default=0)
+
+    def _put(self, names: Collection[str], device: int | str) -> None:
+        self.left = [part for part in self.left if part[0] not in names]
+        self.devices.update(dict.fromkeys(names, device))
+
+    def _split_one_of(self, names: Collection[str]) -> bool:
+        """Split the first of some parts that can be, and tell whether there was one."""
+        for place, part in enumerate(self.left):
+            parts = split(part, self._no_split) if part[0] in names else []
+            if parts:
+                self._tell(f"{part[0]} is split")
+                self.left[place : place + 1] = parts
+                return True
+        return False
+
+    def _bring_forward(self, limit: int | None, keeps_room: bool) -> bool:
+        """Find the first part after the next one that fits on an empty device, make it the next, and tell if any."""
+        room = float("inf") if limit is None else limit - (self._largest_but(()) if keeps_room else 0)
+        first, *rest = self.left
+        place = 0
+        while place < len(rest):
+            name = rest[place][0]
+            if 0 < self._size(self._tied_to(name, [*rest, first])) <= room:
+                self.left = [rest.pop(place), first, *rest]
+                self._tell(f"{name} is taken out of its turn")
+                return True
+            parts = split(rest[place], self._no_split)
+            rest[place : place + 1] = parts or [rest[place]]
+            place += not parts
+        return False

@@ -1,0 +1,126 @@
+"""Modules without values: their parameters go to another device, the meta device mostly, as soon as they are made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_META = torch.device("meta")
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Build modules whose parameters have shapes and dtypes and take no memory.
+
+    As `init_on_device("meta")`. Such a model cannot compute: give it values by `load_checkpoint_and_dispatch`, or by
+    `module.to_empty(device=...)` and an initialisation of your own.
+
+    Args:
+        include_buffers: whether buffers have no values either. They are kept by default, because buffers that are
+            computed when the module is built, such as a table of positions, are often in no checkpoint.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(1000)))
+        >>> sum(p.numel() for p in model.parameters()), model[0].weight.device
+        (100010000000, device(type='meta'))
+
+    Source: the names and their meaning are Accelerate's.
+    """
+    with init_on_device(_META, include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Build modules whose parameters are on a device.
+
+    Only the thread that entered is concerned, and `nn.Module` is not patched: torch calls a hook with each parameter
+    that a module gets. Where these blocks are nested, the innermost one decides. Parameters that are tied while the
+    module is built stay tied.
+
+    Args:
+        device: where parameters go.
+        include_buffers: whether buffers, and all other tensors that are made in the block, go there too. Tensors are
+            then made on the device, as in torch's own `with torch.device(...)`; else a parameter is made where its
+            module makes it and moved.
+
+    Example:
+        >>> with init_on_device("meta"):
+        ...     norm = nn.BatchNorm1d(4)
+        >>> norm.weight.is_meta, norm.running_mean.is_meta
+        (True, False)
+
+    Source: the names and their meaning are Accelerate's.
+    """
+    device = torch.device(device)
+    _watch_registrations()
+    stack = _stack()
+    stack.append(_Block(device))
+    try:
+        with device if include_buffers else nullcontext():
+            yield
+    finally:
+        stack.pop()
+
+
+class _Block:
+    """One `with init_on_device(...)`: where parameters go, and where those went that are tied to another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: Any = WeakTensorKeyDictionary()
+
+    def moved(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands for a parameter on the device; None where it is there."""
+        if nn.parameter.is_lazy(parameter) or _is_on(parameter, self._device):
+            return None
+        if parameter not in self._moved:
+            # Not the constructor: subclasses, such as bitsandbytes' parameters, do much in theirs.
+            data = Tensor.to(parameter.data, self._device)
+            new = Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+            vars(new).update(vars(parameter))
+            self._moved[parameter] = new
+        return self._moved[parameter]
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device == device or (device.index is None and tensor.device.type == device.type)
+
+
+_blocks = threading.local()
+_watching = threading.Lock()
+_is_watched = False
+
+
+def _stack() -> list[_Block]:
+    """Return this thread's blocks, the innermost last."""
+    if not hasattr(_blocks, "stack"):
+        _blocks.stack = []
+    return _blocks.stack
+
+
+def _watch_registrations() -> None:
+    """Register the hook, once for the process.
+
+    The hook stays: torch goes through its dictionary of hooks in each thread that builds a module, and an entry that is
+    removed meanwhile is an error there.
+    """
+    global _is_watched
+    with _watching:
+        if not _is_watched:
+            register_module_parameter_registration_hook(_on_registration)  # pyright: ignore[reportArgumentType]
+            _is_watched = True
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Exchange a parameter that a module gets; None keeps the parameter."""
+    stack = getattr(_blocks, "stack", None)
+    return stack[-1].moved(parameter) if stack and parameter is not None else None

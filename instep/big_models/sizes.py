@@ -1,0 +1,220 @@
+"""Sizes of a model: bytes of its tensors, by tensor and by module, and which of its parameters are one tensor."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from instep.checkpoint.tensors import dtype_from_name
+from instep.errors import SettingError
+
+Dtype = torch.dtype | str
+_NAMES = {"fp8": "float8_e4m3fn", "fp4": "int4", "nf4": "int4"}  # how quantisations are called: their size
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters, then its buffers, with their names; a tensor with several names once.
+
+    Args:
+        module: any module; its tensors may be on the meta device.
+        include_buffers: whether buffers come too.
+        recurse: whether those of modules within come too; their names are full ones, such as "layers.0.weight".
+        remove_non_persistent: whether buffers that no state dict has are left out.
+
+    Example:
+        >>> [name for name, _ in named_module_tensors(nn.Linear(2, 3))]
+        ['weight', 'bias']
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = non_persistent_buffers(module, recurse) if remove_non_persistent else set[str]()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+
+
+def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
+    """Return the full names of the buffers that a state dict does not have."""
+    owners = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    return {f"{name}.{key}".removeprefix(".") for name, owner in owners for key in owner._non_persistent_buffers_set}
+
+
+def dtype_byte_size(dtype: Dtype) -> float:
+    """Return the bytes of one element: 4 for float32, 1 for fp8 and bool, a half for int4.
+
+    Elements of less than a byte are counted as packed, which is how quantised weights are held.
+
+    Args:
+        dtype: torch's, or its name, such as "bfloat16" or "int4"; also "fp8", "fp4" and "nf4".
+
+    Raises:
+        SettingError: torch has no such dtype.
+
+    Example:
+        >>> dtype_byte_size(torch.bfloat16), dtype_byte_size("int4")
+        (2, 0.5)
+    """
+    name = str(dtype).removeprefix("torch.")
+    name = _NAMES.get(name, name)
+    narrow = re.fullmatch(r"u?int([1-7])", name)
+    if narrow:
+        return int(narrow[1]) / 8
+    try:
+        return dtype_from_name(name).itemsize
+    except ValueError as error:
+        raise SettingError(f"dtype={dtype!r}: {error}", field="dtype", got=dtype) from None
+
+
+def tensor_bytes(tensor: Tensor, dtype: Dtype | None = None) -> int:
+    """Return the bytes of a tensor, once its values are there and have a dtype.
+
+    Args:
+        tensor: any; on the meta device too.
+        dtype: what it is converted to when it is loaded, which only floating tensors are; None for its own.
+    """
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        dtype = tensor.dtype
+    return 0 if nn.parameter.is_lazy(tensor) else ceil(tensor.numel() * dtype_byte_size(dtype))
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Count the bytes of each tensor and of each module that has any; "" is the whole model.
+
+    A tensor with several names counts once, under the first of them. A name that is not there counts 0.
+
+    Args:
+        model: any module; its tensors may be on the meta device.
+        dtype: what floating tensors are converted to when they are loaded; None: their own.
+        special_dtypes: the dtype of some tensors, by full name, whatever `dtype` says.
+        buffers_only: whether parameters are left out.
+
+    Raises:
+        SettingError: torch has no such dtype.
+
+    Example:
+        >>> dict(compute_module_sizes(nn.Sequential(nn.Linear(2, 3))))
+        {'': 36, '0': 36, '0.weight': 24, '0.bias': 12}
+    """
+    special = special_dtypes or {}
+    sizes: dict[str, int] = Counter()
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        size = ceil(tensor.numel() * dtype_byte_size(special[name])) if name in special else tensor_bytes(tensor, dtype)
+        for owner in owners(name):
+            sizes[owner] += size
+    return sizes
+
+
+def owners(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a name is within, from the whole model "" down to the name itself.
+
+    Example:
+        >>> list(owners("layers.0.weight"))
+        ['', 'layers', 'layers.0', 'layers.0.weight']
+    """
+    yield ""
+    for place, letter in enumerate(name):
+        if letter == ".":
+            yield name[:place]
+    if name:
+        yield name
+
+
+def is_within(name: str, owner: str) -> bool:
+    """Tell whether a name is a module's own or of something within the module.
+
+    Example:
+        >>> is_within("layers.1.weight", "layers.1"), is_within("layers.10", "layers.1")
+        (True, False)
+    """
+    return owner == "" or name == owner or name.startswith(f"{owner}.")
+
+
+Part = tuple[str, "nn.Module | Tensor"]
+
+
+def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Part]:
+    """List what a part of a model is made of, with full names: parameters, then modules, then buffers.
+
+    Args:
+        part: full name and module or tensor.
+        no_split_module_classes: names of classes whose modules are not split.
+
+    Returns:
+        Nothing for what is not split: a tensor, a module of these classes, a module that has no modules within. A
+        module that stands at several places is listed at each.
+    """
+    name, module = part
+    if isinstance(module, Tensor) or type(module).__name__ in no_split_module_classes:
+        return []
+    modules = [(key, child) for key, child in module._modules.items() if child is not None]
+    if not modules:
+        return []
+    parts = [*module.named_parameters(recurse=False), *modules, *module.named_buffers(recurse=False)]
+    return [(f"{name}.{key}" if name else key, each) for key, each in parts]
+
+
+def largest_layers(
+    model: nn.Module, sizes: Mapping[str, int], no_split_module_classes: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the bytes of the largest layer within each tensor and module.
+
+    A layer is what comes to a device at a time: a module that is not split, and the tensors that another module holds
+    itself.
+
+    Args:
+        model: the model.
+        sizes: its sizes, of `compute_module_sizes`.
+        no_split_module_classes: names of classes whose modules are not split.
+    """
+    largest: dict[str, int] = {}
+
+    def visit(part: Part) -> int:
+        parts = split(part, no_split_module_classes)
+        own = sum(sizes.get(name, 0) for name, each in parts if isinstance(each, Tensor))
+        largest[part[0]] = max([own, *map(visit, parts)]) if parts else sizes.get(part[0], 0)
+        return largest[part[0]]
+
+    visit(("", model))
+    return largest
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Find the parameters that have several names.
+
+    Returns:
+        A sorted list of names for each of them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> find_tied_parameters(model)
+        [['0.weight', '1.weight']]
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make parameters one again, whose names were found by `find_tied_parameters`.
+
+    The first of a group that has values takes all its names; a group without values is left as it is.
+    """
+    for group in tied_params:
+        found = [model.get_parameter(name) for name in group]
+        chosen = next((parameter for parameter in found if not parameter.is_meta), None)
+        for name in group if chosen is not None else ():
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, chosen)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep.big_models import check_device_map, clean_device_map, get_balanced_memory, infer_auto_device_map
+from instep.big_models.device_map import resolve_device_map
+from instep.errors import SettingError
+
+
+def linear(n: int = 4) -> nn.Linear:
+    return nn.Linear(n, n, bias=False)  # 4 * n * n bytes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = linear(), linear()
+        self.register_buffer("mask", torch.zeros(4))  # 64 + 64 + 16 bytes
+
+
+def chain(n: int) -> Any:
+    return nn.Sequential(*(linear() for _ in range(n)))
+
+
+def test_parts_go_where_there_is_room():
+    # Device 0 and main memory keep 64 bytes for a layer that is offloaded later, device 1 does not.
+    limits = {0: 128, 1: 128, "cpu": 128}
+    assert infer_auto_device_map(chain(6), limits) == {"0": 0, "1": 1, "2": 1, "3": "cpu", "4": "disk", "5": "disk"}
+    assert infer_auto_device_map(chain(6), limits, dtype="float16") == {
+        **dict.fromkeys("012", 0), **dict.fromkeys("345", 1)
+    }  # fmt: skip
+    assert infer_auto_device_map(chain(2), {0: 128}) == {"": 0}
+    assert infer_auto_device_map(chain(2), {0: 128}, clean_result=False) == {"0": 0, "1": 0}
+
+
+def test_blocks_are_split_unless_they_must_not_be():
+    model = nn.Sequential(Block(), Block())
+    limits = {0: 280, "cpu": "1GB"}
+    assert infer_auto_device_map(model, limits) == {"0": 0, "1.up": 0, "1.down": "cpu", "1.mask": "cpu"}
+    assert infer_auto_device_map(model, limits, ["Block"]) == {"": "cpu"}
+    assert check_device_map(model, infer_auto_device_map(model, {0: 160})) is None
+
+
+def test_ties_stay_together():
+    model = chain(5)
+    model[4].weight = model[0].weight
+    assert infer_auto_device_map(model, {0: 192, "cpu": "1GB"}) == {
+        **dict.fromkeys("014", 0), **dict.fromkeys("23", "cpu")
+    }  # fmt: skip
+    # Through a third one, at the model's own level, and as one module at two places.
+    model[1] = nn.Sequential(linear(), linear())
+    model[1][1].weight = model[0].weight
+    model[3].weight = model[1][0].weight
+    model.register_parameter("own", model[0].weight)
+    model[2] = model[3]
+    found = infer_auto_device_map(model, {0: 0, 1: 100, "cpu": 64})
+    assert found == {**dict.fromkeys(("own", "0", "1.1", "4"), 1), **dict.fromkeys(("1.0", "2", "3"), "cpu")}
+
+
+def test_a_later_part_where_the_next_does_not_fit():
+    model = nn.Sequential(linear(8), nn.ReLU(), nn.Sequential(linear(8), linear()))
+    limits = {0: 256 + 64}
+    expected = {**dict.fromkeys(("0", "1", "2.0"), "disk"), "2.1": 0}
+    assert infer_auto_device_map(model, limits, fallback_allocation=True) == expected
+    assert infer_auto_device_map(model, limits) == {"": "disk"}
+
+
+def test_buffers_of_offloaded_layers_need_room():
+    model = nn.Sequential(Block(), Block())
+    with pytest.warns(UserWarning, match="offload_buffers"):
+        infer_auto_device_map(model, {0: 10, "cpu": "1GB"})
+    infer_auto_device_map(model, {0: 10, "cpu": "1GB"}, offload_buffers=True)
+
+
+def test_what_does_not_fit_is_an_error_where_the_disk_is_limited():
+    with pytest.raises(SettingError, match=r"384 bytes does not fit .* 4 parts from '2' on"):
+        infer_auto_device_map(chain(6), {"cpu": 192, "disk": 0})
+    assert infer_auto_device_map(chain(6), {"cpu": 192, "disk": 256})["5"] == "disk"
+
+
+def test_steps_are_printed(capsys):
+    infer_auto_device_map(nn.Sequential(Block()), {0: 100}, verbose=True)
+    assert "0 is split" in capsys.readouterr().out
+
+
+def test_balanced_shares():
+    model = chain(6)  # shares of 384 / n + 1.25 of a layer
+    assert get_balanced_memory(model, {0: 500, 1: 500, 2: 500, "cpu": 9}) == {0: 208, 1: 208, 2: 500, "cpu": 9}
+    assert get_balanced_memory(model, {0: 0, 1: 500, 3: 500}) == {0: 0, 1: 272, 3: 500}
+    assert get_balanced_memory(model, {0: 500, 2: 150, 3: 170}, low_zero=True) == {0: 64, 2: 150, 3: 170}
+    assert get_balanced_memory(model, {0: 500, "disk": 9}) == {0: 500, "disk": 9}
+    blocks = nn.Sequential(linear(), Block())
+    assert get_balanced_memory(blocks, {0: 500, 1: 500}, "Block")[0] == (64 + 144) // 2 + 144 * 5 // 4
+
+
+def test_a_map_is_what_was_asked_for():
+    model = nn.Sequential(Block(), Block())
+    limits = {"cpu": 280}
+    assert resolve_device_map(model, "auto", limits)["1.down"] == "disk"
+    assert resolve_device_map(model, {"0": "disk", "1": torch.device("cpu")}) == {"0": "disk", "1": torch.device("cpu")}
+    wrong = {"auot": "Did you mean 'auto'", "": "balanced_low_0"}
+    for word, said in wrong.items():
+        with pytest.raises(SettingError, match=said):
+            resolve_device_map(model, word)
+    for device, said in {99: "99 is not here", "cuda:77": "not here", "tpu": "no device", None: "no device"}.items():
+        with pytest.raises(SettingError, match=said):
+            resolve_device_map(model, {"": device})
+    with pytest.raises(SettingError, match="99 is not here"):
+        resolve_device_map(model, "sequential", {99: "1GB"})
+
+
+def test_a_map_is_checked_against_the_model():
+    model: Any = nn.Sequential(Block(), Block())
+    with pytest.warns(UserWarning, match="did you mean 1.down"), pytest.raises(SettingError, match=r"1\.down\.weight"):
+        check_device_map(model, {"0": 0, "1.up": 0, "1.mask": 0, "1.dwon": 0})
+    check_device_map(model, {"": "disk", "1.mask": 0})
+    model[1].up.weight = model[0].up.weight
+    with pytest.warns(UserWarning, match="one tied parameter on several devices"):
+        check_device_map(model, {"": "cpu", "1.up": 0})
+
+
+def test_entries_are_joined():
+    assert clean_device_map({"a.x": 0, "a.y.0": 1, "a.y.1": 1, "b": "cpu"}) == {"a.x": 0, "a.y": 1, "b": "cpu"}
+    assert clean_device_map({"a": 0, "b.c": 0}) == {"": 0}

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from instep.big_models import get_max_memory
+from instep.big_models.memory import _left_in_cgroups
+from instep.errors import SettingError
+
+
+def test_limits_are_read_and_ordered():
+    given = {"disk": 0, "cpu": "1.5 GiB", 2: "10gb", 0: 7}
+    assert [*get_max_memory(given).items()] == [(0, 7), (2, 10**10), ("cpu", 3 * 2**29), ("disk", 0)]
+    assert given[2] == "10gb"
+    for wrong in ({"gpu": 1}, {-1: 1}, {True: 1}, {0: -1}, {0: "-1GB"}, {"cpu": "much"}):
+        with pytest.raises(SettingError, match="max_memory"):
+            get_max_memory(wrong)
+
+
+def test_free_memory_is_within_the_containers_limit(tmp_path, monkeypatch):
+    free = get_max_memory()
+    assert free["cpu"] > 2**20
+    own = tmp_path / "own"
+    own.write_text("5:memory:/outer/inner\n4:cpu:/\n0::/slice/job\n")
+
+    def write(folder, **files):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / folder / name.replace("__", ".")).write_text(text)
+
+    write("slice", memory__max="1000\n", memory__high="max\n", memory__current="400", memory__stat="inactive_file 100")
+    write("slice/job", memory__max="max\n", memory__high="500", memory__current="150", memory__stat="anon 9")
+    write(
+        "memory",
+        memory__limit_in_bytes="800",
+        memory__usage_in_bytes="300",
+        memory__stat="total_active_file 50\ncache 1",
+    )
+    assert sorted(_left_in_cgroups(tmp_path, own)) == [350, 550, 700]
+    assert list(_left_in_cgroups(tmp_path, tmp_path / "nothing")) == []
+    monkeypatch.setattr("instep.big_models.memory._left_in_cgroups", lambda: [2**20])
+    assert get_max_memory()["cpu"] == 2**20
