@@ -5,9 +5,10 @@ Beside it: how one input is split over processes, and decorators that run a func
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -25,11 +26,12 @@ from instep.state.runs import clear_runs
 def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
     """Take the part of `inputs` that belongs to process `index` of `count`.
 
-    The first `len(inputs) % count` processes take one more than the others.
+    The first `len(inputs) % count` processes take one more than the others. The parts joined in rank order are the
+    input; padded ones are the input and then copies of its last element, so that the first `len(inputs)` count.
 
     Args:
-        inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict of these (nested too)
-            whose leaves have one length. It is never changed.
+        inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping
+            of these (nested too) whose leaves have one length. It is never changed.
         index: 0 to `count - 1`.
         count: the number of processes.
         pad: repeat the last element so that every part has the same length.
@@ -51,15 +53,17 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
         raise DataError(f"the values of a dict that is split over processes must have one length, but {text}")
     length = next(iter(lengths.values()), 0)
     share, extra = divmod(length, count)
+    if pad:
+        size = share + (extra > 0)
+        start, stop = (min(place * size, length) for place in (index, index + 1))
+        return _take(inputs, start, stop, size - (stop - start))
     start = index * share + min(index, extra)
-    stop = start + share + (index < extra)
-    missing = 0 if not (pad and length) else share + (extra > 0) - (stop - start)
-    return _take(inputs, start, stop, missing)
+    return _take(inputs, start, start + share + (index < extra), 0)
 
 
 def _lengths(value: Any, where: str) -> dict[str, int]:
     """Return the length of every leaf, by its path."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         found: dict[str, int] = {}
         for key, item in value.items():
             found.update(_lengths(item, f"{where}[{key!r}]"))
@@ -77,8 +81,13 @@ def _lengths(value: Any, where: str) -> dict[str, int]:
 
 
 def _take(value: Any, start: int, stop: int, missing: int) -> Any:
-    if isinstance(value, dict):
-        return {key: _take(item, start, stop, missing) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        parts = {key: _take(item, start, stop, missing) for key, item in value.items()}
+        if isinstance(value, dict):
+            return parts
+        other: Any = copy.copy(value)  # a tokenizer's BatchEncoding, say, which has methods of its own
+        other.update(parts)
+        return other
     if _is_dataset(value):
         return value.select([*range(start, stop), *[len(value) - 1] * missing])
     part = value[start:stop]
@@ -276,10 +285,17 @@ class ProcessMethods:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give this process its part of an input. No communication: every process holds the whole input.
 
+        The parts follow each other in rank order, and the first ones are one longer where they cannot be equal. So
+        `instep.distributed.gather_object` of each rank's list of results, outside of the block, is the list of all
+        results in the input's order, and `gather_ragged` does so for tensors. Where there are fewer inputs than
+        processes, the last ones get an empty part.
+
         Args:
-            inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict of these (nested too)
-                whose leaves have one length. It is never changed.
-            apply_padding: repeat the last element so that all parts are of one length, as `gather` needs them.
+            inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping (a
+                tokenizer's BatchEncoding) of these, nested too, whose leaves have one length. It is never changed.
+            apply_padding: repeat the last element so that all parts are of one length, as `gather` needs them, and as
+                models with weights spread over ranks do, whose forwards all ranks run together. Copies come last:
+                of what is gathered the first `len(inputs)` count.
 
         Raises:
             TypeError: the input is of another type.
