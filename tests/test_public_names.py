@@ -45,6 +45,7 @@ PUBLIC = {
         "init_empty_weights",
         "init_on_device",
         "named_module_tensors",
+        "prepare_pippy",
         "retie_parameters",
     ],
     "instep.callbacks": [

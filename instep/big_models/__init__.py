@@ -16,6 +16,7 @@ _HOME: dict[str, str] = {
     "init_empty_weights": "empty",
     "init_on_device": "empty",
     "named_module_tensors": "sizes",
+    "prepare_pippy": "pipeline_inference",
     "retie_parameters": "sizes",
 }
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from instep.big_models.empty import init_empty_weights as init_empty_weights
     from instep.big_models.empty import init_on_device as init_on_device
     from instep.big_models.memory import get_max_memory as get_max_memory
+    from instep.big_models.pipeline_inference import prepare_pippy as prepare_pippy
     from instep.big_models.sizes import compute_module_sizes as compute_module_sizes
     from instep.big_models.sizes import dtype_byte_size as dtype_byte_size
     from instep.big_models.sizes import find_tied_parameters as find_tied_parameters

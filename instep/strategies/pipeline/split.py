@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.distributed.nested import tensor_leaves, with_tensors
 from instep.errors import HookError, SettingError
 from instep.utils.checks import choice
+from instep.utils.cuts import even_cuts
 from instep.utils.optimizer_state import clean_name
 
 
@@ -97,22 +98,9 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
                 got=starts,
             )
     else:
-        cuts = _even_cuts([1 + sum(t.numel() for t in part.tensors) for part in parts], count)
+        cuts = even_cuts([1 + sum(t.numel() for t in part.tensors) for part in parts], count)
     bounds = [0, *cuts, len(parts)]
     return [range(first, end) for first, end in pairwise(bounds)]
-
-
-def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to cut a sequence so that the largest run is as small as can be; no run is empty."""
-    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
-    for runs in range(1, count + 1):
-        for end in range(runs, len(sizes) + 1):
-            best[runs, end] = min(
-                (max(best[runs - 1, start][0], sum(sizes[start:end])), [*best[runs - 1, start][1], start])
-                for start in range(runs - 1, end)
-                if (runs - 1, start) in best
-            )
-    return best[count, len(sizes)][1][1:]
 
 
 class Stage(nn.Module):

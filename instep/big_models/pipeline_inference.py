@@ -1,0 +1,454 @@
+"""Pipeline inference: a traced model in stages on ranks in a row, over `torch.distributed.pipelining`.
+
+`torch.export` traces the model for one micro-batch, the graph is cut where modules begin, and each rank keeps one part.
+A trace holds for one shape: inputs of another shape (longer texts) are traced again, once each. The number of samples
+is free: micro-batches have the size that was traced; what is missing in the last one is filled up, and cut off again.
+
+Ranks hear the outline of a batch (shapes, dtypes, settings) from the first one, and take the same decisions from that:
+only the first rank needs the inputs' values.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from operator import attrgetter, getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import Pipe, ScheduleGPipe, pipeline
+from torch.fx.node import map_aggregate
+
+from instep.distributed import broadcast, broadcast_object
+from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves, with_tensors
+from instep.errors import DataError, SettingError, UsageError
+from instep.state import PartialState
+from instep.utils.cuts import even_cuts
+
+_ROOT = "model."  # what the model's names begin with in a trace
+_SLOT = object()  # where a tensor was
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: Sequence[str] | None = None,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Spread a model over all ranks as a pipeline for inference: one stage on each. Collective, as its calls are.
+
+    Afterwards `model(...)` cuts its batch into micro-batches, which pass through the stages one behind another. Every
+    rank calls it as often as the others; the values of the inputs are read on the first rank. No gradients.
+
+    A model that torch.export cannot trace is cut by hand: `TrainModule.pipeline_stages`, `MeshStrategy(pp=N)` and
+    `Trainer.predict`.
+
+    Args:
+        model: on the CPU, or on this rank's device. Its forward is replaced, and it is put into eval mode.
+        split_points: names of the modules that the stages but the first begin with, in the order of the forward; "auto"
+            makes the largest stage as small as can be.
+        no_split_module_classes: names of classes that "auto" does not cut through. Default: the model's own
+            `_no_split_modules`, else the entries of its ModuleLists are not cut.
+        example_args: inputs to trace at once, so that what cannot be traced is an error here. Else the first batch is.
+        example_kwargs: the same by name.
+        num_chunks: micro-batches that a batch is cut into; by default one for each rank. More of them keep the ranks
+            busier.
+        gather_output: give the output to every rank. Else the last one gets it, and the others None.
+
+    Returns:
+        The model itself. Its `hf_split_points` are the names where stages begin, once it is traced.
+
+    Raises:
+        SettingError: an argument is wrong, or the model has a device map or weights without values.
+        DataError: the inputs have no common batch dimension, or an output has none.
+        UsageError: torch.export cannot trace the model.
+
+    Example:
+        >>> model = prepare_pippy(model, example_args=(ids[:1],), gather_output=True)  # doctest: +SKIP
+        >>> logits = model(ids).logits  # doctest: +SKIP
+
+    Source:
+        Name and arguments are those of Hugging Face Accelerate's prepare_pippy. The schedule: Huang et al., GPipe, 2019
+        (arXiv:1811.06965).
+    """
+    stages = PartialState().num_processes
+    if num_chunks is not None and num_chunks < 1:
+        raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
+    if len(getattr(model, "hf_device_map", None) or ()) > 1:
+        raise SettingError(
+            "the model has a device map, and a pipeline puts one stage on each process. Load it without device_map.",
+            field="model",
+        )
+    points = None if split_points == "auto" else _checked_points(model, split_points, stages)
+    empty = [name for name, tensor in _tensors_of(model) if tensor.is_meta]
+    if empty:
+        raise SettingError(
+            f"{', '.join(empty[:5])} of the model have no values: they are on the meta device. Load them first.",
+            field="model",
+        )
+    model.eval()
+    if stages == 1:
+        model.hf_split_points = []  # type: ignore[assignment]
+        return model
+    cut = _Cut(stages, points, _units_of(model, no_split_module_classes), PartialState().device)
+    runs = _Pipeline(model, cut, num_chunks or stages, gather_output)
+    if example_args or example_kwargs:
+        runs.prepare(*example_args, **(example_kwargs or {}))
+    model.forward = runs
+    return model
+
+
+def _checked_points(model: nn.Module, points: str | Sequence[str], stages: int) -> list[str]:
+    names = dict(model.named_modules(remove_duplicate=False))
+    unknown = [] if isinstance(points, str) else [point for point in points if point not in names]
+    if isinstance(points, str) or unknown or len(set(points)) != len(points) or len(points) != stages - 1:
+        raise SettingError(
+            f"split_points={points!r} must be 'auto', or name the {stages - 1} modules that the stages of {stages} "
+            "processes but the first one begin with"
+            + (f"; the model has no {', '.join(map(repr, unknown))}." if unknown else "."),
+            field="split_points",
+            got=points,
+        )
+    return list(points)
+
+
+def _units_of(model: nn.Module, classes: Sequence[str] | None) -> set[str]:
+    """List the modules, by name, that an automatic cut may begin a stage with."""
+    if classes is None:
+        classes = list(getattr(model, "_no_split_modules", None) or ())
+    modules = dict(model.named_modules())
+    whole = {name for name, module in modules.items() if type(module).__name__ in classes}
+    if not classes:
+        lists = [(name, module) for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+        whole = {f"{name}.{key}".removeprefix(".") for name, module in lists for key, _ in module.named_children()}
+    return whole | {name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))}
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _leaves(data: Any) -> list[Tensor]:
+    return [leaf for _, leaf in iter_leaves(data) if isinstance(leaf, Tensor)]
+
+
+def _outline_of(data: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, data)
+
+
+class _Pipeline:
+    """The forward of a model that is a pipeline.
+
+    Args:
+        model: all of it; what other ranks' stages have is never read.
+        cut: how it is cut.
+        chunks: micro-batches of a batch, at most.
+        gathers: whether every rank gets the output.
+    """
+
+    def __init__(self, model: nn.Module, cut: _Cut, chunks: int, gathers: bool) -> None:
+        self.model, self.cut, self.chunks, self.gathers, self.state = model, cut, chunks, gathers, PartialState()
+        self._traces: dict[Any, _Trace] = {}
+        self._weights: dict[str, Tensor] = {}  # of this rank's stage, on its device
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Trace the model for such inputs. Collective."""
+        self._trace(*self._agreed((args, kwargs)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outline, batch = self._agreed((args, kwargs))
+        trace = self._trace(outline, batch)
+        chunks = -(-batch // trace.size)
+        with torch.no_grad():
+            outputs = trace.run(chunks, _leaves((args, kwargs)) if self.state.is_main_process else [])
+        if not self.gathers and not self.state.is_last_process:
+            return None
+        shapes = [(one.shape[0] // trace.size * batch, *one.shape[1:]) for one in _leaves(trace.output)]
+        if self.state.is_last_process:
+            tensors = [output[: shape[0]] for output, shape in zip(outputs, shapes, strict=True)]
+        else:
+            kinds = [one.dtype for one in _leaves(trace.output)]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=self.state.device)
+                for shape, dtype in zip(shapes, kinds, strict=True)
+            ]
+        if self.gathers:
+            tensors = broadcast(tensors, self.state.num_processes - 1)
+        return with_tensors(trace.output, tensors)
+
+    def _agreed(self, inputs: Any) -> tuple[Any, int]:
+        """Give every rank the first rank's inputs without values, and their number of samples. Collective."""
+        outline = broadcast_object(_outline_of(inputs))
+        sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in _leaves(outline)}
+        if len(sizes - {1}) > 1 or not sizes or 0 in sizes:
+            raise DataError(
+                "inputs of a pipeline must be tensors whose first dimension is the batch, or 1 for what all samples "
+                f"share; got the sizes {sorted(sizes)}"
+            )
+        return outline, max(sizes)
+
+    def _trace(self, outline: Any, batch: int) -> _Trace:
+        kind = tuple(
+            (where, (tuple(leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf))
+            for where, leaf in iter_leaves(outline)
+        )
+        size = -(-batch // self.chunks)
+        known = self._traces.get(kind)
+        if known is None or known.size < size:
+            known = self._traces[kind] = self._make(outline, size)
+        return known
+
+    def _make(self, outline: Any, size: int) -> _Trace:
+        device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
+        example = [torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device) for leaf in _leaves(outline)]
+        called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
+        try:
+            with torch.no_grad(), _without_cache(self.model), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use, in a deepcopy
+                pipe = pipeline(called, mb_args=tuple(example), split_policy=self.cut.mark)
+        except RuntimeError as error:
+            raise UsageError(
+                f"torch.export cannot trace {type(self.model).__name__}, so that it cannot be cut into stages: "
+                f"{error.__cause__ or error}. Cut it by hand (TrainModule.pipeline_stages and MeshStrategy(pp=...)) "
+                "or split the inputs over processes (split_between_processes)."
+            ) from error
+        finally:
+            if pipelined is not None:
+                self.model.forward = pipelined
+        self.model.hf_split_points = self.cut.points  # type: ignore[assignment]
+        return _Trace(pipe, size, called.output(), self.state, self._here)
+
+    def _here(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a weight on this rank's device: the model's own where it is there already."""
+        return self._weights.setdefault(name, tensor.detach().to(self.state.device))
+
+
+class _Called(nn.Module):
+    """A model called with tensors alone, which is what a stage takes; it returns a tuple of tensors.
+
+    Args:
+        model: what is called.
+        inputs: (args, kwargs), in place of whose tensors come those that are given.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self.model = model
+        found: list[tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = []
+        # Functions, because torch.export allows no change of a module's attributes.
+        self._call = lambda tensors: with_tensors(inputs, tensors)
+        self._note = lambda *what: found.append(what)
+        self._found = lambda: found[-1]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._call(tensors)
+        output = self.model(*args, **kwargs)
+        leaves = tuple(tensor for _, tensor in tensor_leaves(output, "the output of a pipeline"))
+        for tensor in leaves:
+            if not tensor.ndim or tensor.shape[0] % tensors[0].shape[0]:
+                raise DataError(
+                    f"an output of {type(self.model).__name__} has the shape {tuple(tensor.shape)}, without a batch "
+                    "dimension to join micro-batches along. Leave out the labels that a loss is made of, or return "
+                    "what belongs to each sample."
+                )
+        slots = map_leaves(lambda leaf: _SLOT if isinstance(leaf, Tensor) else leaf, output)
+        self._note(slots, [(tuple(tensor.shape), tensor.dtype) for tensor in leaves])
+        return leaves
+
+    def output(self) -> Any:
+        """Return the model's output in the trace, without values."""
+        slots, outlines = self._found()
+        tensors = iter([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in outlines])
+        return map_leaves(lambda leaf: next(tensors) if leaf is _SLOT else leaf, slots)
+
+
+class _Trace:
+    """A model traced for one shape of inputs, and this rank's stage of that.
+
+    Args:
+        pipe: of all stages.
+        size: samples of a micro-batch.
+        output: what the model returns for one, without values.
+        state: of this process.
+        here: gives the weight of a name on this rank's device.
+    """
+
+    def __init__(
+        self, pipe: Pipe, size: int, output: Any, state: PartialState, here: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        self.size, self.output, self._pipe, self._state = size, output, pipe, state
+        self._schedules: dict[int, ScheduleGPipe] = {}
+        inputs = [node.name for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
+        first = next(node for node in pipe.split_gm.graph.nodes if node.op == "call_module")
+        self._used = [inputs.index(node.name) for node in first.args if isinstance(node, fx.Node)]
+        stage = pipe.get_stage_module(state.process_index)
+        for path, part in stage.named_modules():
+            for name, weight in part._parameters.items():
+                if weight is not None:
+                    weight = here(f"{path}.{name}", weight)
+                    part._parameters[name] = nn.Parameter(weight, requires_grad=False)
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else here(f"{path}.{name}", buffer)
+
+    def run(self, chunks: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run micro-batches through the stages. Collective.
+
+        Args:
+            chunks: how many.
+            tensors: on the first rank the inputs.
+
+        Returns:
+            On the last rank the outputs.
+        """
+        state = self._state
+        if chunks not in self._schedules:
+            stage = self._pipe.build_stage(state.process_index, state.device)
+            self._schedules[chunks] = ScheduleGPipe(stage, chunks)
+        rows = [_filled(tensors[i], chunks * self.size).to(state.device) for i in self._used if tensors]
+        output: Any = self._schedules[chunks].step(*rows)
+        output = tuple(output) if isinstance(output, list) else output
+        return () if output is None else output if isinstance(output, tuple) else (output,)
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    """Repeat the last row so often that there are so many."""
+    return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+class _Cut:
+    """Where a traced model is cut into stages.
+
+    Args:
+        stages: how many.
+        points: names of the modules that the stages but the first begin with; None until a trace has shown the sizes.
+        units: names of the modules that an automatic cut may begin a stage with; of nested ones the outermost.
+        device: of this rank's stage.
+    """
+
+    def __init__(self, stages: int, points: list[str] | None, units: set[str], device: torch.device) -> None:
+        self.stages, self.points, self._units, self._device = stages, points, units, device
+
+    def mark(self, traced: fx.GraphModule) -> fx.GraphModule:
+        """Put torch's marks of a stage's end into a graph, and make what crosses them fit to be sent."""
+        graph = traced.graph
+        for node in list(graph.nodes):
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)  # it compares devices with the one that was traced on
+            elif node.op == "call_function":
+                node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
+                if node.target is getitem:
+                    node.args[0].append(node)  # stages send tensors and no tuples: right behind what returns one
+        order = [node for node in graph.nodes if node.op == "call_function"]
+        if self.points is None:
+            self.points = self._balanced(traced, order)
+        starts = self._starts(order, self.points)
+        stage_of = {node: sum(order.index(node) >= start for start in starts) for node in order}
+        stage_of.update((node, 0) for node in graph.nodes if node.op == "placeholder")
+        for node, stage in list(stage_of.items()):
+            later = [user for user in node.users if stage_of.get(user, stage) > stage]
+            value = node.meta.get("val")
+            # A stage takes its inputs from stages before it, in one piece, and not from the caller.
+            if later and (node.op == "placeholder" or not (isinstance(value, Tensor) and value.is_contiguous())):
+                with graph.inserting_before(order[0] if node.op == "placeholder" else node.next):
+                    copied = _copy(graph, node, order[0] if node.op == "placeholder" else node)
+                for user in later:
+                    user.replace_input_with(node, copied)
+        for start in starts:
+            with graph.inserting_before(order[start]):
+                graph.call_function(torch.ops.pippy._pipe_split.default)
+        self._keep_outputs(graph, stage_of)
+        traced.recompile()
+        return traced
+
+    def _moved(self, given: Any) -> Any:
+        return self._device if isinstance(given, torch.device) else given
+
+    def _keep_outputs(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> None:
+        """Let the last stage return everything: what an earlier one has found passes through it."""
+        end = next(node for node in graph.nodes if node.op == "output")
+        with graph.inserting_before(end):
+            for node in end.all_input_nodes:
+                if stage_of.get(node) != self.stages - 1:
+                    end.replace_input_with(node, _copy(graph, node, end.prev))
+
+    def _starts(self, order: Sequence[fx.Node], points: Sequence[str]) -> list[int]:
+        """Find the first node of each module that a stage begins with."""
+        paths = [_path_of(node) for node in order]
+        starts = []
+        for point in points:
+            inside = (i for i, path in enumerate(paths) if f"{path}.".startswith(f"{point}."))
+            starts.append(next(inside, 0))
+        if any(a >= b for a, b in pairwise([0, *starts])):
+            raise SettingError(
+                f"split_points={list(points)!r} must be modules that the forward runs one after another, the first not "
+                f"at its very beginning; it begins to run them at steps {starts} of {len(order)}",
+                field="split_points",
+                got=list(points),
+            )
+        return starts
+
+    def _balanced(self, traced: fx.GraphModule, order: Sequence[fx.Node]) -> list[str]:
+        """Choose modules to begin stages with so that the largest stage has as few bytes of weights as can be."""
+        begun: list[str] = [""]
+        sizes = [0]
+        counted: set[tuple[int, Any]] = set()
+        for node in order:
+            path = _path_of(node)
+            unit = next((name for name in _prefixes(path) if name in self._units), "")
+            if unit not in begun:
+                begun.append(unit)
+                sizes.append(0)
+            for weight in node.all_input_nodes:
+                if weight.op == "get_attr" and (len(sizes), weight.target) not in counted:
+                    counted.add((len(sizes), weight.target))
+                    sizes[-1] += attrgetter(str(weight.target))(traced).nbytes
+        if not sizes[0]:  # what comes before the first module goes with it
+            del begun[0], sizes[0]
+        if len(begun) < self.stages:
+            raise SettingError(
+                f"{self.stages} stages, one for each process, cannot be made of the {len(begun)} parts that the model "
+                f"has: {', '.join(begun)}. Use fewer processes, or name smaller modules in split_points.",
+                field="split_points",
+            )
+        return [begun[start] for start in even_cuts(sizes, self.stages)]
+
+
+def _copy(graph: fx.Graph, node: fx.Node, beside: fx.Node) -> fx.Node:
+    """Insert a contiguous copy of a tensor into a graph, as if the module that made `beside` had made it."""
+    copied = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    copied.meta = {**beside.meta, "val": node.meta["val"].contiguous()}
+    return copied
+
+
+def _path_of(node: fx.Node) -> str:
+    """Return the name, in the model, of the module whose forward makes a node."""
+    stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
+    return str(stack[-1][0]).removeprefix(_ROOT)
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let a transformers model return no cache of keys and values: it is no tensor, and nobody would read it."""
+    configs: list[Any] = [
+        getattr(module, "config", None) for module in model.modules()
+    ]  # an encoder and a decoder have their own
+    before = [(one, one.use_cache) for one in configs if hasattr(one, "use_cache")]
+    try:
+        for one, _ in before:
+            one.use_cache = False
+        yield
+    finally:
+        for one, value in reversed(before):
+            one.use_cache = value
