@@ -9,32 +9,30 @@ hub's own cache), and names that they say are checked before they are used.
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from instep import __version__
+from instep.big_models.hub import CONFIG, SAFE_INDEX, hub_module, owned, told
+from instep.big_models.hub import parts_of as parts_of_index
 from instep.checkpoint import write_tensors
 from instep.checkpoint.edge import reading
-from instep.checkpoint.weights import indexed_files, load_weights, parts_of
+from instep.checkpoint.weights import load_weights, parts_of
 from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError, UsageError
+from instep.errors import CheckpointNotFoundError, UnsavableStateError, UsageError
 from instep.types import PathLike
 from instep.utils.atomic import replacing
 from instep.utils.checks import parse_size
 from instep.utils.hparams import plain_values
-from instep.utils.imports import require
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
@@ -42,14 +40,11 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 if TYPE_CHECKING:
     from instep.trainer import TrainModule
 
-CONFIG = "config.json"
 ABOUT = "_instep"
 """The key of `config.json` under which we keep what is no argument of the constructor."""
 
 _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
-_INDEX = "model.safetensors.index.json"
-_FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", _INDEX)
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
 
 
 def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
@@ -218,7 +213,7 @@ def _whole_state(module: TrainModule) -> dict[str, Any]:
 
 def is_folder_of_weights(folder: Path) -> bool:
     """Tell whether `read` finds weights in a folder."""
-    return any((folder / name).exists() for name in ("model.safetensors", _INDEX))
+    return any((folder / name).exists() for name in ("model.safetensors", SAFE_INDEX))
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
@@ -236,19 +231,19 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
         CheckpointError: a file leads out of the folder, or is no safetensors file.
     """
     hyper_parameters, name = _read_config(folder / CONFIG)
-    single, index = folder / "model.safetensors", folder / _INDEX
+    single, index = folder / "model.safetensors", folder / SAFE_INDEX
     if single.exists():
-        return hyper_parameters, name, load_weights(_owned(single))
+        return hyper_parameters, name, load_weights(owned(single))
     if not index.exists():
         pickled = sorted(path.name for path in folder.glob("*.bin"))[:3]
         more = f" It has {', '.join(pickled)}, which is no safetensors file: load_from_checkpoint reads it." * bool(
             pickled
         )
         raise CheckpointNotFoundError(
-            f"{folder} has neither model.safetensors nor {_INDEX}, which save_pretrained writes.{more}", path=folder
+            f"{folder} has neither model.safetensors nor {SAFE_INDEX}, which save_pretrained writes.{more}", path=folder
         )
-    parts = _parts(_owned(index))
-    return hyper_parameters, name, {key: value for part in parts for key, value in load_weights(_owned(part)).items()}
+    parts = parts_of_index(owned(index))
+    return hyper_parameters, name, {key: value for part in parts for key, value in load_weights(owned(part)).items()}
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -256,7 +251,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):
-        values = parse_object(read_regular(_owned(path), INDEX_BYTES))
+        values = parse_object(read_regular(owned(path), INDEX_BYTES))
         about = values.pop(ABOUT, None) or {}
         name = about.get("hparams_name") if isinstance(about, dict) else None
         if name is not None and not isinstance(name, str):
@@ -264,82 +259,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
     return values, name
 
 
-def _parts(index: Path) -> list[Path]:
-    """List the files of an index: safetensors files of its folder."""
-    parts = indexed_files(index)
-    wrong = [part.name for part in parts if part.suffix != ".safetensors" or part.parent != index.parent]
-    if wrong:
-        raise CheckpointError(
-            f"{index} names {wrong[0][:200]!r}, which is no safetensors file of its folder", path=index
-        )
-    return parts
-
-
-def _owned(path: Path) -> Path:
-    """Return a file of a folder, where it lies there or is a link to the blob that the hub's cache keeps of it."""
-    folder = Path(os.path.realpath(path.parent))
-    places = [folder]
-    if folder.parent.name == "snapshots":
-        places.append(folder.parent.parent / "blobs")
-    if not any(Path(os.path.realpath(path)).is_relative_to(place) for place in places):
-        raise CheckpointError(f"{path} is a link that leads out of its folder, and is not read", path=path)
-    return path
-
-
 # ---- the hub
-
-
-def is_repository(name: PathLike) -> bool:
-    """Tell whether a text has the form of a repository's name on the hub, such as "user/model"."""
-    return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
-
-
-def download(repo_id: str, **options: Any) -> Path:
-    """Get `config.json` and the weights of a repository of the hub, all of one commit, into the hub's cache.
-
-    No list of the server is asked for: the names are ours, and those that the index says are checked.
-
-    Args:
-        repo_id: such as "user/model".
-        **options: `revision`, `token`, `cache_dir`, `force_download` and `local_files_only` of
-            `huggingface_hub.hf_hub_download`.
-
-    Returns:
-        The folder of that commit.
-
-    Raises:
-        CheckpointNotFoundError: there is no such repository or revision, or no safetensors in it.
-        CheckpointError: the hub cannot be reached, or refuses.
-    """
-    hub, errors = _hub(), _hub("huggingface_hub.errors")
-
-    def get(name: str) -> Path | None:
-        try:
-            return Path(hub.hf_hub_download(repo_id, name, **options))
-        except errors.LocalEntryNotFoundError:  # not in the cache, and nobody may be asked, or nobody answers
-            if options.get("local_files_only") and found:
-                return None
-            raise
-        except errors.EntryNotFoundError:
-            return None
-
-    found: list[Path] = []
-    with _told(repo_id):
-        for name in (CONFIG, "model.safetensors", _INDEX):
-            path = get(name)
-            if path is None:
-                continue
-            found.append(path)
-            options["revision"] = path.parent.name  # the commit, so that all files are of the same one
-            if name == "model.safetensors":
-                break
-            if name == _INDEX:
-                for part in _parts(path):
-                    if get(part.name) is None:
-                        raise CheckpointNotFoundError(f"{repo_id} lacks {part.name}, which its {_INDEX} names")
-    if not found or found[-1].name == CONFIG:
-        raise CheckpointNotFoundError(f"{repo_id} has neither model.safetensors nor {_INDEX}; nothing else is read")
-    return found[-1].parent
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, **options: Any) -> str:
@@ -358,38 +278,11 @@ def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | boo
     Raises:
         CheckpointError: the hub cannot be reached, or refuses.
     """
-    hub = _hub()
-    with _told(repo_id):
+    hub = hub_module()
+    with told(repo_id):
         api = hub.HfApi(token=token, library_name="instep", library_version=__version__)
         made = api.create_repo(repo_id, private=private, exist_ok=True)
         options.setdefault("allow_patterns", list(_FILES))
-        options.setdefault("delete_patterns", ["model.safetensors", "model-*-of-*.safetensors", _INDEX])
+        options.setdefault("delete_patterns", ["model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX])
         done = api.upload_folder(repo_id=made.repo_id, folder_path=folder, **options)
     return str(done.pr_url or done.commit_url)
-
-
-def _hub(module: str = "huggingface_hub") -> ModuleType:
-    return require(module, extra="hub", purpose="the Hugging Face hub")
-
-
-@contextmanager
-def _told(repo_id: str) -> Iterator[None]:
-    """Turn errors of the hub's client into ours."""
-    errors = _hub("huggingface_hub.errors")
-    absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.LocalEntryNotFoundError)
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except errors.HFValidationError as error:
-        raise CheckpointNotFoundError(f"{repo_id!r} is no name of a repository: {error}") from error
-    except absent as error:
-        kind = CheckpointError if isinstance(error, errors.GatedRepoError) else CheckpointNotFoundError
-        raise kind(_asked(repo_id, error)) from error
-    except (OSError, errors.HTTPError) as error:  # the latter is the client's HTTP library's own
-        raise CheckpointError(_asked(repo_id, error)) from error
-
-
-def _asked(repo_id: str, error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return f"the Hugging Face hub was asked for {repo_id} and said: {said[:600]}"

@@ -44,6 +44,7 @@ PUBLIC = {
         "infer_auto_device_map",
         "init_empty_weights",
         "init_on_device",
+        "load_checkpoint_in_model",
         "named_module_tensors",
         "prepare_pippy",
         "retie_parameters",

@@ -15,6 +15,7 @@ _HOME: dict[str, str] = {
     "infer_auto_device_map": "device_map",
     "init_empty_weights": "empty",
     "init_on_device": "empty",
+    "load_checkpoint_in_model": "loading",
     "named_module_tensors": "sizes",
     "prepare_pippy": "pipeline_inference",
     "retie_parameters": "sizes",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from instep.big_models.device_map import infer_auto_device_map as infer_auto_device_map
     from instep.big_models.empty import init_empty_weights as init_empty_weights
     from instep.big_models.empty import init_on_device as init_on_device
+    from instep.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from instep.big_models.memory import get_max_memory as get_max_memory
     from instep.big_models.pipeline_inference import prepare_pippy as prepare_pippy
     from instep.big_models.sizes import compute_module_sizes as compute_module_sizes

@@ -1,29 +1,37 @@
 """Tensors of a checkpoint that are read when asked for, out of one file or out of the parts that several ranks wrote.
 
-Only the bytes that a box needs are asked for, so that no rank ever holds a whole tensor of which it keeps a part.
+Only the bytes that a box needs are asked for, so that no rank ever holds a whole tensor of which it keeps a part. A
+whole tensor of a local file can also be mapped: used where it lies, without a copy. A mapped file may be deleted or
+replaced by a rename, as every save of instep does. But who cuts it short, or writes over it in place, changes the
+weights of the process that maps it, or kills it with SIGBUS.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from instep.checkpoint.edge import Kind, check, count, flag, list_of, reading, text
-from instep.checkpoint.files import patiently
+from instep.checkpoint.files import LocalFiles, patiently
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SHARDS, dtype_from_name
 from instep.errors import CorruptCheckpointError
-from instep.utils.untrusted_files import parse_object
+from instep.utils.untrusted_files import open_regular, parse_object
 
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)  # a name from 3.13 on
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # each file is mapped once, while it is used
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
 
 
@@ -49,6 +57,7 @@ class FileSlice:
         offsets: where the part begins in it; as in `Shard`.
         flat: whether it is a run of elements.
         name: under which it is stored; several names may share one part.
+        stamp: device, inode, size and time of the file whose header was read; None where it cannot be mapped.
     """
 
     path: Path
@@ -60,6 +69,25 @@ class FileSlice:
     offsets: tuple[int, ...]
     flat: bool
     name: str
+    stamp: tuple[int, ...] | None = None
+
+    @property
+    def mappable(self) -> bool:
+        """Whether the part is a whole tensor that can be used where it lies."""
+        whole = not self.flat and self.sizes == self.shape
+        return whole and self.stamp is not None and self.begin % dtype_from_name(self.dtype).itemsize == 0
+
+    def map(self) -> Tensor:
+        """Give the part over the memory-mapped file; a change of the tensor in place never reaches the file.
+
+        Raises:
+            CorruptCheckpointError: the file is not the one any more whose header was read.
+        """
+        dtype = dtype_from_name(self.dtype)
+        if self.begin == self.end:
+            return torch.empty(self.sizes, dtype=dtype)
+        raw = torch.frombuffer(_mapping(self), dtype=torch.uint8, count=self.end - self.begin, offset=self.begin)
+        return raw.view(dtype).view(self.sizes)
 
     def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a box of the part, into memory of its own, which is not always contiguous."""
@@ -78,6 +106,53 @@ class FileSlice:
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(tuple(sizes), strides)
 
 
+def _mapping(part: FileSlice) -> mmap.mmap:
+    """Map the whole file of a part, or give the mapping that there is."""
+    key = str(part.path), part.stamp
+    kept = _MAPPED.get(key)
+    if kept is None:
+        with reading(part.path, "cannot be mapped"), open_regular(part.path) as file:
+            status = os.fstat(file.fileno())
+            if _stamp(status) != part.stamp:
+                raise CorruptCheckpointError(
+                    f"{part.path} was replaced or changed after its header was read. Load the checkpoint again.",
+                    path=part.path,
+                )
+            # Private and without a reservation: written pages become this process's own, others cost nothing, also
+            # where the file is larger than the memory.
+            private = mmap.MAP_PRIVATE | _NO_RESERVE
+            kept = mmap.mmap(file.fileno(), status.st_size, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        _MAPPED[key] = kept
+    return kept
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """Read the metadata of a safetensors file.
+
+    Raises:
+        CheckpointError: as for `read_parts`.
+    """
+    with reading(path, "is not a safetensors file"):
+        return _header(path)[1]
+
+
+def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
+    """Read a file's entries of tensors, its metadata, the bytes of its header and its own."""
+    files = files_of(path)
+    size = patiently(lambda: files.size(path))
+    length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
+    if not 0 < length <= min(_LONGEST, size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
+    notes = header.pop("__metadata__", {})
+    check(notes, {}, "its metadata", dict.fromkeys(notes, text))
+    return header, notes, length, size
+
+
 def read_parts(path: Path) -> dict[str, FileSlice]:
     """Read the slices of a safetensors file from its header alone; shared tensors under each of their names.
 
@@ -85,15 +160,9 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
         CheckpointError: it cannot be read.
         CorruptCheckpointError: it is not a whole safetensors file.
     """
-    files = files_of(path)
     with reading(path, "is not a safetensors file"):
-        size = patiently(lambda: files.size(path))
-        length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
-        if not 0 < length <= min(_LONGEST, size - 8):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
-        notes = header.pop("__metadata__", {})
-        check(notes, {}, "its metadata", dict.fromkeys(notes, text))
+        stamp = _stamp(os.stat(path)) if isinstance(files_of(path), LocalFiles) else None
+        header, notes, length, size = _header(path)
         ours = (DTYPES, ALIASES, SHARDS, OFFSETS)
         raw, aliases, shards, offsets = (parse_object(notes.get(key, "{}")) for key in ours)
         found: dict[str, FileSlice] = {}
@@ -111,7 +180,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
             if name in offsets:
                 check(offsets[name], {"saved_offsets": list_of(count)}, name)
                 at = tuple(offsets[name]["saved_offsets"][: len(sizes)])
-            found[name] = FileSlice(path, begin, end, dtype, sizes, shape, at, flat, name)
+            found[name] = FileSlice(path, begin, end, dtype, sizes, shape, at, flat, name, stamp)
             _check_place(found[name])
         _check_ranges(found.values(), 8 + length, size)
         found.update({alias: found[name] for alias, name in aliases.items()})
@@ -171,6 +240,25 @@ class LazyTensor:
         """Type of its elements in the file."""
         return dtype_from_name(self.parts[0].dtype)
 
+    @property
+    def mappable(self) -> bool:
+        """Whether `map` needs no copy: one part, in a local file, at a place that fits the dtype."""
+        return len(self.parts) == 1 and self.parts[0].mappable
+
+    def map(self) -> Tensor:
+        """Give the whole tensor on the CPU where it lies in its memory-mapped file; read it where that cannot be."""
+        return self.parts[0].map() if self.mappable else self.read()
+
+    def check_whole(self) -> None:
+        """Raise CorruptCheckpointError where the parts do not make up the tensor."""
+        shape, there = self.parts[0].shape, sum(math.prod(part.sizes) for part in self.parts)
+        if there != math.prod(shape):
+            one = self.parts[0]
+            raise CorruptCheckpointError(
+                f"{one.path.parent} holds {there:,} of the {math.prod(shape):,} elements of {one.name}",
+                path=one.path.parent,
+            )
+
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
         """Read the tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
 
@@ -181,13 +269,7 @@ class LazyTensor:
         box = tuple(slice(0, size) for size in shape) if box is None else box
         begin = [side.start for side in box]
         sizes = [max(side.stop - side.start, 0) for side in box]
-        there = sum(math.prod(part.sizes) for part in self.parts)
-        if there != math.prod(shape):
-            one = self.parts[0]
-            raise CorruptCheckpointError(
-                f"{one.path.parent} holds {there:,} of the {math.prod(shape):,} elements of {one.name}",
-                path=one.path.parent,
-            )
+        self.check_whole()
         if self.parts[0].flat:
             return self._out_of_runs(begin, sizes)
         if len(self.parts) == 1:

@@ -15,13 +15,13 @@ from instep.checkpoint.files import LocalFiles, patiently
 from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
 from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
-from instep.checkpoint.lazy import join_tensors, read_parts
+from instep.checkpoint.lazy import FileSlice, join_tensors, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.scan import find_checkpoint
 from instep.checkpoint.tensors import StoredTensor, content_of, framing, read_tensors, why_unsavable
-from instep.errors import CheckpointError, UnsavableStateError
+from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 from instep.types import Location, PathLike
 from instep.utils.atomic import creating
 from instep.utils.paths import local_path, to_path
@@ -106,7 +106,24 @@ def _stored_in(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
     files = indexed_files(path) if path.suffix == _INDEX else [path]
     if all(file.suffix in _FOREIGN for file in files):
         return {name: tensor for file in files for name, tensor in _load_foreign(file).items()}
-    return join_tensors([read_parts(file) for file in files])
+    parts = {file: read_parts(file) for file in files}
+    if path.suffix == _INDEX:
+        _check_index(path, parts)
+    return join_tensors(parts.values())
+
+
+def _check_index(path: Path, parts: Mapping[Path, Mapping[str, FileSlice]]) -> None:
+    """Refuse an index that names a tensor in another file than it is in, or files that hold one twice."""
+    for name, file in weight_map(path).items():
+        if name not in parts[path.parent / file]:
+            raise CorruptCheckpointError(f"{path} names {name} in {file}, which has no such tensor", path=path)
+    whole: dict[str, Path] = {}
+    for file, found in parts.items():
+        for name, part in found.items():
+            if part.sizes == part.shape and whole.setdefault(name, file) != file:
+                raise CorruptCheckpointError(
+                    f"{name} is in two files that {path} names: {whole[name].name} and {file.name}", path=path
+                )
 
 
 def indexed_files(path: Path) -> list[Path]:
@@ -116,11 +133,20 @@ def indexed_files(path: Path) -> list[Path]:
         CorruptCheckpointError: it is no index.
         CheckpointError: it names what lies elsewhere, or cannot be read.
     """
+    return [inside(path.parent, file, path) for file in sorted(set(weight_map(path).values()))]
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Read which file of an index holds each weight.
+
+    Raises:
+        CorruptCheckpointError: it is no index.
+    """
     with reading(path, "is no index of weights' files"):
         named = parse_object(patiently(lambda: files_of(path).read(path, INDEX_BYTES)))["weight_map"]
         if not named or not dict_of(text)(named):
             raise ValueError("its weight_map is no object of names")
-        return [inside(path.parent, file, path) for file in sorted(set(named.values()))]
+        return named
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -237,13 +263,19 @@ def parts_of(
     return files, json.dumps(index, indent=2).encode()
 
 
-def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = None) -> None:
+def write_plain(
+    weights: Mapping[str, Tensor | StoredTensor],
+    file: Path,
+    names: Iterable[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write one plain safetensors file with one tensor at a time in memory; tied weights under each of their names.
 
     Args:
         weights: by name, in memory or read one by one.
         file: what is written; it must not exist.
         names: of those to write; None: all.
+        metadata: strings to keep in the header.
     """
     names = list(weights if names is None else names)
     for name in names:
@@ -253,7 +285,7 @@ def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = Non
             raise UnsavableStateError(f"{name} is {problem}")
     # Of the right shape and dtype, and of no size in memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
-    head, order = framing(shells)
+    head, order = framing(shells, metadata)
     with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:
         out.write(head)
         for name in order:

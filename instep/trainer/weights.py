@@ -272,16 +272,17 @@ def load_pretrained(
 ) -> M:
     """Make a module of a folder, of a checkpoint or of a repository of the hub, for `TrainModule.from_pretrained`."""
     from instep import pretrained  # late, as its own imports: only who loads one pays for it
+    from instep.big_models import hub
 
     folder = local_path(source)
     if not pretrained.is_folder_of_weights(folder):
         try:
             return load_module(cls, checkpoint.find_checkpoint(folder), map_location, None, strict, arguments)
         except CheckpointNotFoundError:
-            if not folder.is_dir() and (folder.exists() or not pretrained.is_repository(source)):
+            if not folder.is_dir() and (folder.exists() or not hub.is_repository(source)):
                 raise
         if not folder.is_dir():
-            folder = pretrained.download(str(source), **options)
+            folder = hub.download(str(source), **options)
     hyper_parameters, name, state = pretrained.read(folder)
     view = {"state_dict": state, "hyper_parameters": hyper_parameters, "hparams_name": name}
     return _loaded(cls, folder, view, map_location, None, strict, arguments)

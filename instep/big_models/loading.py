@@ -1,0 +1,428 @@
+"""Checkpoints loaded into models, whole or to several devices, with what does not fit left in its files.
+
+Everything is held against the headers of the files before one weight is touched: a checkpoint that is wrong, cut or of
+another model is an error, and the model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
+from instep.big_models.offload import FILE, Stored, WeightsMap, identity_of, offload_weights, set_offloaded_weights
+from instep.big_models.pages import prefer_huge, read_ahead, will_need
+from instep.checkpoint.lazy import LazyTensor
+from instep.checkpoint.names import MANIFEST
+from instep.checkpoint.tensors import dtype_from_name
+from instep.checkpoint.weights import stored_weights
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
+from instep.types import Location, PathLike
+from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
+
+Device = torch.device | int | str
+DISK = "disk"
+_AT_ONCE = 64 * 2**20  # bytes asked of the disk while those before them are taken
+_SHOWN = 8  # names in an error
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Location,
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, each weight to its device; `dispatch_model` then makes a divided model run.
+
+    Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
+    of their own. With one, a weight on "cpu" is used where it lies in its file, mapped into memory and read now; one on
+    "disk" stays on the meta device, and is read when it is used. What is mapped is no anonymous memory, and a change
+    of it in place stays in this process. While it is used, its file may be deleted or replaced by a rename, but not
+    cut or written over in place.
+
+    Args:
+        model: with weights, or without (`init_empty_weights`).
+        checkpoint: a safetensors file, a .bin, .pt, .pth or .ckpt file of a state dict (read with weights_only=True),
+            the .index.json of several such files, a folder with one of these, a checkpoint folder that
+            `instep.checkpoint.load_weights` reads, or a repository of the Hugging Face hub ("user/model": from its
+            cache, where that has it).
+        device_map: module name -> device, "cpu" or "disk"; "" is the model.
+        offload_folder: where weights for "disk" are written that cannot be used where they are: of another dtype than
+            the model's, or out of a pickled file. It is used again for the same model and checkpoint, and refused for
+            others.
+        dtype: of floating-point weights; None: the model's own.
+        offload_state_dict: for scripts that set it. No weight is in memory twice, whatever it says.
+        offload_buffers: whether buffers of modules on "disk" stay there too.
+        keep_in_fp32_modules: names of modules, or last parts of them, whose weights are float32 whatever `dtype` says.
+        offload_8bit_bnb: must be False: `load_and_quantize_model` offloads 8-bit weights.
+        strict: whether names that the model lacks, or that the checkpoint lacks, are an error; a warning otherwise.
+        full_state_dict: must be True: files hold whole weights.
+        broadcast_from_rank0: whether only rank 0 reads, and sends the others what it has read.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: it does not fit the model, or leaves a weight on the meta device without values.
+        SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or as above.
+
+    Example:
+        >>> from instep.big_models import init_empty_weights
+        >>> with init_empty_weights():  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> load_checkpoint_in_model(model, "model.safetensors")  # doctest: +SKIP
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    if offload_8bit_bnb:
+        raise SettingError(
+            "offload_8bit_bnb=True is not for load_checkpoint_in_model. Use load_and_quantize_model, which offloads "
+            "8-bit weights itself.",
+            field="offload_8bit_bnb",
+            got=True,
+        )
+    if not full_state_dict:
+        raise SettingError(
+            "full_state_dict=False is not possible: the files hold whole weights, of which each rank reads its part. "
+            "Leave it out.",
+            field="full_state_dict",
+            got=False,
+        )
+    kind = _dtype_of(dtype)
+    source = open_checkpoint(checkpoint)
+    weights = _match(model, source, strict)
+    for weight in weights:
+        weight.dtype = _wanted_dtype(weight, kind, keep_in_fp32_modules or ())
+        weight.device = None if device_map is None else _device_of(weight, device_map, offload_buffers)
+    offloaded = _offload(model, source, weights, offload_folder)
+    with torch.no_grad():
+        made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
+        for weight, value in made:  # from here on the model changes
+            _put(model, weight, value)
+        for weight, mapped in _ahead(weights, in_place=True):
+            assert mapped is not None
+            weight.old.copy_(mapped)
+    if offloaded:
+        set_offloaded_weights(model, WeightsMap(offloaded))
+
+
+# ---- the checkpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights of a checkpoint that are not read yet.
+
+    Args:
+        path: as the user gave it, or the folder in the hub's cache.
+        main: what was opened of it: a file, an index, or a folder.
+        weights: by the names of the files.
+    """
+
+    path: Path
+    main: Path
+    weights: Mapping[str, Stored]
+
+    @property
+    def files(self) -> set[Path]:
+        """The files whose content decides about the weights."""
+        if self.main.is_dir():
+            return {path for path in self.main.rglob("*") if path.is_file() and path.name != FILE}
+        return {self.main, *_of_index(self.main)}
+
+
+def open_checkpoint(checkpoint: Location) -> Source:
+    """Open the weights of what `load_checkpoint_in_model` takes, without reading them where they are safetensors.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing, or no weights in it.
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: it cannot be read without running code, or leads out of its folder.
+    """
+    path = to_path(checkpoint)
+    if isinstance(checkpoint, str) and not path.exists() and is_repository(checkpoint):
+        path = download(checkpoint, pickled=True)
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"{checkpoint} does not exist. Give a file or folder of weights, or a repository of the Hugging Face hub.",
+            path=path,
+        )
+    main = _main_file(path) if path.is_dir() else path
+    weights = stored_weights(main)
+    for name, weight in weights.items():
+        try:
+            dtype_from_name(str(weight.dtype).removeprefix("torch."))
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path}: {name} cannot be used: {error}", path=path) from error
+        if isinstance(weight, LazyTensor):
+            weight.check_whole()
+    return Source(path, main, weights)
+
+
+def _main_file(folder: Path) -> Path:
+    """Choose what to open in a folder: the whole file or the index of weights; or else the folder itself."""
+    if (folder / MANIFEST).exists():
+        return folder
+    indexes = sorted(path.name for path in folder.glob("*.index.json"))
+    for single, index in ((SAFE, SAFE_INDEX), (PICKLED, PICKLED_INDEX)):
+        for name in (single, index):
+            if (folder / name).exists():
+                return _checked(folder / name)
+    if len(indexes) > 1:
+        raise CheckpointError(
+            f"{folder} has several indexes, {', '.join(indexes[:_SHOWN])}: give the path of one of them", path=folder
+        )
+    return _checked(folder / indexes[0]) if indexes else folder
+
+
+def _checked(path: Path) -> Path:
+    """Return a file that lies, with all that it names, in its folder or the hub's cache."""
+    if isinstance(path, Path):  # an object store has no links
+        for each in (path, *_of_index(path)):
+            owned(each)
+    return path
+
+
+def _of_index(path: Path) -> list[Path]:
+    return parts_of(path) if path.name.endswith(".index.json") else []
+
+
+# ---- what goes where
+
+
+@dataclass(eq=False)
+class _Weight:
+    """One weight of the model, under all its names, and what is stored of it."""
+
+    names: list[str]
+    old: Tensor
+    is_parameter: bool
+    stored: Stored
+    dtype: torch.dtype = torch.float32
+    device: Device | None = None
+
+    @property
+    def mapped(self) -> Tensor | None:
+        """The whole weight where it lies in its file; None where it must be read."""
+        return self.stored.map() if isinstance(self.stored, LazyTensor) and self.stored.mappable else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the model has memory for the weight as it is stored, which may be overwritten."""
+        has_memory = self.device is None and not self.old.is_meta and self.old.dtype == self.dtype
+        return has_memory and isinstance(self.stored, LazyTensor) and self.stored.mappable
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where the weight begins in which file."""
+        parts = self.stored.parts if isinstance(self.stored, LazyTensor) else ()
+        return (str(parts[0].path), parts[0].begin) if parts else ("", 0)
+
+
+def _match(model: nn.Module, source: Source, strict: bool) -> list[_Weight]:
+    """Match the model's weights with the checkpoint's, and refuse what does not fit."""
+    groups: dict[int, tuple[Tensor, list[str]]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in {**parameters, **_saved_buffers(model)}.items():
+        groups.setdefault(id(tensor), (tensor, []))[1].append(name)
+    found: list[_Weight] = []
+    missing: list[str] = []
+    empty: list[str] = []
+    wrong: list[str] = []
+    for old, names in groups.values():
+        stored = next((source.weights[name] for name in names if name in source.weights), None)
+        if stored is None:
+            missing.append(names[0])
+            empty.extend(names[:1] if old.is_meta else [])
+            continue
+        found.append(_Weight(names, old, names[0] in parameters, stored))
+        if tuple(stored.shape) != tuple(old.shape):
+            wrong.append(f"{names[0]} has shape {tuple(stored.shape)}, and {tuple(old.shape)} in the model")
+        elif _kind(stored.dtype) != _kind(old.dtype):
+            wrong.append(f"{names[0]} is of {stored.dtype}, and of {old.dtype} in the model")
+    known = {name for _, names in groups.values() for name in names}
+    unexpected = [name for name in source.weights if name not in known]
+    text = _differences(missing, unexpected)
+    what = f"{source.path} does not fit {type(model).__name__}: "
+    advice = " Nothing was loaded. Give the checkpoint of this model."
+    if wrong:
+        raise CheckpointError(f"{what}{_some(wrong, '; ')}.{advice}", path=source.path)
+    if not found or (strict and text):
+        raise CheckpointError(f"{what}{text or 'it holds no weights'}.{advice}", path=source.path)
+    if empty:
+        tie = " If these are tied to others, call the model's tie_weights() first." * hasattr(model, "tie_weights")
+        raise CheckpointError(
+            f"{what}it lacks {_some(empty)}, which the model has on the meta device, without values.{advice}{tie}",
+            path=source.path,
+        )
+    if text:
+        warn_user(f"{source.path} does not fit {type(model).__name__} wholly: {text}. The rest was loaded.")
+    return found
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _differences(missing: list[str], unexpected: list[str]) -> str:
+    said = [f"it lacks {_some(missing)}"] * bool(missing)
+    said += [f"the model has no {_some(unexpected)}"] * bool(unexpected)
+    return ", and ".join(said)
+
+
+def _some(names: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return between.join(name[:200] for name in names[:_SHOWN]) + more
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    try:
+        return dtype_from_name(dtype.removeprefix("torch."))
+    except ValueError as error:
+        raise SettingError(f"dtype={dtype!r} is not known: {error}", field="dtype", got=dtype) from error
+
+
+def _wanted_dtype(weight: _Weight, dtype: torch.dtype | None, in_fp32: Sequence[str]) -> torch.dtype:
+    if dtype is None or not weight.stored.dtype.is_floating_point:
+        return weight.old.dtype if dtype is None else weight.stored.dtype
+    kept = any(f".{each}." in f".{name}." for each in in_fp32 for name in weight.names)
+    return torch.float32 if kept else dtype
+
+
+def _device_of(weight: _Weight, device_map: Mapping[str, Device], offload_buffers: bool) -> Device:
+    """Look up a weight's device; of tied names the first one that is not on the disk decides."""
+    devices: list[Device] = []
+    for name in weight.names:
+        module = name
+        while module not in device_map and module:
+            module = module.rpartition(".")[0]
+        if module not in device_map:
+            raise SettingError(
+                f"device_map has no device for {name}. Add its module, or '' for the whole model.",
+                field="device_map",
+                got=dict(device_map),
+            )
+        devices.append(device_map[module])
+    chosen = next((device for device in devices if device != DISK), DISK)
+    return "cpu" if chosen == DISK and not weight.is_parameter and not offload_buffers else chosen
+
+
+# ---- reading and putting
+
+
+class _Converted:
+    """Weight that is converted to another dtype when it is read."""
+
+    def __init__(self, stored: Stored, dtype: torch.dtype) -> None:
+        self._stored, self.dtype = stored, dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return self._stored.shape
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """Read the weight, or a box of it."""
+        value = self._stored[box or ...] if isinstance(self._stored, Tensor) else self._stored.read(box)
+        return value.to(self.dtype)
+
+
+def _offload(
+    model: nn.Module, source: Source, weights: Iterable[_Weight], folder: PathLike | None
+) -> dict[str, Stored]:
+    """Find or write what the weights for the disk are read from, by all their names."""
+    found: dict[str, Stored] = {}
+    written: dict[str, Stored] = {}
+    lying = [weight for weight in weights if weight.device == DISK]
+    for weight in lying:
+        as_it_is = isinstance(weight.stored, LazyTensor) and weight.stored.dtype == weight.dtype
+        (found if as_it_is else written)[weight.names[0]] = (
+            weight.stored if as_it_is else _Converted(weight.stored, weight.dtype)
+        )
+    if written and folder is None:
+        name, weight = next((each.names[0], each) for each in lying if each.names[0] in written)
+        raise SettingError(
+            f"{len(written)} weights for the disk cannot be used where they are (the first, {name}, is of "
+            f"{weight.stored.dtype} in {source.path}, {weight.dtype} is wanted). Give an offload_folder to write them "
+            "to, or the dtype of the checkpoint.",
+            field="offload_folder",
+            got=None,
+        )
+    if written:
+        assert folder is not None
+        shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+        found.update(offload_weights(folder, shapes, written, identity_of(source.files)))
+    return {name: found[weight.names[0]] for weight in lying for name in weight.names}
+
+
+def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight, Tensor | None]]:
+    """Give weights in the order of their files, mapped where they can be, while the disk is asked for the next ones."""
+    windows: list[list[tuple[_Weight, Tensor | None]]] = [[]]
+    room = _AT_ONCE
+    for weight in sorted(weights, key=lambda weight: weight.place):
+        if weight.in_place != in_place:
+            continue
+        mapped = None if weight.device == DISK else weight.mapped
+        if room < 0:
+            windows.append([])
+            room = _AT_ONCE
+        windows[-1].append((weight, mapped))
+        room -= 0 if mapped is None else mapped.nbytes
+    for number, window in enumerate(windows):
+        for later in windows[number + 1 : number + 2]:
+            will_need(mapped for _, mapped in later if mapped is not None)
+        read_ahead(mapped for _, mapped in window if mapped is not None)
+        yield from window
+
+
+def _value(weight: _Weight, mapped: Tensor | None) -> Tensor:
+    """Make the tensor that the model gets: mapped with a device map, and else in memory of its own."""
+    stored, device = weight.stored, weight.device
+    if device == DISK:
+        return torch.empty(weight.old.shape, dtype=weight.dtype, device="meta")
+    value = mapped if mapped is not None else stored if isinstance(stored, Tensor) else stored.read()
+    if device is None:
+        device = "cpu" if weight.old.is_meta else weight.old.device
+        if mapped is not None and torch.device(device).type == "cpu":
+            return prefer_huge(torch.empty(value.shape, dtype=weight.dtype)).copy_(value)
+    return value.to(device, weight.dtype)
+
+
+def _put(model: nn.Module, weight: _Weight, value: Tensor) -> None:
+    """Give a weight its value, under all its names; a parameter that can keep its identity does."""
+    old = weight.old
+    if torch._has_compatible_shallow_copy_type(old, value):
+        old.data = value
+        return
+    new: Any = value
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
+        new.__dict__.update(old.__dict__)  # such as marks of tensor parallelism
+    for name in weight.names:
+        prefix, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        (owner._parameters if weight.is_parameter else owner._buffers)[leaf] = new

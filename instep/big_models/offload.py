@@ -1,0 +1,194 @@
+"""Weights outside the model: mapped from the checkpoint's own files, or from an offload folder that knows its model.
+
+Only what cannot be used where it lies is written to an offload folder: weights of another dtype than the checkpoint's,
+and those of pickled files. The folder holds one ordinary safetensors file, whose header says for which model and out of
+which checkpoint it was made. It is used again for these, and refused for any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from instep.checkpoint.edge import check, reading, text
+from instep.checkpoint.lazy import LazyTensor, read_notes, read_parts
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.tensors import StoredTensor
+from instep.checkpoint.weights import write_plain
+from instep.errors import CheckpointError
+from instep.types import PathLike
+from instep.utils.atomic import replacing
+from instep.utils.paths import local_path
+from instep.utils.untrusted_files import open_regular, parse_object
+
+FILE = "offloaded_weights.safetensors"
+_NOTE = "instep.offload"
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file of a checkpoint, which tell two of the same sizes apart
+Stored: TypeAlias = "Tensor | StoredTensor"
+
+
+class WeightsMap(Mapping[str, Tensor]):
+    """Weights by full name, in memory or in files.
+
+    A weight that lies mapped in a file is always the same tensor: it costs no anonymous memory, and getting it costs
+    nothing. Tied names give the same object. What cannot be mapped (parts of several ranks, a file of an object store)
+    is read anew each time, unless it was staged.
+
+    Args:
+        stored: for each name a tensor, or what reads one.
+
+    Example:
+        >>> WeightsMap({"bias": torch.zeros(2)})["bias"]
+        tensor([0., 0.])
+    """
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = dict(stored)
+        self._kept: dict[str, Tensor] = {}
+        by_source: dict[object, Tensor] = {}
+        for name, source in self._stored.items():
+            if isinstance(source, Tensor):
+                self._kept[name] = source
+            elif isinstance(source, LazyTensor) and source.mappable:
+                self._kept[name] = by_source.setdefault(source.parts, source.map())
+        self.staged: dict[str, Tensor] = {}
+        """Weights that were read ahead, perhaps on another device, and are given instead of the stored ones."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self.staged.get(name)
+        if found is None:
+            found = self._kept.get(name)
+        if found is None:
+            stored = self._stored[name]
+            found = stored if isinstance(stored, Tensor) else stored.read()
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def is_kept(self, name: str) -> bool:
+        """Tell whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
+        return name in self._kept
+
+
+_OFFLOADED: WeakKeyDictionary[nn.Module, WeightsMap] = WeakKeyDictionary()
+
+
+def set_offloaded_weights(model: nn.Module, weights: WeightsMap) -> None:
+    """Note where the weights lie that a model has left on the meta device."""
+    _OFFLOADED[model] = weights
+
+
+def offloaded_weights(model: nn.Module) -> WeightsMap | None:
+    """Return the weights that `load_checkpoint_in_model` has left in files, for `dispatch_model`."""
+    return _OFFLOADED.get(model)
+
+
+def offload_weights(
+    folder: PathLike, shapes: Mapping[str, Iterable[int]], weights: Mapping[str, Stored], source: str = "memory"
+) -> dict[str, LazyTensor]:
+    """Write weights to an offload folder, one at a time, or take those that were written there before.
+
+    Args:
+        folder: made where it is missing.
+        shapes: of all parameters and buffers of the model, by name, to know the model again.
+        weights: what to offload, by full name.
+        source: identity of the checkpoint that the values come from; "memory": they are written in any case.
+
+    Returns:
+        The same weights, in the folder.
+
+    Raises:
+        CheckpointError: the folder belongs to another model or checkpoint, or cannot be written.
+        CorruptCheckpointError: what is there is damaged.
+    """
+    path = local_path(folder) / FILE
+    note = {"model": _digest({name: list(shape) for name, shape in shapes.items()}), "source": source}
+    if path.exists():
+        there = _opened(path, note)
+        if source != "memory" and all(_fits(there.get(name), weight) for name, weight in weights.items()):
+            return {name: there[name] for name in weights}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, sync=False) as part:  # who maps the old file keeps it
+            write_plain(weights, part, metadata={_NOTE: json.dumps(note)})
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {path}: {error.strerror or error}. Give an offload_folder that can be written to and has "
+            "room.",
+            path=path,
+        ) from error
+    return _opened(path, note)
+
+
+def open_offload_folder(folder: PathLike, shapes: Mapping[str, Iterable[int]]) -> WeightsMap:
+    """Open the weights that an earlier process offloaded of this model.
+
+    Args:
+        folder: of `offload_weights`.
+        shapes: of all parameters and buffers of the model, by name.
+
+    Raises:
+        CheckpointError: there is none, or the folder belongs to another model.
+    """
+    path = local_path(folder) / FILE
+    return WeightsMap(_opened(path, {"model": _digest({name: list(shape) for name, shape in shapes.items()})}))
+
+
+def _opened(path: Path, note: Mapping[str, str]) -> dict[str, LazyTensor]:
+    """Open the file of an offload folder, where it was made for this."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, and is not read. Give another offload_folder.", path=path)
+    with reading(path, "is no file of an offload folder"):
+        found = parse_object(read_notes(path).get(_NOTE, "{}"))
+        check(found, {"model": text, "source": text}, "its note")
+    for key, value in note.items():
+        if found[key] != value:
+            what = {"model": "another model", "source": "another checkpoint, or one that was changed since"}[key]
+            raise CheckpointError(
+                f"{path.parent} holds weights of {what}. Give another offload_folder, or delete {path}.", path=path
+            )
+    return {name: LazyTensor([part]) for name, part in read_parts(path).items()}
+
+
+def _fits(there: LazyTensor | None, weight: Stored) -> bool:
+    return there is not None and there.dtype == weight.dtype and tuple(there.shape) == tuple(weight.shape)
+
+
+def identity_of(files: Iterable[Path]) -> str:
+    """Return a text that tells the content of files from that of others, without reading all of them.
+
+    Args:
+        files: of a checkpoint. Of each one name, size, time and some pages of its content count.
+    """
+    found = []
+    for path in sorted(files):
+        size = files_of(path).size(path)
+        if not isinstance(path, Path):
+            found.append([str(path), size])
+            continue
+        with open_regular(path) as file:
+            time_ns = os.fstat(file.fileno()).st_mtime_ns
+            step = max(1, (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            samples = blake2b()
+            for at in range(0, max(1, size - _SAMPLE_BYTES), step):
+                samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+        found.append([path.name, size, time_ns, samples.hexdigest()])
+    return _digest(found)
+
+
+def _digest(value: object) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

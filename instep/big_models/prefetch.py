@@ -1,0 +1,239 @@
+"""Blocks of weights read by a thread while the block before them computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.big_models.offload import WeightsMap
+from instep.big_models.pages import in_memory, read_ahead
+
+
+class Prefetcher:
+    """Reader of the next blocks of weights, in a thread that ends with its owner.
+
+    A block whose weights are used where they lie, mapped in files, is read by getting its pages into memory, and only
+    where they are not there. Any other block is staged in the map of weights: read, and copied to its device. At most
+    `depth` such blocks and the current one are held. The order is learned: next is what came next the last time.
+
+    Args:
+        weights: where the blocks' weights are.
+        blocks: names of the weights of each block, in the order of the model.
+        devices: where each block computes.
+        depth: blocks to read ahead.
+
+    Example:
+        >>> weights = WeightsMap({"a": torch.zeros(1), "b": torch.ones(1)})
+        >>> prefetcher = Prefetcher(weights, [["a"], ["b"]], ["cpu", "cpu"])
+        >>> prefetcher.begin(0)
+    """
+
+    def __init__(
+        self,
+        weights: WeightsMap,
+        blocks: Sequence[Sequence[str]],
+        devices: Sequence[torch.device | int | str],
+        depth: int = 1,
+    ) -> None:
+        self._work = _Work(weights, [tuple(names) for names in blocks], [torch.device(each) for each in devices])
+        self._depth = min(depth, len(blocks) - 1)
+        self._next = {i: (i + 1) % len(blocks) for i in range(len(blocks))}
+        self._current: int | None = None
+        self._held: dict[int, _Read] = {}
+        self._pid = -1
+
+    def begin(self, block: int) -> None:
+        """Say that a block computes from now on: its weights are there on return, and the next ones are asked for.
+
+        Raises:
+            Exception: what reading this block raised.
+        """
+        if self._pid != os.getpid():  # the first time, or in a process that was forked: threads stay behind
+            self._start()
+        if self._current is not None:
+            self._next[self._current] = block
+        self._current = block
+        wanted = [block]
+        for _ in range(self._depth):
+            wanted.append(self._next[wanted[-1]])
+        for old in [held for held in self._held if held not in wanted]:
+            self._work.drop(old, self._held.pop(old))
+        for each in wanted:
+            if each not in self._held:
+                self._held[each] = read = _Read(each)
+                if each == block:
+                    self._work.do(read)
+                else:
+                    self._queue.put(read)
+        try:
+            self._held[block].wait(self._work, block)
+        except BaseException:
+            del self._held[block]  # the next forward tries again
+            raise
+
+    def _start(self) -> None:
+        self._pid, self._queue = os.getpid(), SimpleQueue[Any]()
+        self._held.clear()
+        self._current = None
+        thread = threading.Thread(target=_run, args=(self._queue, self._work), name="instep-prefetch", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+
+class _Read:
+    """One block that is read, or was."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self.copied: Any = None  # the event of a copy on a stream
+
+    def wait(self, work: _Work, block: int) -> None:
+        if not self.done.is_set():
+            if work.mapped[block]:
+                return  # touching what is not there yet reads it too
+            self.done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(work.devices[block])
+            stream.wait_event(self.copied)
+            for tensor in self.tensors.values():
+                tensor.record_stream(stream)
+            self.copied = None
+        work.weights.staged.update(self.tensors)
+
+
+class _Work:
+    """What the thread does: reading a block. It does not know the `Prefetcher`, which ends the thread when it goes."""
+
+    def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:
+        self.weights, self.blocks, self.devices = weights, blocks, devices
+        self.mapped = [
+            device.type == "cpu" and all(map(weights.is_kept, names))
+            for names, device in zip(blocks, devices, strict=True)
+        ]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def do(self, read: _Read) -> None:
+        try:
+            self._read(read)
+        except BaseException as error:  # noqa: BLE001  whatever it is
+            read.error = error  # raised where the block is used
+        finally:
+            read.done.set()
+
+    def _read(self, read: _Read) -> None:
+        names, device = self.blocks[read.block], self.devices[read.block]
+        read_ahead(kept for name in names if self.weights.is_kept(name) and not in_memory(kept := self.weights[name]))
+        if self.mapped[read.block]:
+            return
+        if device.type != "cuda":
+            read.tensors = {name: self.weights[name].to(device) for name in names}
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.stream(stream):
+            read.tensors = {
+                name: self.weights[name].pin_memory().to(device, non_blocking=True) for name in names
+            }  # torch keeps pinned memory until the copy is done
+            read.copied = stream.record_event()
+
+    def drop(self, block: int, read: _Read) -> None:
+        for name in self.blocks[block]:
+            if self.weights.staged.get(name) is read.tensors.get(name):
+                self.weights.staged.pop(name, None)
+
+
+def _run(queue: SimpleQueue[Any], work: _Work) -> None:
+    while (read := queue.get()) is not None:
+        work.do(read)
+        del read
+
+
+class _Begin:
+    """Forward pre-hook of a block. A copy of the model, or a pickle of it, has one that does nothing."""
+
+    def __init__(self, prefetcher: Prefetcher, block: int) -> None:
+        self._prefetcher, self._block = prefetcher, block
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._prefetcher.begin(self._block)
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Do nothing."""
+
+
+def prefetch_blocks(
+    model: nn.Module, weights: WeightsMap, devices: Mapping[str, torch.device | int | str], depth: int = 1
+) -> Prefetcher | None:
+    """Read offloaded weights of a model block by block, one ahead of its forward.
+
+    Args:
+        model: whose modules are called in its forward.
+        weights: the offloaded weights, by full name.
+        devices: for each module whose weights are offloaded, by name, where it computes.
+        depth: blocks to read ahead.
+
+    Returns:
+        What reads them; None where there is nothing to read.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in devices:
+        for block, names in _blocks_in(name, model.get_submodule(name) if _has(model, name) else None):
+            inside = [each for each in names if each in weights]
+            if inside:
+                blocks.setdefault(block, []).extend(inside)
+    if not blocks:
+        return None
+    where = [next(devices[name] for name in devices if _is_in(block, name)) for block in blocks]
+    prefetcher = Prefetcher(weights, list(blocks.values()), where, depth)
+    for number, block in enumerate(blocks):
+        model.get_submodule(block).register_forward_pre_hook(_Begin(prefetcher, number))
+    return prefetcher
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return name == "" or any(name == each for each, _ in model.named_modules(remove_duplicate=False))
+
+
+def _is_in(name: str, module: str) -> bool:
+    return module == "" or name == module or name.startswith(f"{module}.")
+
+
+def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
+    """List the blocks of a module with the names of their weights: its layers, where it holds a list of layers."""
+    if module is None:  # a weight by itself: its module is the block
+        yield name.rpartition(".")[0], [name]
+        return
+    prefix = f"{name}." * bool(name)
+    lists = any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) and len(each) > 1 for each in module.modules())
+    if not lists:
+        yield name, [prefix + each for each in _tensor_names(module, recurse=True)]
+        return
+    own = [prefix + each for each in _tensor_names(module, recurse=False)]
+    if own:
+        yield name, own
+    for child, inner in module.named_children():
+        yield from _blocks_in(prefix + child, inner)
+
+
+def _tensor_names(module: nn.Module, recurse: bool) -> list[str]:
+    named = [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+    return [name for name, _ in named]
