@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.big_models.device_map import check_device_map
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
 from instep.big_models.offload import FILE, Stored, WeightsMap, identity_of, offload_weights, set_offloaded_weights
 from instep.big_models.pages import prefer_huge, read_ahead, will_need
@@ -71,7 +72,7 @@ def load_checkpoint_in_model(
         offload_8bit_bnb: must be False: `load_and_quantize_model` offloads 8-bit weights.
         strict: whether names that the model lacks, or that the checkpoint lacks, are an error; a warning otherwise.
         full_state_dict: must be True: files hold whole weights.
-        broadcast_from_rank0: whether only rank 0 reads, and sends the others what it has read.
+        broadcast_from_rank0: must be False: each rank reads what it needs.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -94,6 +95,12 @@ def load_checkpoint_in_model(
             field="offload_8bit_bnb",
             got=True,
         )
+    if broadcast_from_rank0:
+        raise SettingError(
+            "broadcast_from_rank0=True is not possible yet: each rank reads the files itself. Leave it out.",
+            field="broadcast_from_rank0",
+            got=True,
+        )
     if not full_state_dict:
         raise SettingError(
             "full_state_dict=False is not possible: the files hold whole weights, of which each rank reads its part. "
@@ -101,6 +108,8 @@ def load_checkpoint_in_model(
             field="full_state_dict",
             got=False,
         )
+    if device_map is not None:
+        check_device_map(model, device_map)
     kind = _dtype_of(dtype)
     source = open_checkpoint(checkpoint)
     weights = _match(model, source, strict)
@@ -320,12 +329,6 @@ def _device_of(weight: _Weight, device_map: Mapping[str, Device], offload_buffer
         module = name
         while module not in device_map and module:
             module = module.rpartition(".")[0]
-        if module not in device_map:
-            raise SettingError(
-                f"device_map has no device for {name}. Add its module, or '' for the whole model.",
-                field="device_map",
-                got=dict(device_map),
-            )
         devices.append(device_map[module])
     chosen = next((device for device in devices if device != DISK), DISK)
     return "cpu" if chosen == DISK and not weight.is_parameter and not offload_buffers else chosen
