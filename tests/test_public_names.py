@@ -34,6 +34,8 @@ PUBLIC = {
         "seed_everything",
     ],
     "instep.big_models": [
+        "BnbQuantizationConfig",
+        "TorchAoConfig",
         "check_device_map",
         "clean_device_map",
         "compute_module_sizes",
@@ -44,6 +46,7 @@ PUBLIC = {
         "infer_auto_device_map",
         "init_empty_weights",
         "init_on_device",
+        "load_and_quantize_model",
         "load_checkpoint_in_model",
         "named_module_tensors",
         "prepare_pippy",

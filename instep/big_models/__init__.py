@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from instep.utils.imports import loads
 
 _HOME: dict[str, str] = {
+    "BnbQuantizationConfig": "quantization",
+    "TorchAoConfig": "quantization",
     "check_device_map": "device_map",
     "clean_device_map": "device_map",
     "compute_module_sizes": "sizes",
@@ -15,6 +17,7 @@ _HOME: dict[str, str] = {
     "infer_auto_device_map": "device_map",
     "init_empty_weights": "empty",
     "init_on_device": "empty",
+    "load_and_quantize_model": "quantization",
     "load_checkpoint_in_model": "loading",
     "named_module_tensors": "sizes",
     "prepare_pippy": "pipeline_inference",
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from instep.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from instep.big_models.memory import get_max_memory as get_max_memory
     from instep.big_models.pipeline_inference import prepare_pippy as prepare_pippy
+    from instep.big_models.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+    from instep.big_models.quantization import TorchAoConfig as TorchAoConfig
+    from instep.big_models.quantization import load_and_quantize_model as load_and_quantize_model
     from instep.big_models.sizes import compute_module_sizes as compute_module_sizes
     from instep.big_models.sizes import dtype_byte_size as dtype_byte_size
     from instep.big_models.sizes import find_tied_parameters as find_tied_parameters

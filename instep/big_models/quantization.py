@@ -1,0 +1,476 @@
+"""Quantized models: linear layers in 8 and 4 bit by bitsandbytes or torchao, made weight by weight.
+
+No whole model of float weights is ever in memory: each weight is read, quantized and let go of before the next one is
+read. All of it is read and checked before the model is touched, so an error leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
+from instep.checkpoint.weights import stored_weights
+from instep.errors import CheckpointError, InstepError, SettingError, UsageError, one_of
+from instep.types import PathLike
+from instep.utils.checks import FLAG, Check, check_fields, choice, is_number
+from instep.utils.imports import require
+from instep.utils.paths import to_path
+
+M = TypeVar("M", bound=nn.Module)
+
+_MOST_NAMES = 5  # in an error
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPE = Check(
+    lambda value: value in _DTYPES or (isinstance(value, torch.dtype) and value.is_floating_point),
+    "'fp32', 'fp16', 'bf16' or a floating torch.dtype",
+    lambda value: _DTYPES.get(value, value),
+)
+_THRESHOLD = Check(lambda value: is_number(value) and value >= 0, "a number of at least 0")
+_NAMES = Check(
+    lambda value: not isinstance(value, str) and all(isinstance(name, str) for name in value),
+    "a list of names of modules",
+    tuple,
+)
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """Quantization of linear layers by bitsandbytes, with the names of Accelerate; on a CPU and on CUDA.
+
+    Args:
+        load_in_8bit: LLM.int8(): weights and activations in 8 bits, outliers of activations apart.
+        llm_int8_threshold: activations above it are outliers; 0: none are.
+        load_in_4bit: weights in 4 bits, in blocks of 64; activations stay as they are.
+        bnb_4bit_quant_type: "fp4", or "nf4", which is the better one for weights of a normal distribution.
+        bnb_4bit_use_double_quant: quantize the scales of the blocks too: 0.4 bits less for each weight.
+        bnb_4bit_compute_dtype: in which 4-bit layers multiply: "fp32", "fp16", "bf16" or a torch.dtype.
+        torch_dtype: of all weights that are not quantized; None: float16 with 8 bit, and with 4 bit the compute dtype.
+        skip_modules: names of modules that stay as they are, with all that is in them: a full name, or its last parts.
+            None: the output layer, and modules with tied weights.
+        keep_in_fp32_modules: the same, and their weights are float32.
+
+    Raises:
+        SettingError: a value is wrong, or not just one of 8 and 4 bit is asked for.
+
+    Example:
+        >>> config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16")
+        >>> config.torch_dtype
+        torch.bfloat16
+
+    Source: Dettmers et al.: LLM.int8() (https://arxiv.org/abs/2208.07339), QLoRA (https://arxiv.org/abs/2305.14314).
+    """
+
+    load_in_8bit: Annotated[bool, FLAG] = False
+    llm_int8_threshold: Annotated[float, _THRESHOLD] = 6.0
+    load_in_4bit: Annotated[bool, FLAG] = False
+    bnb_4bit_quant_type: Annotated[str, choice("fp4", "nf4")] = "fp4"
+    bnb_4bit_use_double_quant: Annotated[bool, FLAG] = False
+    bnb_4bit_compute_dtype: Annotated[Any, _DTYPE] = "fp16"
+    torch_dtype: Annotated[Any, _DTYPE] = None
+    skip_modules: Annotated[Sequence[str] | None, _NAMES] = None
+    keep_in_fp32_modules: Annotated[Sequence[str] | None, _NAMES] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.load_in_8bit == self.load_in_4bit:
+            raise SettingError(
+                f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: exactly one of them must be "
+                "True.",
+                field="load_in_4bit",
+                got=self.load_in_4bit,
+            )
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+
+    def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
+        """Make the quantized layer of a float one.
+
+        Args:
+            layer: whose sizes and bias the new one has; the bias without a value.
+            weight: its values, shape (out, in), on any device.
+            device: where the new weight is.
+        """
+        nn_: Any = require("bitsandbytes", extra="quant", purpose="BnbQuantizationConfig").nn
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        if self.load_in_8bit:
+            threshold = self.llm_int8_threshold
+            made = nn_.Linear8bitLt(*sizes, bias, has_fp16_weights=False, threshold=threshold, device="meta")
+            made.weight = nn_.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
+            return made
+        kind = {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
+        made = nn_.Linear4bit(*sizes, bias, self.bnb_4bit_compute_dtype, **kind, device="meta")
+        made.weight = nn_.Params4bit(weight, requires_grad=False, module=made, **kind).to(device)
+        # On some CPUs a forward in eval mode would lay the weight out anew: rounded to bfloat16, and without gradients
+        # in the training that follows a validation.
+        made.support_avx512bf16_for_cpu = False
+        return made
+
+
+@dataclass
+class TorchAoConfig:
+    """Quantization of linear layers by torchao.
+
+    Args:
+        quant_type: "int8" (weights), "int8_dynamic" (activations too), "int4" (weights; on a CPU with 8-bit
+            activations), "fp8" (weights), "fp8_dynamic" (activations too; needs CUDA of compute capability 8.9), or a
+            configuration of torchao for one kind of layer, such as `Int8WeightOnlyConfig()`.
+        torch_dtype: of all weights that are not quantized, and in which layers compute; None: the model's.
+        skip_modules: as for `BnbQuantizationConfig`.
+        keep_in_fp32_modules: as for `BnbQuantizationConfig`.
+
+    Raises:
+        SettingError: a value is wrong.
+        MissingPackageError: torchao is not installed.
+
+    Example:
+        >>> TorchAoConfig("int8", torch_dtype="bf16").torch_dtype
+        torch.bfloat16
+
+    Source: https://docs.pytorch.org/ao/stable/
+    """
+
+    quant_type: Any
+    torch_dtype: Annotated[Any, _DTYPE] = None
+    skip_modules: Annotated[Sequence[str] | None, _NAMES] = None
+    keep_in_fp32_modules: Annotated[Sequence[str] | None, _NAMES] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if isinstance(self.quant_type, str) and self.quant_type not in _TORCHAO:
+            raise one_of("quant_type", self.quant_type, _TORCHAO)
+
+    def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
+        """Make the quantized layer of a float one; as in `BnbQuantizationConfig`."""
+        torchao: Any = require("torchao.quantization", extra="quant", purpose="TorchAoConfig")
+        config = self.quant_type
+        if isinstance(config, str):
+            config = _TORCHAO[config](torchao, device)
+        made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        made.weight = nn.Parameter(weight.to(device), requires_grad=False)
+        torchao.quantize_(made, config, filter_fn=lambda *_: True)
+        made.weight.requires_grad_(False)
+        probe = torch.zeros(1, layer.in_features, dtype=weight.dtype, device=device, requires_grad=True)
+        if not nn.functional.linear(probe, made.weight).requires_grad:
+            made.register_forward_pre_hook(_refuse_training)
+        return made
+
+
+def _refuse_training(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Raise where a gradient would silently end: rounded activations have none."""
+    if layer.training and torch.is_grad_enabled() and inputs[0].requires_grad:
+        raise UsageError(
+            "a layer whose activations are quantized too passes no gradient on: nothing before it would learn. Train "
+            "with quantized weights alone, TorchAoConfig('int8') or BnbQuantizationConfig(load_in_4bit=True). To use "
+            "the model without training call model.eval()."
+        )
+
+
+def _int4(torchao: Any, device: torch.device) -> Any:
+    if device.type != "cpu":
+        return torchao.Int4WeightOnlyConfig()
+    # torchao's 4-bit weights alone have no kernel for a CPU.
+    group = torchao.PerGroup(32)
+    return torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_TORCHAO: dict[str, Callable[[Any, torch.device], Any]] = {
+    "int8": lambda torchao, _: torchao.Int8WeightOnlyConfig(),
+    "int8_dynamic": lambda torchao, _: torchao.Int8DynamicActivationInt8WeightConfig(),
+    "int4": _int4,
+    "fp8": lambda torchao, _: torchao.Float8WeightOnlyConfig(),
+    "fp8_dynamic": lambda torchao, _: torchao.Float8DynamicActivationFloat8WeightConfig(),
+}
+
+
+def load_and_quantize_model(
+    model: M,
+    quantization_config: Any = None,
+    weights_location: PathLike | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    offload_folder: PathLike | None = None,
+    offload_state_dict: bool = False,
+    *,
+    bnb_quantization_config: BnbQuantizationConfig | None = None,
+) -> M:
+    """Quantize a model's linear layers, in place, with weights from a checkpoint or those that it has.
+
+    Make large models under `init_empty_weights`: at most one weight is in memory in its float form at a time.
+    The quantized model has a state dict of plain tensors. Checkpoints hold it, `save_pretrained` writes it, and its
+    file, given here as `weights_location` with the same configuration, makes the same model again, bit for bit.
+
+    Args:
+        model: with its weights, or on the meta device.
+        quantization_config: a `BnbQuantizationConfig`, a `TorchAoConfig`, or what `TorchAoConfig` takes.
+        weights_location: a file, an index or a folder, of float weights or of a model that was quantized so. None: the
+            model's own.
+        device_map: where modules are: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
+            "balanced", "balanced_low_0", "sequential". None: the current CUDA device, or else the CPU.
+        no_split_module_classes: of modules that stay on one device.
+        max_memory: device -> bytes or a text such as "10GB", for the maps that are made here.
+        offload_folder: for modules on "disk".
+        offload_state_dict: has no effect: there is no state dict of all weights to offload. For calls made for
+            Accelerate.
+        bnb_quantization_config: Accelerate's name of `quantization_config`.
+
+    Returns:
+        The model. Quantized weights are frozen.
+
+    Raises:
+        SettingError: an argument is wrong, there is no layer to quantize, or one cannot be quantized so.
+        MissingPackageError: bitsandbytes or torchao is not installed.
+        CheckpointError: the weights are not this model's, or were quantized in another way.
+
+    Example:
+        >>> with init_empty_weights():  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        >>> model = load_and_quantize_model(model, config, "folder/of/weights")  # doctest: +SKIP
+    """
+    config = _config_of(quantization_config if bnb_quantization_config is None else bnb_quantization_config)
+    chosen = _chosen(model, config)
+    place = _places(device_map)
+    weights = _Weights(model, weights_location, chosen)
+    layers = {name: _quantized(name, layer, weights, config, place(name)) for name, layer in chosen.items()}
+    rest = weights.others(config, place)
+    _put(model, layers, rest)
+    is_bnb = isinstance(config, BnbQuantizationConfig)
+    model.is_loaded_in_8bit = is_bnb and config.load_in_8bit  # pyright: ignore  # peft asks for these
+    model.is_loaded_in_4bit = is_bnb and config.load_in_4bit  # pyright: ignore
+    return model
+
+
+def _config_of(config: Any) -> BnbQuantizationConfig | TorchAoConfig:
+    if isinstance(config, BnbQuantizationConfig | TorchAoConfig):
+        return config
+    if config is None:
+        raise SettingError(
+            "load_and_quantize_model needs a quantization_config: BnbQuantizationConfig(...), TorchAoConfig(...), or "
+            f"one of {', '.join(_TORCHAO)}.",
+            field="quantization_config",
+        )
+    return TorchAoConfig(config)
+
+
+# ---- which layers
+
+
+def _chosen(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers that are quantized, under each of their names."""
+    skipped = _kept_by_default(model) if config.skip_modules is None else config.skip_modules
+    skipped = [*skipped, *(config.keep_in_fp32_modules or ())]
+    linear = {
+        name: layer for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, nn.Linear)
+    }
+    done = [name for name, layer in linear.items() if type(layer.weight) is not nn.Parameter]
+    if done:
+        raise SettingError(
+            f"{type(model).__name__} is quantized already: {done[0]}.weight is a "
+            f"{type(linear[done[0]].weight).__name__}. Make the model anew; what was saved of a quantized one is given "
+            "as weights_location.",
+            field="model",
+        )
+    # torch's own attention uses the weight of such a layer without calling the layer.
+    linear = {name: layer for name, layer in linear.items() if not isinstance(layer, NonDynamicallyQuantizableLinear)}
+    chosen = {name: layer for name, layer in linear.items() if not _is_in(name, skipped)}
+    if not chosen:
+        raise SettingError(
+            f"{type(model).__name__} has no layer to quantize: it has {len(linear)} linear layers, and skip_modules is "
+            f"{list(skipped)}. Only torch.nn.Linear is quantized, no Conv1D as in GPT-2; give other skip_modules.",
+            field="skip_modules",
+            got=config.skip_modules,
+        )
+    return chosen
+
+
+def _kept_by_default(model: nn.Module) -> list[str]:
+    """Return the modules with tied weights, and the last one: the output layer of a model that has a head."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    tied = [name for names in by_tensor.values() if len(names) > 1 for name in names]
+    prefix = getattr(model, "base_model_prefix", None)  # of transformers: a model without a head has none of itself
+    if not tied and prefix is not None and not hasattr(model, prefix):
+        return []
+    return [*tied, *[name for name, _ in model.named_children()][-1:]]
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    """Tell whether a name is one of some modules', or of what is in them; the modules' first parts may be left out."""
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
+# ---- weights
+
+
+class _Weights:
+    """Weights of a model, from a checkpoint or its own, each read when it is asked for; checked when made.
+
+    Args:
+        model: that they are for.
+        location: of the checkpoint; None for the model's own.
+        chosen: layers that are quantized.
+
+    Raises:
+        CheckpointError: a weight is missing, or of another shape.
+        SettingError: there is no location, and the model is on the meta device.
+    """
+
+    def __init__(self, model: nn.Module, location: PathLike | None, chosen: Mapping[str, nn.Linear]) -> None:
+        self._own: dict[str, Tensor] = {
+            name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
+        }
+        self._of_layers = {f"{name}.weight" for name in chosen}
+        self.where = "the model" if location is None else str(location)
+        self.stored: Mapping[str, Any] = self._own if location is None else open_weights(location)
+        alike: dict[int, list[str]] = {}
+        for name, value in self._own.items():
+            alike.setdefault(id(value), []).append(name)
+        quantized = {f"{name}.weight" for name in chosen if is_stored_quantized(self.stored, name)}
+        self._from: dict[str, str | None] = {  # tied weights may be stored under one of their names alone
+            name: next((other for other in (name, *alike[id(value)]) if other in self.stored), None)
+            for name, value in self._own.items()
+            if name not in quantized
+        }
+        self._check(model)
+
+    def _check(self, model: nn.Module) -> None:
+        meta = [name for name, value in chain(model.named_parameters(), model.named_buffers()) if value.is_meta]
+        if meta and self.stored is self._own:
+            raise SettingError(
+                f"{type(model).__name__} is on the meta device and has no values. Give weights_location: the file or "
+                "folder of its weights.",
+                field="weights_location",
+            )
+        missing = [name for name, there in self._from.items() if there is None]
+        missing += [name for name in meta if name not in self._own]  # buffers that no checkpoint has
+        shapes = [
+            f"{name} is {tuple(self.stored[there].shape)} there and {tuple(self._own[name].shape)} in the model"
+            for name, there in self._from.items()
+            if there is not None and self.stored[there].shape != self._own[name].shape
+        ]
+        if missing or shapes:
+            raise CheckpointError(
+                f"the weights of {self.where} are not those of {type(model).__name__}: "
+                + "; ".join([*shapes[:_MOST_NAMES], *([f"it does not hold {_few(missing)}"] if missing else [])])
+                + ". Nothing was loaded.",
+                path=to_path(self.where),
+            )
+
+    def read(self, name: str) -> Tensor:
+        """Read the weight of that name in the model, on the CPU or where the model has it."""
+        return self.take(str(self._from[name])).detach()
+
+    def take(self, name: str) -> Tensor:
+        """Read a tensor by its name in the checkpoint."""
+        value = self.stored[name]
+        return value if isinstance(value, Tensor) else value.read()
+
+    def others(self, config: Any, place: Callable[[str], torch.device]) -> dict[str, Tensor]:
+        """Read all that is not the weight of a quantized layer, in its dtype and on its device; tied ones once."""
+        once: dict[int, Tensor] = {}
+        for name, own in self._own.items():
+            if name not in self._of_layers and id(own) not in once:
+                value = self.read(name)
+                dtype = value.dtype
+                if value.is_floating_point():
+                    is_kept = _is_in(name, config.keep_in_fp32_modules or ())
+                    dtype = torch.float32 if is_kept else config.torch_dtype or own.dtype
+                once[id(own)] = value.to(place(name), dtype)
+        return {name: once[id(own)] for name, own in self._own.items() if name not in self._of_layers}
+
+
+def _quantized(name: str, layer: nn.Linear, weights: _Weights, config: Any, device: torch.device) -> nn.Linear:
+    """Make one quantized layer, of float weights or of what was saved of such a layer."""
+    dtype = config.torch_dtype or layer.weight.dtype
+    saved = is_stored_quantized(weights.stored, name)
+    weight = torch.zeros(layer.weight.shape, dtype=dtype) if saved else weights.read(f"{name}.weight").to(dtype)
+    try:
+        made = config.quantize(layer, weight, device)
+    except InstepError:
+        raise
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise SettingError(
+            f"the layer {name}, {tuple(layer.weight.shape)} on {device}, cannot be quantized so: {error} "
+            "Choose another kind, or leave the layer out by skip_modules.",
+            field="quantization_config",
+            got=config,
+        ) from error
+    keep_as_tensors(made)
+    if saved:
+        _load_saved(name, made, weights)
+    del weight
+    _give_back_memory()
+    return made.train(layer.training)
+
+
+def _give_back_memory() -> None:
+    """Return free memory to the system: glibc keeps what lies between the small quantized weights, up to a model's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
+    names = [part for part in made.state_dict() if part != "bias"]
+    state = {part: weights.take(there) for part in names if (there := f"{name}.{part}") in weights.stored}
+    try:
+        missing = [part for part in made.load_state_dict(state, strict=False).missing_keys if part != "bias"]
+        if missing:
+            raise RuntimeError(f"{_few(missing)} is not there")
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{weights.where} holds {name} quantized in another way than the quantization_config says: {error}. Give "
+            "the configuration with which it was made. Nothing was loaded.",
+            path=to_path(weights.where),
+        ) from error
+
+
+def open_weights(location: PathLike) -> Mapping[str, Any]:
+    """Open the weights."""
+    path = to_path(location)
+    for file in (
+        "model.safetensors.index.json",
+        "model.safetensors",
+        "pytorch_model.bin.index.json",
+        "pytorch_model.bin",
+    ):
+        if (path / file).is_file():
+            return stored_weights(path / file)
+    return stored_weights(path)
+
+
+def _places(device_map: Any) -> Callable[[str], torch.device]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device((device_map or {"": device})[""])
+    return lambda name: device
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _put(model: nn.Module, layers: Mapping[str, nn.Linear], rest: Mapping[str, Tensor]) -> None:
+    """Exchange layers and values of a model."""
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    once: dict[int, nn.Parameter] = {}
+    for name, value in rest.items():
+        parent, _, child = name.rpartition(".")
+        module = model.get_submodule(parent)
+        if child in module._parameters:
+            old: Any = module._parameters[child]
+            value = once.setdefault(id(value), nn.Parameter(value, requires_grad=old.requires_grad))
+        setattr(module, child, value)

@@ -1,0 +1,159 @@
+"""Quantized layers in state dicts: saved as plain tensors under names of their own, and loaded back in place.
+
+A quantized weight is more than a tensor: bitsandbytes keeps its scales beside it, torchao makes a tensor subclass of
+several. Checkpoints hold plain tensors. So each part has a name in `state_dict()`: those of bitsandbytes as its users
+know them (`weight.absmax`, `SCB` ...), those of torchao as its tensors call them (`weight.qdata`, `weight.scale` ...).
+
+`load_state_dict` writes only into memory that a layer has already. What a file says of shapes and block sizes is
+compared with the layer and never believed: the kernels that read it check nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.utils.untrusted_files import parse_object
+
+_ABOUT = "weight.quant_state.bitsandbytes__"  # and "nf4" or "fp4": JSON in a tensor of bytes
+_OFFSET = "nested_offset"  # the one number in there that is a part of the weight
+_FORMAT = "weight_format"  # bitsandbytes has only one for 8 bit by now
+_ABOUT_BYTES = 256  # with room for every offset, so that models of one kind have state dicts of one shape
+
+
+def keep_as_tensors(layer: nn.Module) -> None:
+    """Give a quantized layer a state dict of plain tensors, and let it load one; its copies do the same.
+
+    Args:
+        layer: a `Linear4bit` or `Linear8bitLt` of bitsandbytes, or a linear layer with a weight of torchao.
+    """
+    layer.register_state_dict_post_hook(_save)
+    layer.register_load_state_dict_pre_hook(_load)
+
+
+def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
+    """Tell whether weights hold a layer in its quantized form.
+
+    Args:
+        names: weights, by name.
+        layer: its name in the model.
+    """
+    return f"{layer}.SCB" in names or any(f"{layer}.weight.{part}" in names for part in ("absmax", "qdata", "scale"))
+
+
+def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace what bitsandbytes and torchao have put into a state dict by plain tensors."""
+    if _of_torchao(layer):
+        del state[f"{prefix}weight"]
+        state.update({prefix + name: part for name, part in _parts(layer).items()})
+    for name in [name for name in state if name.startswith(prefix + _ABOUT)]:
+        about = state[name]
+        state[name] = nn.functional.pad(about, (0, _ABOUT_BYTES - len(about)), value=ord(" "))
+
+
+def _load(
+    layer: Any,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load a quantized layer's parts out of a state dict; its plain parameters are left to torch."""
+    weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
+    if _of_torchao(layer) and type(given) is type(layer.weight):  # whole, as torch.save keeps them
+        return
+    own = _parts(layer)
+    about = next((name for name in layer.state_dict() if name.startswith(_ABOUT)), None)
+    others = [name for name in (about, _FORMAT) if name]
+    saved = {name: state.pop(prefix + name) for name in (*own, *others) if prefix + name in state}
+    pairs = [(name, value, own[name]) for name, value in saved.items() if name in own]
+    pairs += [("weight", given, layer.weight)] if given is not None else []
+    wrong = [
+        f"{prefix}{name} is {_kind(value)} in the checkpoint and {_kind(mine)} here"
+        for name, value, mine in pairs
+        if _kind(value) != _kind(mine)
+    ]
+    offset = None
+    if about in saved:
+        try:
+            offset = _read_about(saved[about], layer.weight.quant_state)
+        except (ValueError, TypeError) as error:
+            wrong.append(f"{prefix}{about}: {error}")
+    if wrong:
+        errors.extend(f"{line}: it is not quantized in the same way" for line in wrong)
+    else:
+        missing.extend(prefix + name for name in (*own, about) if name and name not in saved)
+        with torch.no_grad():
+            for name, mine in own.items():
+                mine.copy_(saved.get(name, mine))
+            if offset is not None:
+                layer.weight.quant_state.offset.fill_(offset)
+    if wrong or _of_torchao(layer):
+        state[weight] = layer.weight  # onto itself: torch must not write bytes of another meaning, nor miss a weight
+
+
+def _parts(layer: Any) -> dict[str, Tensor]:
+    """Return the tensors of a quantized layer that are no parameters, by their names in its state dict."""
+    if _of_torchao(layer):
+        return _leaves(layer.weight, "weight")
+    if hasattr(layer, "init_8bit_state"):
+        return {"SCB": layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB}
+    state = layer.weight.quant_state
+    parts = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:
+        parts |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
+    return parts
+
+
+def _leaves(tensor: Any, name: str) -> dict[str, Tensor]:
+    """Return the plain tensors that a tensor subclass is made of."""
+    found: dict[str, Tensor] = {}
+    for part in tensor.__tensor_flatten__()[0]:
+        value = getattr(tensor, part)
+        found |= _leaves(value, f"{name}.{part}") if _is_made_of_others(value) else {f"{name}.{part}": value}
+    return found
+
+
+def _is_made_of_others(tensor: Any) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _of_torchao(layer: Any) -> bool:
+    return _is_made_of_others(layer.weight)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _read_about(about: Tensor, own: Any) -> float | None:
+    """Read what bitsandbytes says of a weight beside its tensors.
+
+    Returns:
+        The offset of the scales; None where they are not quantized themselves.
+
+    Raises:
+        ValueError: it does not fit the layer, or is damaged.
+    """
+    if about.dtype != torch.uint8 or about.numel() > 4 * _ABOUT_BYTES:
+        raise ValueError(f"{_kind(about)} is no description of a weight")
+    said = parse_object(bytes(about.flatten().tolist()))
+    mine = json.loads(json.dumps({name: v for name, v in own.as_dict().items() if not isinstance(v, Tensor)}))
+    differ = [name for name in said.keys() | mine.keys() if name != _OFFSET and said.get(name) != mine.get(name)]
+    if differ or (_OFFSET in said) != (_OFFSET in mine):
+        names = sorted(differ) or [_OFFSET]
+        there, here = ({name: each.get(name) for name in names} for each in (said, mine))
+        raise ValueError(f"the checkpoint says {there}, and the layer has {here}")
+    if _OFFSET not in said:
+        return None
+    if not isinstance(said[_OFFSET], float | int) or not math.isfinite(said[_OFFSET]):
+        raise ValueError(f"the offset {said[_OFFSET]!r} is no number")
+    return float(said[_OFFSET])
