@@ -61,7 +61,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 # What `make test` leaves out.
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
-    *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes"),
+    *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes", "bitsandbytes"),
 )
 
 
@@ -85,6 +85,9 @@ def _missing() -> dict[str, str | None]:
         "onnx": None if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else "instep[onnx] is not installed",
         "optuna": None if find_spec("optuna") else "optuna is not installed: pip install instep[optuna]",
         "recipes": None if all(map(find_spec, _RECIPES)) else "instep[recipes] or timm is not installed",
+        "bitsandbytes": None
+        if find_spec("bitsandbytes")
+        else "bitsandbytes is not installed: pip install instep[quant]",
         "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }
 

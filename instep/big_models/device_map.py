@@ -37,6 +37,7 @@ def resolve_device_map(
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: Dtype | None = None,
     offload_buffers: bool = False,
+    special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
     """Make the device map that a user's `device_map` means, and check a map against the model and this machine.
 
@@ -49,6 +50,7 @@ def resolve_device_map(
         no_split_module_classes: as for `infer_auto_device_map`.
         dtype: as for `infer_auto_device_map`.
         offload_buffers: as for `infer_auto_device_map`.
+        special_dtypes: as for `infer_auto_device_map`.
 
     Raises:
         SettingError: the word is unknown, a part of the model has no device, or a device is not here.
@@ -62,8 +64,10 @@ def resolve_device_map(
         raise one_of("device_map", device_map, (*_PLANS, "a dict of devices by module"))
     if device_map != "sequential":
         low_zero = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero)
-    planned = infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)
+    planned = infer_auto_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
+    )
     for device in set(planned.values()):
         _check_device(device)
     return {**planned}

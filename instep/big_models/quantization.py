@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from instep.big_models.device_map import resolve_device_map
+from instep.big_models.memory import accelerator_name
 from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
+from instep.big_models.sizes import find_tied_parameters, owners
 from instep.checkpoint.weights import stored_weights
 from instep.errors import CheckpointError, InstepError, SettingError, UsageError, one_of
 from instep.types import PathLike
@@ -81,6 +84,7 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.stored_dtype = "int4" if self.load_in_4bit else torch.int8
         if self.load_in_8bit == self.load_in_4bit:
             raise SettingError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: exactly one of them must be "
@@ -145,6 +149,7 @@ class TorchAoConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.stored_dtype = "int4" if self.quant_type == "int4" and accelerator_name() else torch.int8
         if isinstance(self.quant_type, str) and self.quant_type not in _TORCHAO:
             raise one_of("quant_type", self.quant_type, _TORCHAO)
 
@@ -239,7 +244,14 @@ def load_and_quantize_model(
     """
     config = _config_of(quantization_config if bnb_quantization_config is None else bnb_quantization_config)
     chosen = _chosen(model, config)
-    place = _places(device_map)
+    devices = _device_map(model, chosen, config, device_map, max_memory, no_split_module_classes)
+    if len(set(devices.values())) != 1 or "disk" in devices.values():
+        raise SettingError(f"device_map={devices}: a quantized model is on one device.", field="device_map")
+
+    def place(name: str) -> torch.device:
+        device = devices[next(owner for owner in reversed([*owners(name)]) if owner in devices)]
+        return torch.device(accelerator_name() or "cuda", device) if isinstance(device, int) else torch.device(device)
+
     weights = _Weights(model, weights_location, chosen)
     layers = {name: _quantized(name, layer, weights, config, place(name)) for name, layer in chosen.items()}
     rest = weights.others(config, place)
@@ -295,10 +307,7 @@ def _chosen(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
 
 def _kept_by_default(model: nn.Module) -> list[str]:
     """Return the modules with tied weights, and the last one: the output layer of a model that has a head."""
-    by_tensor: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_tensor.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    tied = [name for names in by_tensor.values() if len(names) > 1 for name in names]
+    tied = [name.rpartition(".")[0] for names in find_tied_parameters(model) for name in names]
     prefix = getattr(model, "base_model_prefix", None)  # of transformers: a model without a head has none of itself
     if not tied and prefix is not None and not hasattr(model, prefix):
         return []
@@ -450,10 +459,17 @@ def open_weights(location: PathLike) -> Mapping[str, Any]:
     return stored_weights(path)
 
 
-def _places(device_map: Any) -> Callable[[str], torch.device]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device((device_map or {"": device})[""])
-    return lambda name: device
+def _device_map(
+    model: nn.Module, chosen: Mapping[str, nn.Linear], config: Any, device_map: Any, max_memory: Any, no_split: Any
+) -> dict[str, Any]:
+    """Return the device of each module, counted as they will be."""
+    if device_map is None:
+        name = accelerator_name()
+        return {
+            "": torch.device("cpu") if name is None else torch.device(name, torch.accelerator.current_device_index())
+        }
+    small = {f"{name}.weight": config.stored_dtype for name in chosen}
+    return resolve_device_map(model, device_map, max_memory, no_split, config.torch_dtype, special_dtypes=small)
 
 
 def _few(names: Sequence[str]) -> str:
