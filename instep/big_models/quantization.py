@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from instep.big_models.device_map import resolve_device_map
+from instep.big_models.loading import open_checkpoint
 from instep.big_models.memory import accelerator_name
 from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
 from instep.big_models.sizes import find_tied_parameters, owners
-from instep.checkpoint.weights import stored_weights
+from instep.checkpoint.lazy import LazyTensor
 from instep.errors import CheckpointError, InstepError, SettingError, UsageError, one_of
 from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, is_number
@@ -341,7 +342,7 @@ class _Weights:
         }
         self._of_layers = {f"{name}.weight" for name in chosen}
         self.where = "the model" if location is None else str(location)
-        self.stored: Mapping[str, Any] = self._own if location is None else open_weights(location)
+        self.stored: Mapping[str, Any] = self._own if location is None else open_checkpoint(location).weights
         alike: dict[int, list[str]] = {}
         for name, value in self._own.items():
             alike.setdefault(id(value), []).append(name)
@@ -377,12 +378,14 @@ class _Weights:
             )
 
     def read(self, name: str) -> Tensor:
-        """Read the weight of that name in the model, on the CPU or where the model has it."""
+        """Get a weight by its name in the model, where it lies; who keeps it makes a copy."""
         return self.take(str(self._from[name])).detach()
 
     def take(self, name: str) -> Tensor:
-        """Read a tensor by its name in the checkpoint."""
+        """Get a tensor by its name in the checkpoint, as above."""
         value = self.stored[name]
+        if isinstance(value, LazyTensor):
+            return value.map()
         return value if isinstance(value, Tensor) else value.read()
 
     def others(self, config: Any, place: Callable[[str], torch.device]) -> dict[str, Tensor]:
@@ -395,7 +398,7 @@ class _Weights:
                 if value.is_floating_point():
                     is_kept = _is_in(name, config.keep_in_fp32_modules or ())
                     dtype = torch.float32 if is_kept else config.torch_dtype or own.dtype
-                once[id(own)] = value.to(place(name), dtype)
+                once[id(own)] = value.to(place(name), dtype, copy=self.stored is not self._own)
         return {name: once[id(own)] for name, own in self._own.items() if name not in self._of_layers}
 
 
@@ -443,20 +446,6 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
             "the configuration with which it was made. Nothing was loaded.",
             path=to_path(weights.where),
         ) from error
-
-
-def open_weights(location: PathLike) -> Mapping[str, Any]:
-    """Open the weights."""
-    path = to_path(location)
-    for file in (
-        "model.safetensors.index.json",
-        "model.safetensors",
-        "pytorch_model.bin.index.json",
-        "pytorch_model.bin",
-    ):
-        if (path / file).is_file():
-            return stored_weights(path / file)
-    return stored_weights(path)
 
 
 def _device_map(

@@ -1,8 +1,7 @@
-"""Quantized models: the same bits from a file, a model and a checkpoint; training beside them; errors before any work."""
+"""Quantized models: the same bits from a file, a model and a checkpoint; training beside them; errors."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from instep import TrainModule
 from instep.big_models import BnbQuantizationConfig, TorchAoConfig, init_empty_weights, load_and_quantize_model
-from instep.checkpoint import load_weights
 from instep.checkpoint.weights import write_plain
-from instep.errors import CheckpointError, Preempted, SettingError, UsageError
-from tests.helpers.spawn import run_ranks
-from tests.trainer.resuming import StopAt
-from tests.trainer.toys import assert_same, quiet
+from tests.trainer.toys import assert_same
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 BNB = pytest.mark.bitsandbytes
