@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies.gradients import Gradients
+from instep.strategies.materialize import Materializer, read_values
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, seed_process
@@ -98,6 +100,8 @@ class Strategy:
     """Class of `gradients`, which scales and clips gradients and steps optimizers."""
 
     module: nn.Module
+    _exchanged: Mapping[Tensor, Any] = MappingProxyType({})
+    """What `prepare_module` made of parameters on the meta device that nobody has values for."""
     precision: Precision
     device: torch.device
     gradients: Gradients
@@ -185,6 +189,7 @@ class Strategy:
         """
         self.module = module
         self.precision.convert_module(module)
+        self._exchanged = give_values(module, self.device)
         module.to(self.device)
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -226,6 +231,8 @@ class Strategy:
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
         """Put what `prepare_module` made of its parameters into an optimizer that was made before."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._exchanged.get(parameter, parameter) for parameter in group["params"]]
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the module's parameters as optimizers have them."""
@@ -391,6 +398,42 @@ class Strategy:
             state: this rank's, or, in a run on another number of ranks, the first one's.
             own: whether it is this rank's.
         """
+
+
+def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
+    """Make what a module has on the meta device real, all of it: read from where its values lie, or drawn.
+
+    Args:
+        module: changed in place.
+        device: where to.
+
+    Returns:
+        What drawn weights were exchanged for; those that were read stay the same objects.
+
+    Raises:
+        SettingError: nothing gives a weight its values.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return {}
+    maker = Materializer(device)
+    exchanged = maker.make_all(module)
+    if maker.without_values:
+        raise no_values(module, maker.without_values)
+    read_values(module, device, lambda stored, _: whole(stored))
+    return exchanged
+
+
+def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
+    """Make the error for weights and buffers that were built on the meta device and have no values."""
+    names = sorted(without)
+    return SettingError(
+        f"weights of {type(module).__name__} that were built on the meta device are without values: "
+        f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Give them those of a "
+        "checkpoint by instep.big_models.load_checkpoint_in_model in configure_model, give the modules that hold them "
+        "a reset_parameters(), which sets their own weights and buffers, or load a checkpoint of the run. Buffers keep "
+        "theirs where the model is built under init_empty_weights() in place of meta_init=True.",
+        field="meta_init",
+    )
 
 
 def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:

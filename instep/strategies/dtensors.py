@@ -83,15 +83,16 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offsets)
 
 
-def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
+def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device | None = None) -> Tensor:
     """Return this rank's part of a whole tensor, cut as another one is. Local: only the part is read.
 
     Args:
         value: the whole tensor, of the shape of `like`.
         like: a DTensor, or a plain tensor, for which all of `value` is given.
+        device: where a DTensor's part goes; None: where `like` is.
 
     Returns:
-        A tensor of the dtype of `value`, of the kind and on the device of `like`.
+        A tensor of the dtype of `value`, of the kind of `like`; a plain one where it is.
     """
     if not isinstance(like, DTensor):
         return whole(value)
@@ -101,7 +102,7 @@ def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
         local = torch.empty(shape, dtype=value.dtype)
     else:
         local = value[box] if isinstance(value, Tensor) else value.read(box)
-    return _distributed(local, like, like.placements)
+    return _distributed(local, like, like.placements, device)
 
 
 def with_local(local: Tensor, like: Tensor) -> Tensor:
@@ -150,8 +151,8 @@ def gather_whole(value: Any) -> Any:
     return there.full_tensor()
 
 
-def _distributed(local: Tensor, like: DTensor, placements: Any) -> DTensor:
+def _distributed(local: Tensor, like: DTensor, placements: Any, device: torch.device | None = None) -> DTensor:
     same = tuple(placements) == tuple(like.placements)
     where = {"shape": like.shape, "stride": like.stride()} if same else {}
-    local = local.to(like.device)
+    local = local.to(device or like.device)
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, **where)

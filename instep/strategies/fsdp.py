@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.strategies.base import Strategy, broadcast_weights, whole
+from instep.strategies.base import Strategy, broadcast_weights, no_values, whole
 from instep.strategies.clipping import clip_norm_, clip_value_, local_part
 from instep.strategies.dtensors import (
     gather_whole,
@@ -29,7 +29,7 @@ from instep.strategies.dtensors import (
     with_local,
 )
 from instep.strategies.gradients import Gradients
-from instep.strategies.materialize import Materializer
+from instep.strategies.materialize import Materializer, read_values
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
@@ -265,6 +265,7 @@ class FSDPStrategy(Strategy):
             self.precision.convert_module(module)
             self.parallelize(module)
             self.shard(module)
+            self._read_shards(module)
             self._bring(module)
             _placed[module] = self._without_values
             self._became = {
@@ -283,6 +284,17 @@ class FSDPStrategy(Strategy):
         for part in self._sharded:
             for group in _param_groups(part):
                 group._init_mp_dtypes()  # in which gradients are reduced: of a frozen group torch has noted none
+
+    def _read_shards(self, module: nn.Module) -> None:
+        """Read the values that were noted for what is left on the meta device: each rank its own shards."""
+        device = torch.device("cpu") if self.cpu_offload else self.device
+        if not read_values(module, device, lambda stored, like: take_part(stored, like, device)):
+            return
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                for group in _param_groups(part):
+                    for entry in group.fsdp_params:
+                        entry.reset_sharded_param()
 
     def _bring(self, module: nn.Module) -> None:
         """Bring to the device what no part has that `fully_shard` has brought there."""
@@ -312,6 +324,7 @@ class FSDPStrategy(Strategy):
             maker.make(part, name)
             for key, child in part.named_children():
                 visit(child, f"{name}.{key}" if name else key)
+            maker.finish(part, name)
             if part in recomputed:
                 checkpoint_activations(part)
             if (name in units if name else not alone) and not isinstance(part, FSDPModule):
@@ -366,14 +379,7 @@ class FSDPStrategy(Strategy):
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if self._without_values:
-            names = sorted(self._without_values)
-            raise SettingError(
-                f"meta_init=True left weights of {type(module).__name__} without values: {', '.join(names[:5])}"
-                f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Give the modules that hold them a "
-                "reset_parameters(), which sets their own weights and buffers, or load a checkpoint.",
-                field="meta_init",
-                got=self.meta_init,
-            )
+            raise no_values(module, self._without_values)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.__dict__.get("module") is not module or not self._parameters:  # the caller moves models itself

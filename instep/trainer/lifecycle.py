@@ -176,11 +176,12 @@ def _set_up(ctx: RunContext) -> None:
         draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
+    awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.aside:
         module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory
     if path is not None:
-        run_state.load_weights(ctx, path, ctx.resumed)
+        run_state.load_weights(ctx, path, ctx.resumed, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
             trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 

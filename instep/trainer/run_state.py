@@ -5,7 +5,7 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -366,13 +366,32 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
         )
 
 
-def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
+def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mapping[str, Any]:
+    """Let the weights that `load_weights` will load be left out where others are read for the first time.
+
+    Args:
+        ctx: the run; its module is not on its device yet.
+        path, saved: as for `load_weights`.
+
+    Returns:
+        Weights that `configure_model` has named a checkpoint for, and that are not read from there, by name.
+    """
+    from instep.big_models.deferred import await_weights, deferred_weights  # late: only a resume needs it
+
+    if not deferred_weights(ctx.module):
+        return {}
+    coming = checkpoint.stored_weights(path) if saved is None else saved.model_state(True, None)
+    return await_weights(ctx.module, {name: getattr(value, "shape", None) for name, value in coming.items()})
+
+
+def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: Mapping[str, Any]) -> None:
     """Load the module's weights, through `on_load_checkpoint`.
 
     Args:
         ctx: the run; its module is on its device, and its report gets what was and was not loaded.
         path: a checkpoint folder, or a file of weights.
         saved: the opened checkpoint; None for a file.
+        awaited: what `await_weights` returned.
     """
     parts, report = ctx.parts, ctx.report
     assert parts is not None
@@ -403,6 +422,9 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
         report,
         absent,
     )
+    rest = {name: value for name, value in awaited.items() if name not in names}
+    if rest:  # a hook has taken them out
+        ctx.strategy.load_model_state(rest, strict=False)
     if absent:
         from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late, as above
 
