@@ -29,7 +29,7 @@ from instep.strategies.dtensors import (
     with_local,
 )
 from instep.strategies.gradients import Gradients
-from instep.strategies.materialize import Materializer, read_values
+from instep.big_models.materialize import Materializer, read_values
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
