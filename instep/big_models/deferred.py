@@ -42,13 +42,13 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
     found = {value: stored[name] for name, _, _, value in entries if name in stored}
     for _, owner, key, value in entries:
         if value in found:
-            owner.__dict__.setdefault(_PLACES, {})[key] = found[value]
+            vars(owner).setdefault(_PLACES, {})[key] = found[value]
     return {name for name, _, _, value in entries if value in found}
 
 
 def place_of(owner: nn.Module, key: str) -> Stored | None:
     """Return where the values of a module's own weight or buffer lie; None where that was not noted."""
-    return owner.__dict__.get(_PLACES, {}).get(key)
+    return vars(owner).get(_PLACES, {}).get(key)
 
 
 def deferred_weights(model: nn.Module) -> dict[str, Stored]:
@@ -71,7 +71,7 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
     skipped = {name: place for name, place in deferred_weights(model).items() if coming.get(name) == place.shape}
     for name, place in skipped.items():
         owner, _, key = name.rpartition(".")
-        model.get_submodule(owner).__dict__[_PLACES][key] = _Coming(place.shape, place.dtype)
+        vars(model.get_submodule(owner))[_PLACES][key] = _Coming(place.shape, place.dtype)
     return skipped
 
 

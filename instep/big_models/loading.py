@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.big_models.deferred import builds_empty, defer_weights
 from instep.big_models.device_map import check_device_map
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
 from instep.big_models.offload import FILE, Stored, WeightsMap, identity_of, offload_weights, set_offloaded_weights
@@ -50,7 +51,11 @@ def load_checkpoint_in_model(
     """Load a checkpoint into a model, each weight to its device; `dispatch_model` then makes a divided model run.
 
     Without a device map, weights that the model has are read into their memory, and those on the meta device get memory
-    of their own. With one, a weight on "cpu" is used where it lies in its file, mapped into memory and read now; one on
+    of their own. But inside a block that builds modules without values (`init_empty_weights`; `configure_model` under
+    `FSDPStrategy(meta_init=True)`) they stay there, and it is noted where they lie: a strategy reads them when it has
+    placed the module, each rank only its own part, and draws those that the checkpoint lacks.
+
+    With a device map, a weight on "cpu" is used where it lies in its file, mapped into memory and read now; one on
     "disk" stays on the meta device, and is read when it is used. What is mapped is no anonymous memory, and a change
     of it in place stays in this process. While it is used, its file may be deleted or replaced by a rename, but not
     cut or written over in place.
@@ -86,6 +91,14 @@ def load_checkpoint_in_model(
         ...     model = AutoModelForCausalLM.from_config(config)
         >>> load_checkpoint_in_model(model, "model.safetensors")  # doctest: +SKIP
 
+        Weights of which each rank of a sharded strategy reads its part:
+
+        >>> class Tuned(TrainModule):  # doctest: +SKIP
+        ...     def configure_model(self):
+        ...         with init_empty_weights():
+        ...             self.model = AutoModelForCausalLM.from_config(config)
+        ...             load_checkpoint_in_model(self.model, "model.safetensors")
+
     Source: the function of this name in Hugging Face Accelerate.
     """
     if offload_8bit_bnb:
@@ -112,10 +125,13 @@ def load_checkpoint_in_model(
         check_device_map(model, device_map)
     kind = _dtype_of(dtype)
     source = open_checkpoint(checkpoint)
-    weights = _match(model, source, strict)
+    later = device_map is None and builds_empty()
+    weights = _match(model, source, strict, later)
     for weight in weights:
         weight.dtype = _wanted_dtype(weight, kind, keep_in_fp32_modules or ())
         weight.device = None if device_map is None else _device_of(weight, device_map, offload_buffers)
+    if later:
+        weights = _defer(model, weights)
     offloaded = _offload(model, source, weights, offload_folder)
     with torch.no_grad():
         made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
@@ -241,8 +257,13 @@ class _Weight:
         return (str(parts[0].path), parts[0].begin) if parts else ("", 0)
 
 
-def _match(model: nn.Module, source: Source, strict: bool) -> list[_Weight]:
-    """Match the model's weights with the checkpoint's, and refuse what does not fit."""
+def _match(model: nn.Module, source: Source, strict: bool, later: bool) -> list[_Weight]:
+    """Match the model's weights with the checkpoint's, and refuse what does not fit.
+
+    Args:
+        model, source, strict: as above.
+        later: whether what has no values may get them later.
+    """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in {**parameters, **_saved_buffers(model)}.items():
@@ -352,6 +373,15 @@ class _Converted:
         """Read the weight, or a box of it."""
         value = self._stored[box or ...] if isinstance(self._stored, Tensor) else self._stored.read(box)
         return value.to(self.dtype)
+
+
+def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
+    """Note where those on the meta device lie, and return the others."""
+    waiting = {weight: weight.old.is_meta for weight in weights}
+    for weight in (weight for weight, waits in waiting.items() if waits):
+        weight.old.data = weight.old.data.to(weight.dtype)
+    defer_weights(model, {weight.names[0]: weight.stored for weight, waits in waiting.items() if waits})
+    return [weight for weight, waits in waiting.items() if not waits]
 
 
 def _offload(

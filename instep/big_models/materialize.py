@@ -152,8 +152,8 @@ def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stor
         for entries in (owner._parameters, owner._buffers):
             held: Any = entries
             for key, value in held.items():
-                place = None if value is None or not value.is_meta else place_of(owner, key)
-                if place is not None:
+                place = place_of(owner, key)
+                if place is not None and value is not None and value.is_meta:
                     read = part_of(place, value).to(device, value.dtype)
                     swap_tensors(value, _parameter_like(value, read))
                     done = True

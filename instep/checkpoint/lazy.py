@@ -94,6 +94,10 @@ class FileSlice:
         dtype = dtype_from_name(self.dtype)
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
+        if self.mappable and any(size < own for size, own in zip(sizes[1:], self.sizes[1:], strict=True)):
+            # Of a box of columns the range below would be nearly the whole tensor; mapped, no such copy is made.
+            box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
+            return self.map()[box].clone()
         strides = _strides(self.sizes)
         first = _flat_index(begin, strides)
         last = first + _flat_index([size - 1 for size in sizes], strides)

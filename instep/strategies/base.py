@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from instep.big_models.materialize import Materializer, read_values
 from instep.distributed import broadcast
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies.gradients import Gradients
-from instep.big_models.materialize import Materializer, read_values
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, seed_process

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from instep.big_models.materialize import Materializer, read_values
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy, broadcast_weights, no_values, whole
@@ -29,7 +30,6 @@ from instep.strategies.dtensors import (
     with_local,
 )
 from instep.strategies.gradients import Gradients
-from instep.big_models.materialize import Materializer, read_values
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
