@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep.big_models.materialize import Materializer, read_values
 from instep.distributed import broadcast
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
@@ -415,6 +414,8 @@ def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tens
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return {}
+    from instep.big_models.materialize import Materializer, read_values  # late: few modules need it
+
     maker = Materializer(device)
     exchanged = maker.make_all(module)
     if maker.without_values:
