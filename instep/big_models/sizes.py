@@ -144,7 +144,7 @@ Part = tuple[str, "nn.Module | Tensor"]
 
 
 def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Part]:
-    """List what a part of a model is made of, with full names: parameters, then modules, then buffers.
+    """List what a part of a model is made of, with full names: its own tensors, then the modules within.
 
     Args:
         part: full name and module or tensor.
@@ -160,7 +160,7 @@ def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Par
     modules = [(key, child) for key, child in module._modules.items() if child is not None]
     if not modules:
         return []
-    parts = [*module.named_parameters(recurse=False), *modules, *module.named_buffers(recurse=False)]
+    parts = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False), *modules]
     return [(f"{name}.{key}" if name else key, each) for key, each in parts]
 
 
@@ -180,7 +180,7 @@ def largest_layers(
     largest: dict[str, int] = {}
 
     def visit(part: Part) -> int:
-        parts = split(part, no_split_module_classes)
+        parts = split(part, no_split_module_classes if part[0] else ())  # the model itself is always split
         own = sum(sizes.get(name, 0) for name, each in parts if isinstance(each, Tensor))
         largest[part[0]] = max([own, *map(visit, parts)]) if parts else sizes.get(part[0], 0)
         return largest[part[0]]

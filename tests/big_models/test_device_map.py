@@ -39,9 +39,9 @@ def test_parts_go_where_there_is_room():
 
 def test_blocks_are_split_unless_they_must_not_be():
     model = nn.Sequential(Block(), Block())
-    limits = {0: 280, "cpu": "1GB"}
-    assert infer_auto_device_map(model, limits) == {"0": 0, "1.up": 0, "1.down": "cpu", "1.mask": "cpu"}
-    assert infer_auto_device_map(model, limits, ["Block"]) == {"": "cpu"}
+    limits = {0: 0, 1: 230, "cpu": "1GB"}
+    assert infer_auto_device_map(model, limits) == {"0": 1, "1.mask": 1, "1.up": 1, "1.down": "cpu"}
+    assert infer_auto_device_map(model, limits, ["Block", "Sequential"]) == {"0": 1, "1": "cpu"}
     assert check_device_map(model, infer_auto_device_map(model, {0: 160})) is None
 
 
