@@ -371,11 +371,12 @@ class _Plan:
         self.devices.update(dict.fromkeys(names, device))
 
     def _split_one_of(self, names: Collection[str]) -> bool:
-        """Split the first of some parts that can be, and tell whether there was one."""
-        for place, part in enumerate(self.left):
-            parts = split(part, self._no_split) if part[0] in names else []
+        """Split the last of some parts that can be, since parts before keep their order, and tell if any."""
+        for place in reversed(range(len(self.left))):
+            name = self.left[place][0]
+            parts = split(self.left[place], self._no_split) if name in names else []
             if parts:
-                self._tell(f"{part[0]} is split")
+                self._tell(f"{name} is split")
                 self.left[place : place + 1] = parts
                 return True
         return False
