@@ -21,7 +21,7 @@ from instep.big_models.offload import FILE, Stored, WeightsMap, identity_of, off
 from instep.big_models.pages import prefer_huge, read_ahead, will_need
 from instep.checkpoint.lazy import LazyTensor
 from instep.checkpoint.names import MANIFEST
-from instep.checkpoint.tensors import dtype_from_name
+from instep.checkpoint.tensors import dtype_from_name, why_unsavable
 from instep.checkpoint.weights import stored_weights
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
 from instep.types import Location, PathLike
@@ -194,6 +194,9 @@ def open_checkpoint(checkpoint: Location) -> Source:
             raise CorruptCheckpointError(f"{path}: {name} cannot be used: {error}", path=path) from error
         if isinstance(weight, LazyTensor):
             weight.check_whole()
+        problem = why_unsavable(weight) if isinstance(weight, Tensor) else None
+        if problem is not None:  # a pickled file may hold any kind of tensor
+            raise CheckpointError(f"{path}: {name} cannot be used: it is {problem}", path=path)
     return Source(path, main, weights)
 
 

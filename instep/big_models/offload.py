@@ -182,10 +182,9 @@ def identity_of(files: Iterable[Path]) -> str:
             continue
         with open_regular(path) as file:
             time_ns = os.fstat(file.fileno()).st_mtime_ns
-            step = max(1, (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            samples = blake2b()
-            for at in range(0, max(1, size - _SAMPLE_BYTES), step):
-                samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+            samples, last = blake2b(), max(0, size - _SAMPLE_BYTES)
+            for number in range(_SAMPLES):
+                samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, last * number // (_SAMPLES - 1)))
         found.append([path.name, size, time_ns, samples.hexdigest()])
     return _digest(found)
 

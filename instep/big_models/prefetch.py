@@ -191,27 +191,21 @@ def prefetch_blocks(
     Returns:
         What reads them; None where there is nothing to read.
     """
-    blocks: dict[str, list[str]] = {}
-    for name in devices:
-        for block, names in _blocks_in(name, model.get_submodule(name) if _has(model, name) else None):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, tuple[torch.device | int | str, list[str]]] = {}
+    for name, device in devices.items():
+        for block, names in _blocks_in(name, modules.get(name)):
             inside = [each for each in names if each in weights]
             if inside:
-                blocks.setdefault(block, []).extend(inside)
+                found.setdefault(block, (device, []))[1].extend(inside)
+    blocks = [name for name in modules if name in found]
     if not blocks:
         return None
-    where = [next(devices[name] for name in devices if _is_in(block, name)) for block in blocks]
-    prefetcher = Prefetcher(weights, list(blocks.values()), where, depth)
+    names, where = [found[block][1] for block in blocks], [found[block][0] for block in blocks]
+    prefetcher = Prefetcher(weights, names, where, depth)
     for number, block in enumerate(blocks):
-        model.get_submodule(block).register_forward_pre_hook(_Begin(prefetcher, number))
+        modules[block].register_forward_pre_hook(_Begin(prefetcher, number))
     return prefetcher
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    return name == "" or any(name == each for each, _ in model.named_modules(remove_duplicate=False))
-
-
-def _is_in(name: str, module: str) -> bool:
-    return module == "" or name == module or name.startswith(f"{module}.")
 
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -256,3 +257,25 @@ def test_parts_on_a_store_without_files(tmp_path: Path) -> None:
     assert torch.equal(moment, tree["state"]["embed.weight"]["exp_avg"][1:3, 3:6])
     merged = load_file(merge(path, tmp_path / "model.safetensors"))
     assert all(torch.equal(merged[name], it) for name, it in model.items())
+
+
+def test_a_tensor_is_used_where_it_lies(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = {"x": torch.arange(6.0).view(2, 3), "y": torch.ones(3, dtype=torch.bfloat16), "empty": torch.ones(0, 2)}
+    write_tensors(path, {**tensors, "tied": tensors["x"]})
+    content = path.read_bytes()
+    found = join_tensors([read_parts(path)])
+    mapped = {name: lazy.map() for name, lazy in found.items()}
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in tensors.items())
+    assert mapped["tied"].data_ptr() == mapped["x"].data_ptr()
+    mapped["x"].zero_()
+    assert path.read_bytes() == content
+    odd = dataclasses.replace(found["x"].parts[0], begin=9, end=33)  # where no float may begin
+    assert not LazyTensor([odd]).mappable
+    assert LazyTensor([odd]).map().shape == (2, 3)
+    (tmp_path / "other").write_bytes(content)
+    (tmp_path / "other").rename(path)
+    assert found["x"].map().sum() == 0  # the mapping is kept
+    del mapped
+    with pytest.raises(CorruptCheckpointError, match="was replaced or changed"):
+        found["y"].map()
