@@ -7,6 +7,7 @@ Example:
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -53,7 +54,11 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'instep' has no attribute {name!r}; its public names are {', '.join(_HOME)}")
+        if find_spec(f"instep.{name}") is not None:  # `from instep import room` asks for a name first
+            raise AttributeError(name)
+        from instep.utils.porting import no_such_name  # late: only an error needs it
+
+        raise no_such_name("instep", name)
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

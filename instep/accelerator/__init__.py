@@ -23,6 +23,7 @@ from instep.accelerator.rng import set_seed, synchronize_rng_states
 from instep.accelerator.trackers import GeneralTracker, LoggerType, register_tracker_class
 from instep.accelerator.unwrapping import convert_outputs_to_fp32, extract_model_from_parallel
 from instep.data import DataLoaderConfiguration
+from instep.utils.imports import loads
 
 __all__ = [
     "Accelerator",
@@ -54,3 +55,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
 ]
+
+__getattr__, __dir__ = loads(__name__, {})

@@ -18,6 +18,7 @@ from instep.data.plan import gradient_correction, window_scale
 from instep.distributed import all_reduce_
 from instep.errors import UsageError
 from instep.state import Run
+from instep.state.device import widest_float
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizers import OptimizerProxy
 from instep.utils.warn import warn_user
@@ -45,7 +46,7 @@ class Window:
         self._gradient = run.gradient
         self._num_processes = num_processes
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = widest_float(device)
         self.loader: AcceleratedLoader | None = None
         """The loader whose batch was trained on last; None where windows do not end with one."""
         self.length = run.gradient.num_steps

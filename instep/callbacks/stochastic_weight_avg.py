@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 from instep.callbacks.weight_averaging import WeightAveraging
 from instep.distributed import all_reduce_
 from instep.errors import SettingError
+from instep.state.device import widest_float
 from instep.utils.checks import at_least, choice, is_int, is_number
 from instep.utils.optimizers import LRSchedulerConfig
 from instep.utils.rank_zero import rank_zero_info
@@ -244,7 +245,7 @@ class _BatchStatistics:
         self._before = [buffer.clone() for buffer in layer.buffers()]
         layer.momentum = 1.0
         mean, variance = self._running()
-        self._sums = torch.zeros(2 * mean.numel() + 1, dtype=torch.float64, device=mean.device)
+        self._sums = torch.zeros(2 * mean.numel() + 1, dtype=widest_float(mean.device), device=mean.device)
         mean.zero_()
         variance.fill_(1.0)
         self._handle = layer.register_forward_hook(self._add)

@@ -242,11 +242,14 @@ def _overview(words: Sequence[str]) -> int:
     if not rest or rest[0] in ("-h", "--help"):
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
+    from instep.utils.porting import COMMANDS_OF_OTHERS  # late: only an error reads these tables
+
     sys.stderr.write(f"{lines[0]}\n")
     names = [" ".join(name[len(group) :]) for name in known if len(name) > len(group)]
     wrong = " ".join(words[: len(group) + 1])
     near = get_close_matches(rest[0], names, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(names)}"
+    hint = f": {COMMANDS_OF_OTHERS[wrong]}" if wrong in COMMANDS_OF_OTHERS else hint
     _complain(f"{wrong!r} is no command{hint}")
     return EXIT_USAGE
 

@@ -16,6 +16,7 @@ TEMPLATES = Path(__file__).parent.parent / "configs"
 FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
 _OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
+_OF_ACCELERATE = {"compute_environment", "distributed_type"}
 _FEW = 8  # problems of a kind that are told one by one
 _HEAD = "# Settings of `instep launch`. `instep config show` explains them, `instep config update` changes them.\n"
 
@@ -77,6 +78,11 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         raise SettingError(f"{path}: expected settings, one `name: value` on each line, got {values!r}", field="config")
     if check_names and any(key.value in _OF_FIT for key, _ in node.value):
         raise SettingError(f"{path} is a configuration of `instep fit`: instep fit --config {path}", field="config")
+    if check_names and any(key.value in _OF_ACCELERATE for key, _ in node.value):
+        raise SettingError(
+            f"{path} is a configuration of Accelerate's: `instep config update --from {path}` takes it over",
+            field="config",
+        )
     said: dict[str, tuple[Any, str]] = {}
     problems = repeated_keys(node, path)
     unknown = 0

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from instep.errors import SettingError
 from instep.utils.checks import DEVICES, FLAG, TEXT, Check, above_zero, at_least, choice, is_int, read_flag, wrong
 from instep.utils.plain_yaml import load
-from instep.utils.porting import DISTRIBUTED_TYPES, INSTEAD, LAUNCH_SWITCHES, RENAMED
+from instep.utils.porting import DISTRIBUTED_TYPES, FILES_REFUSED, INSTEAD, LAUNCH_SWITCHES, RENAMED
 
 OTHER_NAMES = RENAMED["launch"]
 """What other launchers call the settings."""
@@ -309,10 +309,16 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Returns:
         The settings, and a line for each name that could not be taken over.
 
+    Raises:
+        SettingError: it is for Megatron-LM or SageMaker, without which the rest of it would mean something else.
+
     Example:
         >>> translate({"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16", "role": "x"})
         ({'accelerator': 'gpu', 'num_processes': 8, 'precision': 'bf16'}, ["role is another launcher's: all ranks ...
     """
+    for (name, value), instead in FILES_REFUSED.items():
+        if str(values.get(name)) == value:
+            raise SettingError(f"{name}: {value} is refused. {instead}.", field=name, got=value)
     taken: dict[str, Any] = {}
     left: list[str] = []
     for name, value in values.items():
@@ -325,6 +331,8 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             taken |= LAUNCH_SWITCHES[name] if value else {}
         elif name == "distributed_type" and str(value) in DISTRIBUTED_TYPES:
             taken |= DISTRIBUTED_TYPES[str(value)]
+        elif name == "distributed_type":
+            left.append(f"distributed_type: {value} is no kind of device that instep knows; set accelerator=...")
         elif value not in (None, "", "no", {}, [], False) and (name, value) != ("compute_environment", "LOCAL_MACHINE"):
             left.append(advice(name))
     return taken, left

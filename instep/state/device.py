@@ -139,6 +139,11 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
     return torch.device(kind.name, local_rank if count > 1 else 0)
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums that must not lose digits: float64, or float32 on mps, which has no wider one."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def visible(indices: Iterable[int]) -> str:
     """Make CUDA_VISIBLE_DEVICES for some of the devices that this process sees."""
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

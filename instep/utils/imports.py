@@ -108,12 +108,11 @@ def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
     def load(name: str) -> Any:
         if name not in home:
-            from instep.utils.porting import hint_for  # late: only an error reads these tables
+            if find_spec(f"{package}.{name}") is not None:  # `from package import file` asks for a name first
+                raise AttributeError(name)
+            from instep.utils.porting import no_such_name  # late: only an error reads these tables
 
-            there, hint = ", ".join(sys.modules[package].__all__), hint_for(name)
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}; it has {there}"
-            )
+            raise no_such_name(package, name)
         value = getattr(import_module(f"{package}.{home[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

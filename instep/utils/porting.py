@@ -8,6 +8,7 @@ up by its last word.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 _LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
@@ -201,7 +202,14 @@ ADVICE = {
     ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
-    "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
+    **dict.fromkeys(
+        (
+            "MegatronLMPlugin", "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "MegatronEngine",
+            "avg_losses_across_data_parallel_group",
+        ),
+        "instep has no Megatron-LM: use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=)), as "
+        "docs/strategies.md says",
+    ),
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
     **dict.fromkeys(
@@ -327,6 +335,8 @@ DROPPED = {
 }  # fmt: skip
 """Arguments that say what is so anyway, and why."""
 
+_NO_CLOUD = "instep starts no cloud machines; docs/hardware.md says how it runs on SageMaker's"
+_POD = "start the program on each host of the pod; docs/hardware.md says how"
 _IN_DATALOADER_CONFIG = "it is in DataLoaderConfiguration, given as dataloader_config"
 _MESH = (
     "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
@@ -354,6 +364,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
         "deepspeed_plugin": "use strategy='deepspeed_stage_2' (0 to 3), or a DeepSpeedStrategy",
         "fsdp_plugin": "use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
+        "megatron_lm_plugin": "instep has no Megatron-LM; use strategy=MeshStrategy(tp=...), and a Trainer for pp=...",
+        "torch_tp_plugin": "use strategy=MeshStrategy(tp=...)",
     },
     "FSDPStrategy": {
         "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
@@ -420,12 +432,14 @@ INSTEAD: dict[str, dict[str, str]] = {
         "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
         "downcast_bf16": "use --precision bf16-true",
         "no_tpu": "it is the default; leave it out",
-        "tpu": "start the program on each host of the pod; docs/launching.md says how",
-        "vm": "start the program on each host of the pod; docs/launching.md says how",
+        "tpu": _POD,
+        "vm": _POD,
+        "command": "Google's gcloud runs commands on the hosts of a pod; docs/hardware.md says how",
+        "ipex": "leave it out: what it did is in torch itself",
         "mpirun": "use `mpirun -n N python train.py`: instep reads its variables",
-        "aws": "instep starts no cloud machines",
-        "ec2": "instep starts no cloud machines",
-        "compute_environment": "instep starts no cloud machines; leave it out",
+        "aws": _NO_CLOUD,
+        "ec2": _NO_CLOUD,
+        "compute_environment": _NO_CLOUD,
         "main_training_function": "the whole script runs in each rank; leave it out",
         "monitor_interval": "the agent looks ten times a second; leave it out",
         "start_method": "ranks are programs of their own; leave it out",
@@ -446,6 +460,8 @@ LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
     "tpu": {"accelerator": "xla"},
     "use_fsdp": {"strategy": "fsdp"},
     "use_deepspeed": {"strategy": "deepspeed"},
+    "use_mps_device": {"accelerator": "mps"},
+    "use_xpu": {"accelerator": "xpu"},
     "standalone": {"num_nodes": 1},
     "same_network": {},
 }
@@ -455,11 +471,28 @@ DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
     "MULTI_CPU": {"accelerator": "cpu"},
     "MULTI_GPU": {"accelerator": "gpu"},
+    "MULTI_XPU": {"accelerator": "xpu"},
+    "MULTI_HPU": {"accelerator": "hpu"},
+    "MULTI_NPU": {"accelerator": "npu"},
     "FSDP": {"strategy": "fsdp"},
     "DEEPSPEED": {"strategy": "deepspeed"},
     "XLA": {"accelerator": "xla"},
 }
 """What Accelerate's `distributed_type` stands for."""
+
+FILES_REFUSED = {
+    ("distributed_type", "MEGATRON_LM"): "instep has no Megatron-LM. MeshStrategy has what it is used for: write "
+    "Trainer(strategy=MeshStrategy(tp=, pp=)), as docs/strategies.md says",
+    ("compute_environment", "AMAZON_SAGEMAKER"): "instep starts no jobs of SageMaker. Start them with its own "
+    "package, and `instep launch` in them, as docs/hardware.md says",
+}
+"""Values for which a file of Accelerate's is not taken over, since what is left of it would mean something else."""
+
+COMMANDS_OF_OTHERS = {
+    "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/hardware.md says how",
+    "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2, and docs/porting.md has the arguments that changed",
+}
+"""Commands of Accelerate that there are not, and what to do."""
 
 INTO_DATALOADER_CONFIG = ("dispatch_batches", "even_batches")
 """Arguments of Accelerator that are in its `dataloader_config`."""
@@ -686,3 +719,16 @@ def hint_for(name: str) -> str | None:
         if (found := successor(f"{root}.{name}")) is not None:
             return f"use {found}"
     return ADVICE.get(name)
+
+
+def no_such_name(package: str, name: str) -> AttributeError | ImportError:
+    """Make the error for a name that a package has not, for its `__getattr__` to raise.
+
+    It says what to do where another package has such a name. Python drops the text of an AttributeError in
+    `from package import name`: that gets an ImportError.
+    """
+    hint = hint_for(name)
+    if hint is not None and sys._getframe(2).f_code.co_name == "_handle_fromlist":  # importlib's `from ... import`
+        return ImportError(f"cannot import {name!r} from {package!r}: {hint}", name=package)
+    text = f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}"
+    return AttributeError(f"{text}; it has {', '.join(sys.modules[package].__all__)}")

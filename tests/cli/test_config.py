@@ -136,6 +136,13 @@ def test_a_file_of_accelerate_is_taken_over(file: Path, tmp_path: Path, capsys: 
         "accelerator": "gpu", "num_processes": 8, "precision": "bf16", "max_restarts": 1,
     }  # fmt: skip
     assert "not taken over: dynamo_backend is another launcher's: compile the model in the program" in said
+    theirs.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\nnum_processes: 8\n")
+    before = file.read_text()
+    said = instep(capsys, "config", "update", "--from", str(theirs), code=2)
+    assert "MEGATRON_LM is refused. instep has no Megatron-LM. MeshStrategy has what it is used for" in said
+    assert file.read_text() == before
+    said = instep(capsys, "launch", "--config", str(theirs), __file__, code=2)
+    assert f"is a configuration of Accelerate's: `instep config update --from {theirs}` takes it over" in said
 
 
 def test_templates_and_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,8 @@ def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     [
         ("lanch", "'lanch' is no command; did you mean launch?"),
         ("checkpoint verfy", "'checkpoint verfy' is no command; did you mean verify?"),
+        ("tpu-config", "'tpu-config' is no command: Google's gcloud runs a command on all hosts of a pod"),
+        ("to-fsdp2", "it is not needed: strategy 'fsdp' is FSDP2"),
         ("config frobnicate", "; the commands are default, update, show, validate, templates"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 from instep.errors import SettingError
 from instep.state import DEVICE_KINDS, DeviceKind, DistributedType, device, find_device_kind
-from instep.state.device import device_of
+from instep.state.device import device_of, widest_float
 
 
 @pytest.fixture
@@ -30,6 +30,10 @@ def test_a_missing_device_is_an_error_that_says_what_is_here(two_gpus: DeviceKin
         find_device_kind("xpu")
     with pytest.raises(SettingError, match=r"accelerator='cud' is not known.*Did you mean 'cuda'"):
         find_device_kind("cud")
+
+
+def test_sums_are_as_wide_as_a_device_can() -> None:
+    assert [widest_float(torch.device(name)) for name in ("cpu", "mps")] == [torch.float64, torch.float32]
 
 
 def test_each_process_of_a_node_gets_its_own_device(two_gpus: DeviceKind) -> None:

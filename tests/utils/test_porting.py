@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+import instep
 from instep.config.settings import NAMES, OTHER_NAMES, advice, check, translate
+from instep.errors import SettingError
 from instep.utils.porting import LAUNCH_SWITCHES, successor
 
 # What `accelerate launch --help` of 1.15 and torchrun's of torch 2.13 list, without what is instep's own name.
@@ -18,14 +20,13 @@ tpu_cluster no_tpu_cluster tpu_use_sudo vm main_training_function downcast_bf16 
 offload_optimizer_device gradient_accumulation_steps gradient_clipping zero3_init_flag deepspeed_hostfile
 deepspeed_multinode_launcher fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy
 megatron_lm_tp_degree fp8_backend aws_access_key_id mpirun_hostfile parallelism_config_tp_size nnodes
-nproc_per_node standalone start_method redirects local_ranks_filter logs_specs
+use_xpu use_mps_device command_file nproc_per_node standalone start_method redirects local_ranks_filter logs_specs
 """
 
 
 @pytest.mark.parametrize("name", _THEIRS.split())
 def test_names_of_theirs_are_known(name: str) -> None:
-    if name != "ipex":  # which is gone from torch
-        assert name in {*NAMES, *OTHER_NAMES, *LAUNCH_SWITCHES} or "another launcher's" in advice(name)
+    assert name in {*NAMES, *OTHER_NAMES, *LAUNCH_SWITCHES} or "another launcher's" in advice(name)
     assert set(OTHER_NAMES.values()) <= set(NAMES)
 
 
@@ -48,3 +49,35 @@ def test_a_file_of_accelerate() -> None:
 def test_a_name_that_stands_for_two_things_goes_by_its_place() -> None:
     assert successor("lightning.callbacks.model_summary.ModelSummary") == "instep.callbacks.ModelSummary"
     assert successor("lightning.utilities.model_summary.ModelSummary") == "instep.callbacks.summarize"
+
+
+@pytest.mark.parametrize(
+    ("kind", "accelerator"), [("MULTI_XPU", "xpu"), ("MULTI_HPU", "hpu"), ("MULTI_CPU", "cpu"), ("XLA", "xla")]
+)
+def test_kinds_of_device_are_taken_over(kind: str, accelerator: str) -> None:
+    assert translate({"distributed_type": kind, "ipex_config": {}}) == ({"accelerator": accelerator}, [])
+    _, left = translate({"distributed_type": "MULTI_MLU", "ipex_config": {"ipex": True}})
+    assert left[0] == "distributed_type: MULTI_MLU is no kind of device that instep knows; set accelerator=..."
+    assert "leave it out: what it did is in torch itself" in left[1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"distributed_type": "MEGATRON_LM", "num_processes": 8}, r"MEGATRON_LM is refused.*MeshStrategy\(tp=, pp=\)"),
+        ({"compute_environment": "AMAZON_SAGEMAKER", "mixed_precision": "fp16"}, "SAGEMAKER is refused.*hardware.md"),
+    ],
+)
+def test_files_whose_rest_would_mean_something_else_are_refused(theirs: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        translate(theirs)
+
+
+def test_an_import_of_a_name_of_others_says_what_to_do() -> None:
+    with pytest.raises(ImportError, match=r"instep has no Megatron-LM: use Trainer\(strategy=.*MeshStrategy\(tp="):
+        from instep.accelerator import MegatronLMPlugin  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match=r"use instep\.TrainModule"):
+        from instep import LightningModule  # noqa: F401  # pyright: ignore
+    with pytest.raises(SettingError, match="instep has no Megatron-LM; use strategy=MeshStrategy"):
+        instep.Accelerator(megatron_lm_plugin=None)
+    assert not hasattr(instep, "LightningModule")

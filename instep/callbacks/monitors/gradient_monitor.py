@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from instep.callbacks.base import Callback, logs_here
 from instep.errors import SettingError
+from instep.state.device import widest_float
 from instep.strategies.clipping import each_norm, gradient_of, local_part, reduce_shards
 from instep.strategies.gradients import parameters_of
 from instep.utils.checks import at_least
@@ -178,8 +179,9 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
         scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
         # With given ends: without, the device is asked for the least and the largest.
         rows.append(torch.histc(scaled, _BINS, -1.0, 1.0).to(most.device, non_blocking=True))
-    counts = reduce_shards(torch.stack(rows).double(), parameters, 1.0)
-    return torch.cat([largest[:, None].double(), counts], dim=1)
+    wide = widest_float(largest.device)
+    counts = reduce_shards(torch.stack(rows).to(wide), parameters, 1.0)
+    return torch.cat([largest[:, None].to(wide), counts], dim=1)
 
 
 def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:
