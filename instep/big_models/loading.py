@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.big_models.deferred import builds_empty, defer_weights
-from instep.big_models.device_map import check_device_map
+from instep.big_models.device_map import Device, check_device_map
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
-from instep.big_models.offload import FILE, Stored, WeightsMap, identity_of, offload_weights, set_offloaded_weights
+from instep.big_models.offload import (
+    FILE,
+    Stored,
+    WeightsMap,
+    identity_of,
+    offload_weights,
+    put_tensor,
+    set_offloaded_weights,
+)
 from instep.big_models.pages import prefer_huge, read_ahead, will_need
 from instep.checkpoint.lazy import LazyTensor
 from instep.checkpoint.names import MANIFEST
@@ -28,7 +35,6 @@ from instep.types import Location, PathLike
 from instep.utils.paths import to_path
 from instep.utils.warn import warn_user
 
-Device = torch.device | int | str
 DISK = "disk"
 _AT_ONCE = 64 * 2**20  # bytes asked of the disk while those before them are taken
 _SHOWN = 8  # names in an error
@@ -136,7 +142,7 @@ def load_checkpoint_in_model(
     with torch.no_grad():
         made = [(weight, _value(weight, mapped)) for weight, mapped in _ahead(weights, in_place=False)]
         for weight, value in made:  # from here on the model changes
-            _put(model, weight, value)
+            put_tensor(model, weight.names, weight.old, value)
         for weight, mapped in _ahead(weights, in_place=True):
             assert mapped is not None
             weight.old.copy_(mapped)
@@ -446,19 +452,3 @@ def _value(weight: _Weight, mapped: Tensor | None) -> Tensor:
         if mapped is not None and torch.device(device).type == "cpu":
             return prefer_huge(torch.empty(value.shape, dtype=weight.dtype)).copy_(value)
     return value.to(device, weight.dtype)
-
-
-def _put(model: nn.Module, weight: _Weight, value: Tensor) -> None:
-    """Give a weight its value, under all its names; a parameter that can keep its identity does."""
-    old = weight.old
-    if torch._has_compatible_shallow_copy_type(old, value):
-        old.data = value
-        return
-    new: Any = value
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
-        new.__dict__.update(old.__dict__)  # such as marks of tensor parallelism
-    for name in weight.names:
-        prefix, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(prefix)
-        (owner._parameters if weight.is_parameter else owner._buffers)[leaf] = new

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from instep.checkpoint.edge import check, reading, text
@@ -50,10 +51,10 @@ class WeightsMap(Mapping[str, Tensor]):
     """
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self._stored = dict(stored)
+        self.stored = dict(stored)
         self._kept: dict[str, Tensor] = {}
         by_source: dict[object, Tensor] = {}
-        for name, source in self._stored.items():
+        for name, source in self.stored.items():
             if isinstance(source, Tensor):
                 self._kept[name] = source
             elif isinstance(source, LazyTensor) and source.mappable:
@@ -63,21 +64,24 @@ class WeightsMap(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         found = self.staged.get(name)
-        if found is None:
-            found = self._kept.get(name)
-        if found is None:
-            stored = self._stored[name]
-            found = stored if isinstance(stored, Tensor) else stored.read()
-        return found
+        return self.at_rest(name) if found is None else found
+
+    def at_rest(self, name: str) -> Tensor:
+        """Return a weight where it is stored, on the CPU, whether it was staged or not."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            return kept
+        stored = self.stored[name]
+        return stored if isinstance(stored, Tensor) else stored.read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self.stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stored
+        return name in self.stored
 
     def is_kept(self, name: str) -> bool:
         """Tell whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
@@ -191,3 +195,25 @@ def identity_of(files: Iterable[Path]) -> str:
 
 def _digest(value: object) -> str:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tensor) -> None:
+    """Give a parameter or buffer a value, under all its names; the object stays the same where torch allows that.
+
+    Args:
+        model: whose it is.
+        names: full names, of which a tied weight has several.
+        old: what the model has there.
+        value: on any device; on the meta device where the weight lies elsewhere.
+    """
+    if torch._has_compatible_shallow_copy_type(old, value):
+        old.data = value
+        return
+    new: Any = value
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
+        new.__dict__.update(old.__dict__)  # such as marks of tensor parallelism
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        (owner._parameters if isinstance(old, nn.Parameter) else owner._buffers)[leaf] = new

@@ -22,16 +22,20 @@ _WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # advice of Linux; the first is macOS's
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Tell whether all pages of a tensor's memory are there; True where that cannot be known.
+    """Tell whether all pages of a tensor's memory are there; False where that cannot be known.
 
     Args:
         tensor: contiguous, on the CPU.
     """
     begin, size = _span(tensor)
+    return _are_there(begin, size)
+
+
+def _are_there(begin: int, size: int) -> bool:
     if size == 0 or not sys.platform.startswith("linux"):
-        return True
+        return size == 0
     found = (ctypes.c_ubyte * (size // _PAGE))()
-    return _libc().mincore(begin, size, found) != 0 or 0 not in bytes(found)
+    return _libc().mincore(begin, size, found) == 0 and 0 not in bytes(found)
 
 
 def read_ahead(tensors: Iterable[Tensor]) -> None:
@@ -40,11 +44,16 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
     Args:
         tensors: contiguous, on the CPU, over mapped files; neighbours are read together.
     """
-    pieces = [(at, min(_AT_ONCE, end - at)) for begin, end in _joined(tensors) for at in range(begin, end, _AT_ONCE)]
+    pieces = [
+        (at, min(_AT_ONCE, end - at))
+        for begin, end in _joined(tensors)
+        for at in range(begin, end, _AT_ONCE)
+        if not _are_there(at, min(_AT_ONCE, end - at))  # asking for what is there takes as long as dd of it
+    ]
     for number, (at, size) in enumerate(pieces):
-        if number == 0:
-            _libc().madvise(at, size, _WILLNEED)
-        for later, length in pieces[number + 1 : number + 2]:  # its requests go out before this piece is waited for
+        for later, length in pieces[
+            number + (number > 0) : number + 2
+        ]:  # the next one's requests go out before the wait
             _libc().madvise(later, length, _WILLNEED)
         if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before 5.14, or another one
             sum(memoryview((ctypes.c_char * size).from_address(at)).cast("B")[::_PAGE])
@@ -54,7 +63,8 @@ def will_need(tensors: Iterable[Tensor]) -> None:
     """Ask for the pages of tensors, and do not wait."""
     for begin, end in _joined(tensors):
         for at in range(begin, end, _AT_ONCE):
-            _libc().madvise(at, min(_AT_ONCE, end - at), _WILLNEED)
+            if not _are_there(at, min(_AT_ONCE, end - at)):
+                _libc().madvise(at, min(_AT_ONCE, end - at), _WILLNEED)
 
 
 def _joined(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.big_models.offload import WeightsMap
-from instep.big_models.pages import in_memory, read_ahead
+from instep.big_models.pages import read_ahead
 
 
 class Prefetcher:
@@ -134,16 +134,16 @@ class _Work:
 
     def _read(self, read: _Read) -> None:
         names, device = self.blocks[read.block], self.devices[read.block]
-        read_ahead(kept for name in names if self.weights.is_kept(name) and not in_memory(kept := self.weights[name]))
+        read_ahead(self.weights.at_rest(name) for name in names if self.weights.is_kept(name))
         if self.mapped[read.block]:
             return
         if device.type != "cuda":
-            read.tensors = {name: self.weights[name].to(device) for name in names}
+            read.tensors = {name: self.weights.at_rest(name).to(device) for name in names}
             return
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.stream(stream):
             read.tensors = {
-                name: self.weights[name].pin_memory().to(device, non_blocking=True) for name in names
+                name: self.weights.at_rest(name).pin_memory().to(device, non_blocking=True) for name in names
             }  # torch keeps pinned memory until the copy is done
             read.copied = stream.record_event()
 
@@ -231,3 +231,10 @@ def _tensor_names(module: nn.Module, recurse: bool) -> list[str]:
         *module.named_buffers(recurse=recurse, remove_duplicate=False),
     ]
     return [name for name, _ in named]
+
+
+def stop_prefetching(module: nn.Module) -> None:
+    """Take the hook of `prefetch_blocks` off one module."""
+    for key, hook in [*module._forward_pre_hooks.items()]:
+        if isinstance(hook, _Begin):
+            del module._forward_pre_hooks[key]
