@@ -5,15 +5,30 @@ from typing import TYPE_CHECKING
 from instep.utils.imports import loads
 
 _HOME: dict[str, str] = {
+    "AlignDevicesHook": "hooks",
     "BnbQuantizationConfig": "quantization",
+    "CpuOffload": "hooks",
+    "LayerwiseCastingHook": "hooks",
+    "ModelHook": "hooks",
+    "SequentialHook": "hooks",
     "TorchAoConfig": "quantization",
+    "UserCpuOffloadHook": "hooks",
+    "add_hook_to_module": "hooks",
+    "align_module_device": "dispatch",
+    "attach_align_device_hook": "hooks",
+    "attach_layerwise_casting_hooks": "hooks",
     "check_device_map": "device_map",
     "clean_device_map": "device_map",
     "compute_module_sizes": "sizes",
+    "cpu_offload": "dispatch",
+    "cpu_offload_with_hook": "dispatch",
+    "disk_offload": "dispatch",
+    "dispatch_model": "dispatch",
     "dtype_byte_size": "sizes",
     "find_tied_parameters": "sizes",
     "get_balanced_memory": "device_map",
     "get_max_memory": "memory",
+    "has_offloaded_params": "dispatch",
     "infer_auto_device_map": "device_map",
     "init_empty_weights": "empty",
     "init_on_device": "empty",
@@ -21,7 +36,10 @@ _HOME: dict[str, str] = {
     "load_checkpoint_in_model": "loading",
     "named_module_tensors": "sizes",
     "prepare_pippy": "pipeline_inference",
+    "remove_hook_from_module": "hooks",
+    "remove_hook_from_submodules": "dispatch",
     "retie_parameters": "sizes",
+    "set_module_tensor_to_device": "dispatch",
 }
 
 if TYPE_CHECKING:
@@ -29,8 +47,26 @@ if TYPE_CHECKING:
     from instep.big_models.device_map import clean_device_map as clean_device_map
     from instep.big_models.device_map import get_balanced_memory as get_balanced_memory
     from instep.big_models.device_map import infer_auto_device_map as infer_auto_device_map
+    from instep.big_models.dispatch import align_module_device as align_module_device
+    from instep.big_models.dispatch import cpu_offload as cpu_offload
+    from instep.big_models.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from instep.big_models.dispatch import disk_offload as disk_offload
+    from instep.big_models.dispatch import dispatch_model as dispatch_model
+    from instep.big_models.dispatch import has_offloaded_params as has_offloaded_params
+    from instep.big_models.dispatch import remove_hook_from_submodules as remove_hook_from_submodules
+    from instep.big_models.dispatch import set_module_tensor_to_device as set_module_tensor_to_device
     from instep.big_models.empty import init_empty_weights as init_empty_weights
     from instep.big_models.empty import init_on_device as init_on_device
+    from instep.big_models.hooks import AlignDevicesHook as AlignDevicesHook
+    from instep.big_models.hooks import CpuOffload as CpuOffload
+    from instep.big_models.hooks import LayerwiseCastingHook as LayerwiseCastingHook
+    from instep.big_models.hooks import ModelHook as ModelHook
+    from instep.big_models.hooks import SequentialHook as SequentialHook
+    from instep.big_models.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from instep.big_models.hooks import add_hook_to_module as add_hook_to_module
+    from instep.big_models.hooks import attach_align_device_hook as attach_align_device_hook
+    from instep.big_models.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+    from instep.big_models.hooks import remove_hook_from_module as remove_hook_from_module
     from instep.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from instep.big_models.memory import get_max_memory as get_max_memory
     from instep.big_models.pipeline_inference import prepare_pippy as prepare_pippy

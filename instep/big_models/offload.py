@@ -83,6 +83,12 @@ class WeightsMap(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
+    def __deepcopy__(self, memo: object) -> WeightsMap:
+        return self  # nothing changes it, and a copy would hold the whole model in memory
+
+    def __reduce__(self) -> tuple[type[WeightsMap], tuple[dict[str, Stored]]]:
+        return type(self), (self.stored,)
+
     def is_kept(self, name: str) -> bool:
         """Tell whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
         return name in self._kept
@@ -99,6 +105,11 @@ def set_offloaded_weights(model: nn.Module, weights: WeightsMap) -> None:
 def offloaded_weights(model: nn.Module) -> WeightsMap | None:
     """Return the weights that `load_checkpoint_in_model` has left in files, for `dispatch_model`."""
     return _OFFLOADED.get(model)
+
+
+def forget_offloaded_weights(model: nn.Module) -> None:
+    """Forget them: the model has its weights again."""
+    _OFFLOADED.pop(model, None)
 
 
 def offload_weights(

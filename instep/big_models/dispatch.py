@@ -1,0 +1,585 @@
+"""Models divided over devices: what does not fit is left in main memory or on the disk, and comes for its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.big_models.device_map import Memory, resolve_device_map
+from instep.big_models.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    Device,
+    Prefixed,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    as_device,
+    attach_align_device_hook,
+    remove_hook_from_module,
+    tensor_like,
+)
+from instep.big_models.offload import (
+    Stored,
+    WeightsMap,
+    forget_offloaded_weights,
+    offload_weights,
+    offloaded_weights,
+    open_offload_folder,
+    set_offloaded_weights,
+)
+from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
+from instep.big_models.sizes import owners
+from instep.checkpoint.lazy import join_tensors, read_parts
+from instep.checkpoint.tensors import dtype_from_name
+from instep.errors import CheckpointError, SettingError, UsageError
+from instep.types import PathLike
+from instep.utils.checks import wrong
+from instep.utils.paths import local_path
+from instep.utils.rank_zero import rank_zero_info
+
+DISK = "disk"
+DISPATCHED = "_dispatched"
+_MOVES = ("to", "cuda", "cpu", "xpu", "half", "float", "double", "bfloat16", "to_empty")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: str | Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: PathLike | None = None,
+    offload_index: Mapping[str, Mapping[str, str]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+) -> nn.Module:
+    """Divide a model over devices, so that it runs as before.
+
+    A module computes on its device. One on "cpu" or "disk" computes on the main device, where its weights come for its
+    forward; where the main device is the CPU, those on "cpu" simply stay there. Weights on the disk are on the meta
+    device between forwards. On a CPU they are used where they lie, mapped in their file, without a copy; for another
+    device the next block is read by a thread while one computes.
+
+    `model.state_dict()` has the values of all weights, offloaded ones too. Their values cannot be changed: a model that
+    trains has its trainable weights on a device.
+
+    Args:
+        model: with values, or after `load_checkpoint_in_model` with the same map; changed in place.
+        device_map: device by module name, or "auto", "balanced", "balanced_low_0", "sequential".
+        main_device: where offloaded modules compute; None: the first accelerator of the map, else the CPU.
+        state_dict: values of modules on "cpu" and "disk", by full name; None: the model's own.
+        offload_dir: folder for weights on "disk" that lie in no file yet.
+        offload_index: file ("safetensors_file") and name there ("weight_name") of weights on "disk".
+        offload_buffers: whether buffers are offloaded too.
+        skip_keys: keyword arguments of forwards that are not moved between devices, such as a cache.
+        preload_module_classes: names of classes that use weights of modules within, without calling these.
+        force_hooks: whether inputs are brought to the model's device where it has a single one, too.
+        max_memory: for a map that is made here, as for `infer_auto_device_map`.
+        no_split_module_classes: for a map that is made here, as for `infer_auto_device_map`.
+
+    Returns:
+        The model, whose `hf_device_map` is the map.
+
+    Raises:
+        SettingError: the map leaves weights without a device, or weights for the disk have no `offload_dir`.
+        CheckpointError: the folder is of another model.
+        UsageError: the model is dispatched already, or weights without values are given none.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="offloaded")  # doctest: +SKIP
+        >>> model(torch.ones(1, 2)).shape, model[1].weight.device  # doctest: +SKIP
+        (torch.Size([1, 2]), device(type='meta'))
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    if offloaded_names(model):
+        raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
+    devices = resolve_device_map(
+        model, device_map, max_memory, no_split_module_classes, offload_buffers=offload_buffers
+    )
+    kinds = set(devices.values())
+    if len(kinds) == 1 and DISK not in kinds and not force_hooks:
+        model.to(as_device(next(iter(kinds))))
+        vars(model)["hf_device_map"] = devices
+        return model
+    if main_device is None:
+        main_device = next((device for device in devices.values() if device not in ("cpu", DISK)), "cpu")
+    main = as_device(main_device)
+    away = {DISK} if main.type in ("cpu", "mps") else {"cpu", DISK}
+    where = _Where(devices, main, away)
+    weights = _weights_of(model, where, state_dict, offload_dir, offload_index, offload_buffers)
+    several = {where.device(name) for name, _ in model.named_modules()} != {torch.device("cpu")}
+    shared: dict[Any, Any] = {}
+    add_hook_to_module(model, _InputsHook(main, io_same_device=True, skip_keys=skip_keys), append=True)
+    _attach(model, "", where, weights, offload_buffers, skip_keys, preload_module_classes or (), shared, several)
+    shared.clear()  # or weights that were brought to a device would stay in main memory
+    _Dispatched(model, weights)
+    prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
+    if weights:
+        kept = " and ".join(sorted(str(kind) for kind in kinds & away))
+        rank_zero_info(f"Some parameters are on the meta device because they were offloaded to the {kept}.")
+    vars(model)["hf_device_map"] = devices
+    return model
+
+
+class _Where:
+    """Devices of a model's modules and weights.
+
+    Args:
+        devices: the map.
+        main: where offloaded modules compute.
+        away: the values of the map that mean offloaded.
+    """
+
+    def __init__(self, devices: Mapping[str, Device], main: torch.device, away: Collection[Device]) -> None:
+        self._devices, self._main, self._away = devices, main, away
+
+    def _entry(self, name: str) -> Device:
+        owner = next((each for each in reversed([*owners(name)]) if each in self._devices), None)
+        return self._main if owner is None else self._devices[owner]  # a module of which only the inner ones are named
+
+    def is_away(self, name: str) -> bool:
+        """Tell whether a module or weight is offloaded."""
+        return self._entry(name) in self._away
+
+    def is_on_disk(self, name: str) -> bool:
+        """Tell whether a module or weight is on the disk."""
+        return self._entry(name) == DISK
+
+    def device(self, name: str) -> torch.device:
+        """Return where a module or weight computes."""
+        entry = self._entry(name)
+        return self._main if entry in self._away else as_device(entry)
+
+
+def _weights_of(
+    model: nn.Module,
+    where: _Where,
+    given: Mapping[str, Tensor] | None,
+    folder: PathLike | None,
+    index: Mapping[str, Mapping[str, str]] | None,
+    offload_buffers: bool,
+) -> WeightsMap:
+    """Find the values of all weights that are offloaded; write those for the disk that lie in no file."""
+    loaded = offloaded_weights(model) or {}
+    indexed = {} if index is None else _indexed(index)
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    if offload_buffers:
+        unsaved = {name for name, _ in model.named_buffers(remove_duplicate=False)} - set(
+            model.state_dict(keep_vars=True)
+        )
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        tensors |= {name: buffer for name, buffer in buffers.items() if name not in unsaved}
+    staying = {id(tensor) for name, tensor in tensors.items() if not where.is_away(name) and not tensor.is_meta}
+    found: dict[str, Stored] = {}
+    written: dict[str, Tensor] = {}
+    empty: list[str] = []
+    for name, tensor in tensors.items():
+        if not where.is_away(name) or (id(tensor) in staying and where.device(name).type == "cpu"):
+            if tensor.is_meta:
+                empty.append(name)
+        elif name in indexed:
+            found[name] = indexed[name]
+        elif given is not None and name in given:
+            (written if where.is_on_disk(name) else found)[name] = given[name].to("cpu")
+        elif name in loaded:
+            found[name] = loaded[name]
+        elif not tensor.is_meta:
+            (written if where.is_on_disk(name) and index is None else found)[name] = tensor.data.to("cpu")
+        else:
+            empty.append(name)
+    shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+    if empty and folder is not None and not written:
+        there = open_offload_folder(folder, shapes)
+        found |= {name: there[name] for name in empty if name in there}
+        empty = [name for name in empty if name not in there]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values: "
+            f"{', '.join(empty[:8])}. Use load_checkpoint_and_dispatch, or load_checkpoint_in_model with this map."
+        )
+    if written and folder is None:
+        raise SettingError(
+            f"{len(written)} weights for the disk, such as {next(iter(written))}, lie in no file yet. Give an "
+            "offload_dir.",
+            field="offload_dir",
+            got=None,
+        )
+    if written:
+        assert folder is not None
+        found |= offload_weights(folder, shapes, written)
+    return WeightsMap(found)
+
+
+def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
+    """Open the weights of an index of safetensors files."""
+    wrong_entry = next((name for name, entry in index.items() if "safetensors_file" not in entry), None)
+    if wrong_entry is not None:
+        raise wrong(f"offload_index[{wrong_entry!r}]", index[wrong_entry], "'safetensors_file', and 'weight_name'")
+    files: dict[str, Any] = {}
+    for entry in index.values():
+        file = str(entry["safetensors_file"])
+        if file not in files:
+            files[file] = join_tensors([read_parts(local_path(file))])
+    found: dict[str, Stored] = {}
+    for name, entry in index.items():
+        there, stored = files[str(entry["safetensors_file"])], str(entry.get("weight_name", name))
+        if stored not in there:
+            file = entry["safetensors_file"]
+            raise CheckpointError(f"{file} has no {stored}, which offload_index names", path=Path(file))
+        found[name] = there[stored]
+    return found
+
+
+def _attach(
+    module: nn.Module,
+    name: str,
+    where: _Where,
+    weights: WeightsMap,
+    offload_buffers: bool,
+    skip_keys: str | Sequence[str] | None,
+    preloading: Collection[str],
+    shared: dict[Any, Any],
+    several: bool,
+) -> None:
+    """Give hooks to the modules that need one: with offloaded weights, or with inputs that may be elsewhere."""
+    whole = type(module).__name__ in preloading and where.is_away(name)
+    own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
+    offload = any(f"{name}.{key}".removeprefix(".") in weights for key, _ in own)
+    if offload or (several and own):
+        hook = AlignDevicesHook(
+            where.device(name),
+            offload,
+            weights_map=Prefixed(weights, f"{name}." * bool(name)) if offload else None,
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=shared,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for key, child in module.named_children():
+        inner = f"{name}.{key}".removeprefix(".")
+        _attach(child, inner, where, weights, offload_buffers, skip_keys, preloading, shared, several)
+
+
+class _InputsHook(AlignDevicesHook):
+    """Hook of a whole model: its inputs go to where it begins, its outputs to where the inputs were."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class _Dispatched:
+    """What makes a dispatched model still a model: a whole state dict, and errors where it is moved or changed.
+
+    Args:
+        model: the model.
+        weights: those that are offloaded.
+    """
+
+    def __init__(self, model: nn.Module, weights: WeightsMap) -> None:
+        self._model = model
+        own = vars(model)
+        own[DISPATCHED] = self
+        for name in (*_MOVES, "_apply"):
+            if hasattr(model, name):
+                own[name] = _Stays(model, name)
+        set_offloaded_weights(model, weights)
+        self._handles = [
+            model.register_state_dict_post_hook(_GivesValues(weights)),
+            model.register_load_state_dict_pre_hook(_RefusesValues(weights)),
+        ]
+
+    def undo(self) -> None:
+        """Make the model an ordinary one again, but for the hooks of its modules."""
+        own = vars(self._model)
+        for name in (*_MOVES, "_apply", "hf_device_map", DISPATCHED):
+            own.pop(name, None)
+        for handle in self._handles:
+            handle.remove()
+        forget_offloaded_weights(self._model)
+        for module in self._model.modules():
+            stop_prefetching(module)
+
+
+class _GivesValues:
+    """Hook of `state_dict`: offloaded weights have their values in it."""
+
+    def __init__(self, weights: WeightsMap) -> None:
+        self._weights = weights
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name in self._weights:
+            value = state.get(prefix + name)
+            if value is not None and value.is_meta:
+                state[prefix + name] = tensor_like(value, self._weights.at_rest(name))
+
+
+class _RefusesValues:
+    """Hook of `load_state_dict`: offloaded weights cannot be changed."""
+
+    def __init__(self, weights: WeightsMap) -> None:
+        self._weights = weights
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        found = [name for name in self._weights if prefix + name in state]
+        if found:
+            raise UsageError(
+                f"load_state_dict would change {len(found)} offloaded weights of {type(module).__name__}, such as "
+                f"{found[0]}, which are read where they lie. Load another checkpoint by load_checkpoint_and_dispatch, "
+                "or leave these weights out (strict=False)."
+            )
+
+
+class _Stays:
+    """Method of a dispatched model that would move it: an error."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        kind = type(self._model).__name__
+        if self._name != "_apply":
+            raise UsageError(
+                f"{kind}.{self._name}: the model is dispatched to the devices of its hf_device_map and stays there. "
+                "Dispatch it with another map or dtype, or call remove_hook_from_submodules(model) first."
+            )
+        if args[0](torch.empty(0)).dtype != torch.float32:  # a module around the model is converted
+            raise UsageError(
+                f"{kind} is dispatched, and its weights cannot be converted. Give load_checkpoint_and_dispatch the "
+                "dtype, or use precision='bf16-mixed' in place of 'bf16-true'."
+            )
+        return self._model  # a module around the model is moved: the model is where it belongs
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of those within, and undo what they did: offloaded weights get their values.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    remove_hook_from_module(module, recurse=True)
+
+
+# ---- whole models
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Leave all weights of a model in main memory; each module's come to the device for its forward.
+
+    Args:
+        model: changed in place.
+        execution_device: where modules compute; None: where the first weight is.
+        offload_buffers: whether buffers are offloaded too.
+        state_dict: values by full name; None: the model's own.
+        preload_module_classes: as for `dispatch_model`.
+
+    Returns:
+        The model.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    values = {name: value.to("cpu") for name, value in (state_dict or model.state_dict()).items()}
+    return _offload_all(model, execution_device, WeightsMap(values), offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: PathLike,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Write all weights of a model to a folder; each module's come to the device for its forward.
+
+    Args:
+        model: changed in place.
+        offload_dir: an ordinary safetensors file is written there; the folder is refused where it holds another model.
+        execution_device: where modules compute; None: where the first weight is.
+        offload_buffers: whether buffers are offloaded too.
+        preload_module_classes: as for `dispatch_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: the folder holds another model's weights, or cannot be written.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    values = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    shapes = {name: value.shape for name, value in values.items()}
+    weights = WeightsMap(offload_weights(offload_dir, shapes, values))
+    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _offload_all(
+    model: nn.Module,
+    execution_device: Device | None,
+    weights: WeightsMap,
+    offload_buffers: bool,
+    preload_module_classes: Collection[str] | None,
+) -> nn.Module:
+    if execution_device is None:
+        first = next(iter(model.parameters()), None)
+        execution_device = "cpu" if first is None or first.is_meta else first.device
+    device = as_device(execution_device)
+    add_hook_to_module(model, _InputsHook(device, io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+        tied_params_map={},
+    )
+    _Dispatched(model, weights)
+    prefetch_blocks(model, weights, {"": device})
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model in main memory until its forward; it stays on the device then, until its hook offloads it.
+
+    For models that run one after the other, many times each.
+
+    Args:
+        model: changed in place.
+        execution_device: where the model computes; None: the accelerator, where there is one.
+        prev_module_hook: of the model before, which leaves the device when this one comes.
+
+    Returns:
+        The model, and the hook, whose `offload()` brings the model back.
+
+    Example:
+        >>> first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2))
+        >>> second, second_hook = cpu_offload_with_hook(nn.Linear(2, 2), prev_module_hook=first_hook)
+        >>> second(first(torch.ones(1, 2))).shape
+        torch.Size([1, 2])
+        >>> second_hook.offload()
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+# ---- single modules
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that holds a module's offloaded weights."""
+    hook = vars(module).get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Tell whether weights of a module's own are offloaded between its forwards.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    return _offloading(module) is not None
+
+
+def offloaded_names(model: nn.Module) -> list[str]:
+    """List the names of a model's weights that hooks leave on the meta device between forwards."""
+    found = []
+    for name, module in model.named_modules():
+        hook = _offloading(module)
+        found += [] if hook is None else [f"{name}.{each}".removeprefix(".") for each in hook.names]
+    return found
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Have a module's own weights on a device, outside of its forward.
+
+    Args:
+        module: whose weights may be offloaded.
+        execution_device: where to; None: where an offloaded module computes, and else where the weights are.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    hook = _offloading(module)
+    device = None if execution_device is None else as_device(execution_device)
+    if hook is not None:
+        hook.load(device)
+        try:
+            yield
+        finally:
+            hook.unload()
+        return
+    before = {parameter: parameter.data for parameter in module.parameters(recurse=False)}
+    try:
+        for parameter, data in before.items():
+            parameter.data = data if device is None else data.to(device)
+        yield
+    finally:
+        for parameter, data in before.items():
+            # Changes that were made in the block are kept.
+            parameter.data = parameter.data.to(data.device)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Bring one parameter or buffer of a module to a device, or give it a value there.
+
+    Args:
+        module: the module.
+        tensor_name: full name in the module.
+        device: where to.
+        value: the new value, of the same shape; needed where the old one is on the meta device.
+        dtype: of the value; None: its own for a buffer, that of the old one for a parameter.
+
+    Raises:
+        UsageError: the module has no such tensor, the value is missing, or it has another shape.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    prefix, _, leaf = tensor_name.rpartition(".")
+    owner: Any = module.get_submodule(prefix)
+    holder: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+    kind = type(module).__name__
+    if leaf not in holder:
+        raise UsageError(f"{kind} has no parameter or buffer {tensor_name!r}")
+    old, to = holder[leaf], as_device(device)
+    if value is None and (old is None or (old.is_meta and to.type != "meta")):
+        raise UsageError(f"{tensor_name} is on the meta device and has no value: give the value that it gets on {to}")
+    if value is not None and old is not None and value.shape != old.shape:
+        raise UsageError(
+            f"{tensor_name} of {kind} has the shape {tuple(old.shape)}, and the value has {tuple(value.shape)}"
+        )
+    new: Any = old if value is None else value
+    wanted = dtype_from_name(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if wanted is None and value is not None and isinstance(old, nn.Parameter):
+        wanted = old.dtype
+    with torch.no_grad():
+        data = new.detach().to(to, wanted if wanted is not None else new.dtype)
+    holder[leaf] = data if old is None else tensor_like(old, data)

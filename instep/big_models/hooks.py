@@ -1,0 +1,675 @@
+"""Hooks around a module's forward: bring weights and inputs to the device where it computes, and put them back."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from instep.big_models.sizes import non_persistent_buffers
+from instep.distributed.nested import send_to_device
+
+Device = torch.device | int | str
+_META = torch.device("meta")
+_counting = threading.Lock()  # of forwards that use a hook's weights, in all threads
+
+
+class ModelHook:
+    """Base of what runs around the forward of a module, with its keyword arguments.
+
+    Example:
+        >>> class Doubled(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return 2 * output
+        >>> add_hook_to_module(nn.Identity(), Doubled())(torch.ones(2))
+        tensor([2., 2.])
+
+    Source: the class of this name in Hugging Face Accelerate.
+    """
+
+    no_grad = False
+    """Whether the forward runs without gradients."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module when the hook is added; return it."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run before the forward; return its arguments."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Run after the forward; return its output."""
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        """Run in place of `post_forward` where the forward raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo what `init_hook` did, when the hook is removed; return the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks of one module, each of which runs in turn.
+
+    Args:
+        hooks: in their order.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of them wants the forward to run without gradients."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        done: list[ModelHook] = []
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                done.append(hook)
+        except BaseException:
+            for hook in done:
+                hook.after_error(module)
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.after_error(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+class _HookedForward:
+    """The forward of a module with a hook. It is a class, so that the module can be copied and pickled."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            eager: Any = torch.compiler.disable(_hooked)
+            return eager(self.module, args, kwargs)
+        return _hooked(self.module, args, kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        """Signature of the module's own forward, which transformers reads."""
+        from inspect import signature  # late: only who reads signatures needs it
+
+        return signature(self.module._old_forward)
+
+
+def _hooked(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.after_error(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Run a hook around the forward of a module.
+
+    Args:
+        module: the module, changed in place.
+        hook: the hook; in place of one that the module has.
+        append: whether it runs after the one that the module has, instead.
+
+    Returns:
+        The module.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    subject: Any = module
+    before = getattr(subject, "_hf_hook", None)
+    if append and before is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)
+    if not hasattr(subject, "_old_forward"):
+        subject._old_forward = subject.forward
+    subject = hook.init_hook(module)
+    subject._hf_hook = hook
+    _set_forward(subject, _HookedForward(subject))
+    return subject
+
+
+def _set_forward(module: Any, forward: Any) -> None:
+    if isinstance(module, GraphModule):  # has a class of its own, into which `recompile` puts the forward
+        type(module).forward = forward
+    else:
+        module.forward = forward
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove the hook of a module, and undo what it did.
+
+    Args:
+        module: the module, changed in place.
+        recurse: whether those of the modules within are removed too.
+
+    Returns:
+        The module.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    subject: Any = module
+    dispatched = vars(module).get("_dispatched")
+    if dispatched is not None:
+        dispatched.undo()
+    if hasattr(subject, "_hf_hook"):
+        subject._hf_hook.detach_hook(subject)
+        del subject._hf_hook
+    if hasattr(subject, "_old_forward"):
+        own = getattr(subject._old_forward, "__func__", None)
+        if own is not None and own is getattr(type(subject), "forward", None):
+            del subject.forward  # the class has it
+        else:
+            _set_forward(subject, subject._old_forward)
+        del subject._old_forward
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+# ---- weights and inputs where the module computes
+
+
+class _Slot:
+    """Place of one offloaded weight in a module.
+
+    Args:
+        name: of the weight, as the map of weights has it.
+        holder: the `_parameters` or `_buffers` that hold it.
+        leaf: its name there.
+    """
+
+    def __init__(self, name: str, holder: dict[str, Any], leaf: str) -> None:
+        self.name, self.holder, self.leaf = name, holder, leaf
+        self.original: torch.device = holder[leaf].device
+        self.empty: Tensor = tensor_like(holder[leaf], holder[leaf].data.to(_META))
+        self._value: Tensor | None = None  # what the tensor below was made of
+        self._kept: Tensor | None = None
+
+    def load(self, value: Tensor, device: torch.device | None) -> None:
+        """Put a weight into the module, on a device. One that lies there already is put there as it is."""
+        if self._value is not value:
+            there = value if device is None or value.device == device else value.to(device)
+            made = tensor_like(self.empty, there)
+            # Only what costs no memory of the device is kept until the next forward.
+            self._value, self._kept = (value, made) if there is value and value.device.type == "cpu" else (None, None)
+            self.holder[self.leaf] = made
+        else:
+            assert self._kept is not None
+            if self._kept.requires_grad is not self.empty.requires_grad:  # it was frozen since
+                self._kept.requires_grad_(self.empty.requires_grad)
+            self.holder[self.leaf] = self._kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_value": None, "_kept": None}  # a copy of the module reads the same files
+
+    def unload(self) -> None:
+        """Leave the weight on the meta device."""
+        self.holder[self.leaf] = self.empty
+
+
+class AlignDevicesHook(ModelHook):
+    """Hook that brings inputs and weights to the device where a module computes.
+
+    Args:
+        execution_device: where the module computes; None: nothing is moved.
+        offload: whether the module's weights are on the meta device but for its forward. They are given by
+            `weights_map` then, and are put where they lie, without a copy, where that is on the device.
+        io_same_device: whether outputs go to the device of the inputs.
+        weights_map: weights by the module's own names; None: those it has, in main memory.
+        offload_buffers: whether buffers are offloaded too, but for those that are in no state dict.
+        place_submodules: whether weights of modules within are meant too.
+        skip_keys: keyword arguments that are not moved.
+        tied_params_map: what hooks of one model share, so that a weight that is tied is one on each device.
+
+    Source: the class of this name in Hugging Face Accelerate.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: MutableMapping[Any, Any] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+        self.tied_params_map = {} if tied_params_map is None else tied_params_map
+        self.input_device: torch.device | None = None
+        self._device: torch.device | None = None if execution_device is None else as_device(execution_device)
+        self._slots: list[_Slot] = []
+        self._users = 0  # forwards that run now: a module may call itself, or run in several threads
+
+    def __repr__(self) -> str:
+        told = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in told)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        left_out = non_persistent_buffers(module, self.place_submodules)
+        tensors: dict[str, Any] = {}
+        for name, holder, leaf in _places(module, self.place_submodules):
+            offloaded = isinstance(holder[leaf], nn.Parameter) or (self.offload_buffers and name not in left_out)
+            if self.offload and offloaded and (self.weights_map is None or name in self.weights_map):
+                tensors[name] = holder[leaf]
+                self._slots.append(_Slot(name, holder, leaf))
+            elif self._device is not None:
+                holder[leaf] = _placed(holder[leaf], self._device, self.tied_params_map)
+        if self.offload and self.weights_map is None:
+            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in tensors.items()}
+        for slot in self._slots:
+            slot.unload()
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device((args, kwargs))
+        device = self._device
+        if device is not None:
+            args = tuple(moved(value, device) for value in args)
+            for key in kwargs:
+                if key not in self.skip_keys:
+                    kwargs[key] = moved(kwargs[key], device)
+        if self._slots:
+            self.load()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self._slots:
+            self.unload()
+        if self.io_same_device and self.input_device is not None:
+            output = moved(output, self.input_device, self.skip_keys)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        if self._slots:
+            self.unload()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the weights that are offloaded."""
+        return [slot.name for slot in self._slots]
+
+    def load(self, device: torch.device | None = None) -> None:
+        """Put the weights into the module.
+
+        Args:
+            device: where to; None: where the module computes.
+        """
+        weights = self.weights_map
+        assert weights is not None
+        with _counting:
+            self._users += 1
+            if self._users > 1:
+                return
+            try:
+                for slot in self._slots:
+                    slot.load(weights[slot.name], device or self._device)
+            except BaseException:
+                self._users = 0
+                for slot in self._slots:
+                    slot.unload()
+                raise
+
+    def unload(self) -> None:
+        """Leave the weights on the meta device, where no other forward of the module runs."""
+        with _counting:
+            self._users -= 1
+            if self._users == 0:
+                for slot in self._slots:
+                    slot.unload()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for slot in self._slots:
+            assert self.weights_map is not None
+            # What was never here is left where it lies, in memory or mapped.
+            device = None if slot.original == _META else slot.original
+            slot.load(self.weights_map[slot.name], device)
+        self._slots = []
+        return module
+
+
+def _places(module: nn.Module, recurse: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name, holder and own name of each parameter and buffer."""
+    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+        for holder in (owner._parameters, owner._buffers):
+            entries: dict[str, Any] = holder
+            for leaf in [leaf for leaf, value in entries.items() if value is not None]:
+                yield f"{prefix}.{leaf}".removeprefix("."), entries, leaf
+
+
+def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, Any]) -> Tensor:
+    """Bring a weight of a module to a device: the same object for all that are tied to it and compute there."""
+    if tensor.device == device or device == _META or tensor.is_meta:
+        return tensor if device != _META or tensor.is_meta else tensor_like(tensor, tensor.data.to(device))
+    there = shared.setdefault(id(tensor), {"of": tensor})  # the tensor is kept, so that its id stays its own
+    if device not in there:
+        there[device] = tensor_like(tensor, tensor.data.to(device))
+    return there[device]
+
+
+def tensor_like(old: Tensor, value: Tensor) -> Tensor:
+    """Make a parameter or buffer of a value, with what users put on the old one."""
+    if not isinstance(old, nn.Parameter):
+        return value
+    if isinstance(value, nn.Parameter):
+        value = value.data
+    if type(old) is nn.Parameter:
+        new: Any = nn.Parameter(value, requires_grad=old.requires_grad)
+    else:  # not the constructor: those of subclasses, such as bitsandbytes' parameters, do much
+        new = Tensor._make_subclass(type(old), value, old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def as_device(device: Device) -> torch.device:
+    """Return a device of torch; a number is that of an accelerator."""
+    if isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device(accelerator.type if accelerator else "cuda", device)
+    device = torch.device(device)
+    if device.index is None and device.type not in ("cpu", "meta", "mps"):
+        return torch.device(device.type, torch.get_device_module(device).current_device())  # as its tensors say
+    return device
+
+
+def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
+    """Bring the tensors in nested data to a device; data that are there already are returned as they are.
+
+    Args:
+        data: nested data.
+        device: where to.
+        skip_keys: of a mapping, whose values are left where they are.
+    """
+    if isinstance(data, Mapping) and skip_keys:
+        there = {key: value if key in skip_keys else moved(value, device) for key, value in data.items()}
+        if all(there[key] is value for key, value in data.items()):
+            return data
+        copied: Any = copy(data)
+        for key, value in there.items():
+            copied[key] = value
+        return copied
+    return data if _is_there(data, device) else send_to_device(data, device)
+
+
+def _is_there(data: Any, device: torch.device) -> bool:
+    if isinstance(data, Tensor):
+        return data.device == device
+    if data is None or isinstance(data, bool | int | float | str):
+        return True
+    if isinstance(data, tuple | list):
+        return all(_is_there(item, device) for item in data)
+    if isinstance(data, Mapping):
+        return all(_is_there(item, device) for item in data.values())
+    return False
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor in nested data."""
+    if isinstance(data, Tensor):
+        return data.device
+    items = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple | list) else ()
+    return next((found for item in items if (found := find_device(item)) is not None), None)
+
+
+class Prefixed(Mapping[str, Tensor]):
+    """Those of a map of weights that belong to a module, by its own names.
+
+    Args:
+        weights: by full name.
+        prefix: the module's name with a dot; "" for the model.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._weights if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._prefix}{name}" in self._weights
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: MutableMapping[Any, Any] | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each module that has weights of its own.
+
+    Args:
+        module: the module and those within.
+        execution_device: as for the hook, as are `offload`, `offload_buffers`, `skip_keys`, `tied_params_map`.
+        offload: as for the hook.
+        weights_map: weights by full name.
+        offload_buffers: as for the hook.
+        module_name: full name of the module.
+        skip_keys: as for the hook.
+        preload_module_classes: names of classes that get all weights within them at the begin of their forward, because
+            it uses weights of modules that it does not call.
+        tied_params_map: as for the hook.
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    if whole or next(_places(module, recurse=False), None) is not None:
+        prefix = f"{module_name}." * bool(module_name)
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=None if weights_map is None else Prefixed(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            f"{module_name}.{name}".removeprefix("."),
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+# ---- one model after the other on a device
+
+
+class CpuOffload(ModelHook):
+    """Hook that brings a whole model to a device for its first forward, where it stays until it is offloaded.
+
+    Args:
+        execution_device: where the model computes; None: the accelerator, where there is one.
+        prev_module_hook: of the model that leaves the device when this one comes.
+
+    Source: the class of this name in Hugging Face Accelerate.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        if execution_device is None:
+            execution_device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.execution_device = as_device(execution_device)
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.prev_module_hook is not None and find_device(list(module.parameters())) != self.execution_device:
+            self.prev_module_hook.offload()
+            if self.execution_device.type != "cpu":
+                torch.accelerator.memory.empty_cache()
+        module.to(self.execution_device)
+        return tuple(moved(value, self.execution_device) for value in args), {
+            key: moved(value, self.execution_device) for key, value in kwargs.items()
+        }
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` gives: it offloads the model, or removes the hook.
+
+    Args:
+        model: the model.
+        hook: its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Bring the model to main memory."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        remove_hook_from_module(self.model)
+
+
+# ---- weights that are kept in another dtype than that in which they compute
+
+_CAST = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Hook that keeps a module's weights in one dtype, and converts them to another for its forward.
+
+    For inference: weights that are converted back lose what the narrower dtype cannot hold.
+
+    Args:
+        storage_dtype: in which weights are kept, such as float8_e4m3fn.
+        compute_dtype: in which the module computes.
+        non_blocking: whether the host goes on while a device converts.
+
+    Source: the class of this name in Hugging Face Accelerate.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of linear and convolutional layers in a narrower dtype than that in which they compute.
+
+    Args:
+        module: the model.
+        storage_dtype: in which weights are kept, such as `torch.float8_e4m3fn`.
+        compute_dtype: in which layers compute.
+        skip_modules_pattern: regular expressions; modules whose names have a match, and those within, are left out.
+        skip_modules_classes: modules of these classes, and those within, are left out.
+        non_blocking: whether the host goes on while a device converts.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+        >>> model(torch.ones(1, 4)).dtype, model[0].weight.dtype, model[1].weight.dtype
+        (torch.float32, torch.bfloat16, torch.float32)
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    skipped = skip_modules_classes or ()
+
+    def visit(part: nn.Module, name: str) -> None:
+        if isinstance(part, tuple(skipped)) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(part, _CAST):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(part, hook, append=True)
+            return
+        for key, child in part.named_children():
+            visit(child, f"{name}.{key}".removeprefix("."))
+
+    visit(module, "")
