@@ -77,6 +77,17 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     raise CheckpointNotFoundError(f"{repo_id} has neither {SAFE} nor {SAFE_INDEX}; nothing else is read")
 
 
+def download_config(repo_id: str) -> Path:
+    """Get a repository's `config.json` into the hub's cache, or out of the cache where nobody can be asked.
+
+    Raises:
+        CheckpointNotFoundError: there is no such repository, or no such file in the cache.
+        CheckpointError: the hub cannot be reached, or refuses.
+    """
+    with told(repo_id):
+        return owned(Path(hub_module().hf_hub_download(repo_id, CONFIG)))
+
+
 def parts_of(index: Path) -> list[Path]:
     """List the files of an index: files of weights in its folder."""
     parts, suffix = indexed_files(index), index.name.removesuffix(".index.json").rpartition(".")[2]

@@ -85,7 +85,7 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.stored_dtype = "int4" if self.load_in_4bit else torch.int8
+        self.stored_dtype = self.bnb_4bit_quant_type if self.load_in_4bit else torch.int8
         if self.load_in_8bit == self.load_in_4bit:
             raise SettingError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: exactly one of them must be "
@@ -244,7 +244,7 @@ def load_and_quantize_model(
         >>> model = load_and_quantize_model(model, config, "folder/of/weights")  # doctest: +SKIP
     """
     config = _config_of(quantization_config if bnb_quantization_config is None else bnb_quantization_config)
-    chosen = _chosen(model, config)
+    chosen = chosen_layers(model, config)
     devices = _device_map(model, chosen, config, device_map, max_memory, no_split_module_classes)
     if len(set(devices.values())) != 1 or "disk" in devices.values():
         raise SettingError(f"device_map={devices}: a quantized model is on one device.", field="device_map")
@@ -278,7 +278,7 @@ def _config_of(config: Any) -> BnbQuantizationConfig | TorchAoConfig:
 # ---- which layers
 
 
-def _chosen(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
+def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
     """Return the linear layers that are quantized, under each of their names."""
     skipped = _kept_by_default(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skipped, *(config.keep_in_fp32_modules or ())]

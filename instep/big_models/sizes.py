@@ -14,7 +14,8 @@ from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import SettingError
 
 Dtype = torch.dtype | str
-_NAMES = {"fp8": "float8_e4m3fn", "fp4": "int4", "nf4": "int4"}  # how quantisations are called: their size
+# Quantisations that are no dtypes: bitsandbytes' 4 bits have a float32 scale for 64 elements.
+_BITS = {"fp8": 8, "fp4": 4 + 32 / 64, "nf4": 4 + 32 / 64}
 
 
 def named_module_tensors(
@@ -45,7 +46,7 @@ def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
 
 
 def dtype_byte_size(dtype: Dtype) -> float:
-    """Return the bytes of one element: 4 for float32, 1 for fp8 and bool, a half for int4.
+    """Return the bytes of one element: 4 for float32, 1 for fp8 and bool, a half for int4, 0.5625 for nf4.
 
     Elements of less than a byte are counted as packed, which is how quantised weights are held.
 
@@ -60,10 +61,10 @@ def dtype_byte_size(dtype: Dtype) -> float:
         (2, 0.5)
     """
     name = str(dtype).removeprefix("torch.")
-    name = _NAMES.get(name, name)
     narrow = re.fullmatch(r"u?int([1-7])", name)
-    if narrow:
-        return int(narrow[1]) / 8
+    bits = int(narrow[1]) if narrow else _BITS.get(name)
+    if bits is not None:
+        return bits / 8
     try:
         return dtype_from_name(name).itemsize
     except ValueError as error:

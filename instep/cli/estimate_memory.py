@@ -1,15 +1,17 @@
 """Estimate the memory that training takes in each process, by strategy, precision and number of processes.
 
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
-for transformers, or safetensors files. Two steps run on tensors that have sizes and no values, so nothing is downloaded
-or computed, and the machine need not have the memory. A step needs a batch: --input, --data, or for transformers
---batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU its context and
-NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top.
+for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
+tensors that have sizes and no values, so no weight is downloaded and nothing is computed, and the machine need not have
+the memory. A step needs a batch: --input, --data, or for transformers --batch-size and --sequence-length; without one,
+and for files, activations are not counted. On a GPU its context and NCCL (0.5 to 1.5 GB) and what its allocator cannot
+use come on top. With --inference: what the loaded model takes, and its largest layer, by dtype.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
   instep estimate-memory train:Model --data train:Data --strategy fsdp --devices 2 8
   instep estimate-memory llama/config.json --batch-size 4 --precision bf16-mixed --json
+  instep estimate-memory user/model --inference --dtypes bfloat16 nf4
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
 from instep.errors import SettingError
 
+if TYPE_CHECKING:
+    from instep.cli.memory.subject import Subject
+
 _STRATEGIES = ("single_device", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+_DTYPES = ("float32", "bfloat16", "int8", "nf4")
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
@@ -43,6 +49,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=int, metavar="N", default=1, help="batches of an optimizer step (default: 1)")
     add("--accelerator", choices=("gpu", "cpu"), default="gpu", help="where it will train (default: gpu)")
     add("--weights-only", action="store_true", help="leave the step out")
+    add("--inference", action="store_true", help="the loaded model alone, by --dtypes; no training")
+    add(
+        "--dtypes",
+        nargs="+",
+        metavar="D",
+        default=list(_DTYPES),
+        help=f"with --inference: torch's; of a byte and "
+        f"less for linear layers, the rest is bfloat16 (default: {' '.join(_DTYPES)})",
+    )
     add("--json", action="store_true", help="for programs; bytes")
 
 
@@ -67,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         sequence=args.sequence_length,
         weights_only=args.weights_only,
     )
+    if args.inference:
+        return _say_inference(subject, args.dtypes, args.json)
     setups = [
         Setup(strategy, precision, devices, args.accumulate, args.accelerator == "gpu")
         for precision in args.precision
@@ -86,6 +103,20 @@ def run(args: argparse.Namespace) -> int:
     output.table(("precision", "strategy", "devices", *columns), cells, right=("devices", *columns))
     if subject.batch is None:
         output.say("activations are not counted: give a batch by --input or --data")
+    return 0
+
+
+def _say_inference(subject: Subject, dtypes: list[str], as_json: bool) -> int:
+    from instep.cli.memory.inference import loaded_sizes  # late, as above
+
+    rows = [asdict(row) for row in loaded_sizes(subject, dtypes)]
+    if as_json:
+        output.say_json({"subject": subject.name, "rows": rows})
+        return 0
+    output.say(f"{subject.name}: memory of the loaded model")
+    sizes = ("weights", "largest_layer")
+    cells = [(row["dtype"], *(output.size(row[key], "?") for key in sizes)) for row in rows]
+    output.table(("dtype", "weights", "largest layer"), cells, right=("weights", "largest layer"))
     return 0
 
 

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 def test_bytes_of_an_element():
-    sizes = {torch.float32: 4, "bfloat16": 2, "torch.float8_e4m3fn": 1, torch.bool: 1, "int4": 0.5, "nf4": 0.5}
+    sizes = {torch.float32: 4, "bfloat16": 2, "torch.float8_e4m3fn": 1, torch.bool: 1, "int4": 0.5, "nf4": 0.5625}
     sizes |= {"uint2": 0.25, "fp8": 1, torch.complex64: 8}
     assert {dtype: dtype_byte_size(dtype) for dtype in sizes} == sizes
     with pytest.raises(SettingError, match="float12"):

@@ -1,6 +1,7 @@
-"""Memory that training takes, found by training with tensors that have sizes and no values.
+"""Memory that a model takes: training, found by training with tensors that have sizes and no values, and inference.
 
 - `subject`: what is trained: a module by import path, a model of transformers, a file of weights.
 - `simulate`: two steps of it under a strategy, with every byte counted.
+- `inference`: what the loaded model takes, without a step.
 - `estimate`: the estimate for one set-up: the simulation's, or a sum of buffers for DeepSpeed.
 """

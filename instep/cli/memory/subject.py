@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.big_models.hub import download_config, is_repository
 from instep.checkpoint.edge import reading
 from instep.checkpoint.lazy import read_parts
 from instep.checkpoint.tensors import dtype_from_name
@@ -65,6 +66,8 @@ def find_subject(
     """
     make_optimizer = None if optimizer is None else _optimizer_class(optimizer)
     path = local_path(what)
+    if not path.exists() and "/" in what and is_repository(what):
+        path = download_config(what)
     batch = _batch_of(inputs) if inputs else _batch_from(data, data_arguments) if data is not None else None
     if path.exists():
         if path.suffix == ".py":
@@ -90,7 +93,7 @@ def _imported(path: str) -> Any:
     if not colon:
         raise SettingError(
             f"{path!r} is neither there as a file or folder ({_FILES}), nor an import path such as "
-            "package.module:Class or train.py:Class",
+            "package.module:Class or train.py:Class, nor a repository of the Hugging Face hub such as user/model",
             field="what",
             got=path,
         )

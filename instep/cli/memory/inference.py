@@ -1,0 +1,64 @@
+"""Memory that a model takes once it is loaded, counted as device maps count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instep.big_models import init_empty_weights
+from instep.big_models.quantization import BnbQuantizationConfig, chosen_layers
+from instep.big_models.sizes import compute_module_sizes, dtype_byte_size, largest_layers
+from instep.cli.memory.simulate import users_code
+from instep.cli.memory.subject import Subject
+from instep.errors import SettingError
+
+_REST = "bfloat16"  # of what is not quantized
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Bytes of a model in one dtype.
+
+    Args:
+        dtype: its name.
+        weights: of all parameters and buffers; None where there is no layer to quantize.
+        largest_layer: of the largest block that is not split over devices, or layer: what has to be on the device that
+            computes, however much is offloaded. None as above.
+    """
+
+    dtype: str
+    weights: int | None
+    largest_layer: int | None
+
+
+def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
+    """Count what a subject takes in each of these dtypes; no value is made or read.
+
+    Args:
+        subject: what is loaded.
+        dtypes: names of torch's, or "nf4" and "fp4". In one of a byte and less the linear layers are held that
+            `load_and_quantize_model` quantizes; all else is bfloat16 then.
+
+    Raises:
+        SettingError: a dtype is unknown.
+        UsageError: the subject cannot be made.
+    """
+    with users_code(f"making {subject.name}", "Give its arguments by --args."), init_empty_weights():
+        model: Any = subject.make()
+    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # one of transformers, which knows its blocks
+        model = model.model
+    whole = getattr(model, "_no_split_modules", None) or ()
+
+    def count(name: str) -> Loaded:
+        dtype, quantized = name, None
+        if dtype_byte_size(name) <= 1:
+            try:
+                layers = chosen_layers(model, BnbQuantizationConfig(load_in_8bit=True))
+            except SettingError:
+                return Loaded(name, None, None)
+            dtype, quantized = _REST, dict.fromkeys((f"{layer}.weight" for layer in layers), name)
+        sizes = compute_module_sizes(model, dtype, quantized)
+        return Loaded(name, sizes[""], largest_layers(model, sizes, whole)[""])
+
+    return [count(name) for name in dtypes]
