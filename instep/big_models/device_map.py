@@ -118,7 +118,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         near = {name: get_close_matches(name, known, 1) for name in unknown}
         hints = [f"{name} (did you mean {found[0]}?)" if found else name for name, found in near.items()]
         warn_user(f"device_map keys do not match any submodules or tensors in the model: {', '.join(hints)}")
-    left = [name for name in weights if _device_of(name, device_map) is None]
+    left = [name for name in weights if device_of(name, device_map) is None]
     if left:
         more = f" and {len(left) - 20} others" if len(left) > 20 else ""
         raise SettingError(
@@ -128,12 +128,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             got=dict(device_map),
         )
     for group in find_tied_parameters(model):
-        devices = {name: _device_of(name, device_map) for name in group}
+        devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             warn_user(f"device_map puts one tied parameter on several devices: {devices}. Put them on one.")
 
 
-def _device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
+def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
     """Return the device of the innermost entry that a tensor is within."""
     return next((device_map[owner] for owner in reversed([*owners(name)]) if owner in device_map), None)
 

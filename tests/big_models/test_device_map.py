@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from instep.big_models import check_device_map, clean_device_map, get_balanced_memory, infer_auto_device_map
-from instep.big_models.device_map import resolve_device_map
+from instep.big_models import (
+    check_device_map,
+    clean_device_map,
+    compute_module_sizes,
+    find_tied_parameters,
+    get_balanced_memory,
+    infer_auto_device_map,
+    named_module_tensors,
+)
+from instep.big_models.device_map import device_of, resolve_device_map
 from instep.errors import SettingError
 
 
@@ -59,6 +68,40 @@ def test_ties_stay_together():
     model[2] = model[3]
     found = infer_auto_device_map(model, {0: 0, 1: 100, "cpu": 64})
     assert found == {**dict.fromkeys(("own", "0", "1.1", "4"), 1), **dict.fromkeys(("1.0", "2", "3"), "cpu")}
+
+
+def grown(r: random.Random, depth: int) -> Any:
+    """A module at random, with tensors of its own beside modules."""
+    if not depth or r.random() < 0.3:
+        return r.choice([nn.Linear(r.randint(1, 8), r.randint(1, 8)), nn.BatchNorm1d(r.randint(1, 6)), nn.ReLU()])
+    module = r.choice([nn.Module, Block])()
+    module.own = nn.Parameter(torch.zeros(r.randint(1, 9)))
+    module.register_buffer("table", torch.zeros(r.randint(1, 9)), persistent=False)
+    for n in range(r.randint(1, 4)):
+        module.add_module(f"{n}", grown(r, depth - 1))
+    return module
+
+
+def test_random_models_are_covered_and_within_limits():
+    for seed in range(60):
+        r = random.Random(seed)
+        model = nn.Sequential(*(grown(r, 3) for _ in range(4)))
+        owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+        for _ in range(min(3, len(owners) // 2)):
+            (one, key), (other, there) = r.sample(owners, 2)
+            one._parameters[key] = other._parameters[there]
+        sizes = compute_module_sizes(model)
+        limits: Any = {device: int(sizes[""] * r.uniform(0, 0.6)) for device in (0, 1, "cpu")}
+        options: Any = {"no_split_module_classes": r.choice([None, "Block"]), "fallback_allocation": seed % 2 == 0}
+        found: Any = infer_auto_device_map(model, limits, **options, offload_buffers=True)
+        used = dict.fromkeys((*limits, "disk"), 0)
+        for name, _ in named_module_tensors(model, recurse=True):
+            used[device_of(name, found)] += sizes[name]
+        assert sum(used.values()) == sizes[""], seed
+        assert all(used[device] <= limits[device] for device in limits), seed
+        for group in find_tied_parameters(model):
+            assert len({device_of(name, found) for name in group}) == 1, seed
+        check_device_map(model, found)
 
 
 def test_a_later_part_where_the_next_does_not_fit():

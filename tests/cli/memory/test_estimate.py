@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from instep.big_models import compute_module_sizes
 from instep.cli.main import main
 from instep.cli.memory.estimate import Setup, estimate
 from instep.cli.memory.subject import Subject
@@ -97,6 +98,10 @@ def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*words, "--precision", "32-true", "--devices", "4", "--json"]) == 0
     [single, fsdp] = json.loads(capsys.readouterr().out)["rows"]
     assert (single["weights"], single["gradients"], single["activations"]) == (4 * 5007 + 24, 4 * 5007, None)
+    assert main([*words[:2], "--inference", "--dtypes", "bfloat16", "int8", "--json"]) == 0
+    [bf16, int8] = json.loads(capsys.readouterr().out)["rows"]
+    assert bf16 == {"dtype": "bfloat16", "weights": 2 * 5007 + 24, "largest_layer": 2 * 5000 + 24}
+    assert int8["weights"] is None  # which of the tensors are linear layers' is not in the file
     assert fsdp["weights"] == pytest.approx(4 * (100 // 4 * 50 + 2) + 24, rel=0.01)
     assert main([*words, "--precision", "bf16-true"]) == 0
     said = capsys.readouterr().out
@@ -118,7 +123,9 @@ def test_a_module_by_its_import_path(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.transformers
-def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers  # late: an optional package
 
     config = transformers.LlamaConfig(
@@ -136,6 +143,27 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     assert single["weights"] == sum(it.nbytes for it in held)
     assert single["activations"] > 2 * 16 * 96 * 4  # the logits at least
     assert fsdp["weights"] < 0.6 * single["weights"]
+
+    # The loaded model alone, by its name on the hub: out of the cache, with nobody to ask.
+    cached = tmp_path / "hub" / "models--user--model"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    (tmp_path / "config.json").rename(cached / "snapshots" / "abc" / "config.json")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["estimate-memory", "user/model", "--inference", "--json"]) == 0
+    rows = {row["dtype"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["float32"]["weights"] == single["weights"]
+    sizes = compute_module_sizes(model, "bfloat16")
+    assert rows["bfloat16"]["weights"] == sizes[""]
+    assert rows["bfloat16"]["largest_layer"] == sizes["model.layers.0"] > sizes["lm_head"]
+    linear = sum(sizes[f"model.layers.{n}.{part}"] for n in (0, 1) for part in ("self_attn", "mlp"))
+    assert rows["int8"]["weights"] == sizes[""] - linear // 2
+    assert rows["nf4"]["weights"] == sizes[""] - linear + linear // 2 * 9 // 16
+    assert main(["estimate-memory", "user/other", "--inference"]) == 1
+    assert "user/other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
