@@ -14,6 +14,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import nn
+
+from instep.big_models import init_empty_weights, load_checkpoint_in_model
+from instep.big_models.offload import offloaded_weights
 from instep.checkpoint import CheckpointStore, find_checkpoint, lease, load_weights, merge
 from instep.checkpoint.manifest import read_manifest
 from instep.checkpoint.names import MANIFEST
@@ -185,6 +190,26 @@ def _lease(folder: Path, rng: Random) -> Any:
     taken = lease.Lease.take(root, "run-2")
     taken.check()
     taken.release()
+
+
+def _write_for_big_models(folder: Path) -> None:
+    corpus.write_safetensors(folder)
+    _load_in_model(folder, folder / "offload")
+
+
+def _big_models(folder: Path, rng: Random) -> Any:
+    """Load weights into an empty model, some of them by an offload folder."""
+    path = folder if rng.random() < 0.7 else folder / "alone.safetensors"
+    return _load_in_model(path, folder / "offload", rng.random() < 0.5)
+
+
+def _load_in_model(path: Path, offload: Path, disk: bool = True) -> Any:
+    with init_empty_weights():
+        model = nn.Module()
+        model.layer = nn.Linear(3, 2)
+        model.same = nn.Parameter(torch.empty(2))
+    load_checkpoint_in_model(model, path, {"layer": "disk", "same": "cpu"} if disk else None, offload, torch.float16)
+    return offloaded_weights(model), model
 
 
 def _foreign(folder: Path, rng: Random) -> Any:
@@ -414,6 +439,7 @@ READERS: dict[str, Reader] = {
     "lease": Reader(_write_lease, _lease, lambda folder, rng: damage(folder, rng)),
     "torch": Reader(corpus.write_torch, _foreign),
     "safetensors": Reader(corpus.write_safetensors, _foreign),
+    "big-models": Reader(_write_for_big_models, _big_models),
     "dcp": Reader(lambda folder: corpus.write_dcp(folder / "shards"), _folder_weights),
     "deepspeed": Reader(_write_both_stages, _folder_weights),
     "lightning": Reader(corpus.write_lightning, _converted),
