@@ -27,6 +27,7 @@ _HOME = {
     "Tuner": "instep.tuner",
     "debug_launcher": "instep.launchers.notebook",
     "init_empty_weights": "instep.big_models",
+    "load_checkpoint_and_dispatch": "instep.big_models",
     "notebook_launcher": "instep.launchers.notebook",
     "seed_everything": "instep.utils.seed",
 }
@@ -34,6 +35,7 @@ _HOME = {
 if TYPE_CHECKING:
     from instep.accelerator import Accelerator as Accelerator
     from instep.big_models import init_empty_weights as init_empty_weights
+    from instep.big_models import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from instep.callbacks import Callback as Callback
     from instep.checkpoint.resume import Resume as Resume
     from instep.data import DataModule as DataModule

@@ -33,6 +33,7 @@ _HOME: dict[str, str] = {
     "init_empty_weights": "empty",
     "init_on_device": "empty",
     "load_and_quantize_model": "quantization",
+    "load_checkpoint_and_dispatch": "loading",
     "load_checkpoint_in_model": "loading",
     "named_module_tensors": "sizes",
     "prepare_pippy": "pipeline_inference",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from instep.big_models.hooks import attach_align_device_hook as attach_align_device_hook
     from instep.big_models.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from instep.big_models.hooks import remove_hook_from_module as remove_hook_from_module
+    from instep.big_models.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from instep.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from instep.big_models.memory import get_max_memory as get_max_memory
     from instep.big_models.pipeline_inference import prepare_pippy as prepare_pippy

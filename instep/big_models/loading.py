@@ -6,7 +6,7 @@ another model is an error, and the model is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.big_models.deferred import builds_empty, defer_weights
-from instep.big_models.device_map import Device, check_device_map
+from instep.big_models.device_map import Device, Memory, check_device_map, resolve_device_map
+from instep.big_models.dispatch import dispatch_model
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
 from instep.big_models.offload import (
     FILE,
@@ -148,6 +149,88 @@ def load_checkpoint_in_model(
             weight.old.copy_(mapped)
     if offloaded:
         set_offloaded_weights(model, WeightsMap(offloaded))
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Location,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_folder: PathLike | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model that may be larger than the memory, and make it run.
+
+    Args:
+        model: made under `init_empty_weights`, so that it needs no memory before.
+        checkpoint: as for `load_checkpoint_in_model`.
+        device_map: "auto" or "balanced": accelerators get equal shares; "balanced_low_0": little on the first;
+            "sequential": fill one after the other; then the host's memory, then the disk. Or the device of each
+            module, by name. None: load alone.
+        max_memory: for each device, by its number, "cpu" and "disk", the bytes that weights may take there, such as
+            {0: "10GiB", "cpu": "30GiB"}; None: what is free now.
+        no_split_module_classes: classes whose modules stay on one device, such as layers with a residual connection.
+        offload_folder: as for `load_checkpoint_in_model`.
+        offload_buffers: as for `load_checkpoint_in_model`.
+        dtype: as for `load_checkpoint_in_model`.
+        offload_state_dict: as for `load_checkpoint_in_model`.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        force_hooks: as for `dispatch_model`.
+        strict: as for `load_checkpoint_in_model`.
+        full_state_dict: as for `load_checkpoint_in_model`.
+        broadcast_from_rank0: as for `load_checkpoint_in_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: as for `load_checkpoint_in_model`, as are the others.
+
+    Example:
+        >>> with init_empty_weights():  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> model = load_checkpoint_and_dispatch(  # doctest: +SKIP
+        ...     model, "folder", device_map="auto", no_split_module_classes=["LlamaDecoderLayer"]
+        ... )
+
+    Source: the function of this name in Hugging Face Accelerate.
+    """
+    devices = None
+    if device_map is not None:
+        devices = resolve_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        devices,
+        offload_folder,
+        dtype,
+        offload_state_dict,
+        offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if devices is None:
+        return model
+    return dispatch_model(
+        model,
+        devices,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
 
 
 # ---- the checkpoint
