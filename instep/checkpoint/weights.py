@@ -133,7 +133,8 @@ def indexed_files(path: Path) -> list[Path]:
         CorruptCheckpointError: it is no index.
         CheckpointError: it names what lies elsewhere, or cannot be read.
     """
-    return [inside(path.parent, file, path) for file in sorted(set(weight_map(path).values()))]
+    with reading(path, "is no index of weights' files"):
+        return [inside(path.parent, file, path) for file in sorted(set(weight_map(path).values()))]
 
 
 def weight_map(path: Path) -> dict[str, str]:
