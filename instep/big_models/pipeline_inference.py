@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining import Pipe, ScheduleGPipe, pipeline
+from torch.distributed.pipelining import Pipe, ScheduleGPipe, build_stage, pipeline
 from torch.fx.node import map_aggregate
 
+from instep.big_models.deferred import deferred_weights
+from instep.big_models.materialize import read_values
 from instep.distributed import broadcast, broadcast_object
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves, with_tensors
 from instep.errors import DataError, SettingError, UsageError
@@ -46,11 +48,15 @@ def prepare_pippy(
     Afterwards `model(...)` cuts its batch into micro-batches, which pass through the stages one behind another. Every
     rank calls it as often as the others; the values of the inputs are read on the first rank. No gradients.
 
+    A model that was built without values (`init_empty_weights`) and knows its checkpoint (`load_checkpoint_in_model` in
+    the same block) is never whole in any memory: each rank reads the weights of its stage.
+
     A model that torch.export cannot trace is cut by hand: `TrainModule.pipeline_stages`, `MeshStrategy(pp=N)` and
     `Trainer.predict`.
 
     Args:
-        model: on the CPU, or on this rank's device. Its forward is replaced, and it is put into eval mode.
+        model: on the CPU, on this rank's device, or without values. Its forward is replaced, and it is put into eval
+            mode.
         split_points: names of the modules that the stages but the first begin with, in the order of the forward; "auto"
             makes the largest stage as small as can be.
         no_split_module_classes: names of classes that "auto" does not cut through. Default: the model's own
@@ -65,11 +71,15 @@ def prepare_pippy(
         The model itself. Its `hf_split_points` are the names where stages begin, once it is traced.
 
     Raises:
-        SettingError: an argument is wrong, or the model has a device map or weights without values.
+        SettingError: an argument is wrong, or the model has a device map, or weights whose values are nowhere.
         DataError: the inputs have no common batch dimension, or an output has none.
         UsageError: torch.export cannot trace the model.
+        CorruptCheckpointError: a file of the checkpoint is damaged.
 
     Example:
+        >>> with init_empty_weights():  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        ...     load_checkpoint_in_model(model, folder)
         >>> model = prepare_pippy(model, example_args=(ids[:1],), gather_output=True)  # doctest: +SKIP
         >>> logits = model(ids).logits  # doctest: +SKIP
 
@@ -86,14 +96,18 @@ def prepare_pippy(
             field="model",
         )
     points = None if split_points == "auto" else _checked_points(model, split_points, stages)
-    empty = [name for name, tensor in _tensors_of(model) if tensor.is_meta]
+    known = deferred_weights(model)
+    empty = [name for name, tensor in _tensors_of(model) if tensor.is_meta and name not in known]
     if empty:
         raise SettingError(
-            f"{', '.join(empty[:5])} of the model have no values: they are on the meta device. Load them first.",
+            f"{', '.join(empty[:5])} of the model have no values: they are on the meta device. Call "
+            "load_checkpoint_in_model inside the block of init_empty_weights; buffers that a checkpoint lacks must be "
+            "real, as they are with include_buffers=False.",
             field="model",
         )
     model.eval()
     if stages == 1:
+        read_values(model, PartialState().device, lambda stored, _: _mapped(stored))
         model.hf_split_points = []  # type: ignore[assignment]
         return model
     cut = _Cut(stages, points, _units_of(model, no_split_module_classes), PartialState().device)
@@ -130,9 +144,9 @@ def _units_of(model: nn.Module, classes: Sequence[str] | None) -> set[str]:
     return whole | {name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))}
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors_of(model: nn.Module, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=not tied)
+    yield from model.named_buffers(remove_duplicate=not tied)
 
 
 def _leaves(data: Any) -> list[Tensor]:
@@ -155,7 +169,12 @@ class _Pipeline:
 
     def __init__(self, model: nn.Module, cut: _Cut, chunks: int, gathers: bool) -> None:
         self.model, self.cut, self.chunks, self.gathers, self.state = model, cut, chunks, gathers, PartialState()
+        self._places = deferred_weights(model)
         self._traces: dict[Any, _Trace] = {}
+        self._first_names: dict[str, str] = {}  # of tied weights
+        first: dict[int, str] = {}
+        for name, tensor in _tensors_of(model, tied=True):
+            self._first_names[name] = first.setdefault(id(tensor), name)
         self._weights: dict[str, Tensor] = {}  # of this rank's stage, on its device
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -206,12 +225,14 @@ class _Pipeline:
         return known
 
     def _make(self, outline: Any, size: int) -> _Trace:
-        device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
-        example = [torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device) for leaf in _leaves(outline)]
         called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
         try:
-            with torch.no_grad(), _without_cache(self.model), warnings.catch_warnings():
+            with torch.no_grad(), _stand_ins(self.model), _without_cache(self.model), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use, in a deepcopy
+                device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
+                example = [
+                    torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device) for leaf in _leaves(outline)
+                ]
                 pipe = pipeline(called, mb_args=tuple(example), split_policy=self.cut.mark)
         except RuntimeError as error:
             raise UsageError(
@@ -226,8 +247,44 @@ class _Pipeline:
         return _Trace(pipe, size, called.output(), self.state, self._here)
 
     def _here(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight on this rank's device: the model's own where it is there already."""
-        return self._weights.setdefault(name, tensor.detach().to(self.state.device))
+        """Return a weight on this rank's device: where it lies in its file or in the model, if that is there."""
+        name = self._first_names.get(name, name)
+        if name not in self._weights:
+            place = self._places.get(name)
+            value = tensor.detach() if place is None else _mapped(place).to(tensor.dtype)
+            self._weights[name] = value.to(self.state.device)
+        return self._weights[name]
+
+
+def _mapped(stored: Any) -> Tensor:
+    """Return a stored tensor where it lies, mapped; read where that cannot be."""
+    return stored if isinstance(stored, Tensor) else stored.map() if hasattr(stored, "map") else stored.read()
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Put tensors of the CPU in place of those on the meta device, which torch.export does not mix with others.
+
+    Nothing is written into them, so that they take addresses and no memory.
+    """
+    made: dict[Tensor, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for owner in model.modules():
+            for entries in (owner._parameters, owner._buffers):
+                held: dict[str, Any] = entries
+                for key, value in held.items():
+                    if value is not None and value.is_meta:
+                        if value not in made:
+                            empty = torch.empty(value.shape, dtype=value.dtype)
+                            is_weight = isinstance(value, nn.Parameter)
+                            made[value] = nn.Parameter(empty, requires_grad=False) if is_weight else empty
+                        before.append((held, key, value))
+                        held[key] = made[value]
+        yield
+    finally:
+        for held, key, value in before:
+            held[key] = value
 
 
 class _Called(nn.Module):
@@ -283,19 +340,19 @@ class _Trace:
     def __init__(
         self, pipe: Pipe, size: int, output: Any, state: PartialState, here: Callable[[str, Tensor], Tensor]
     ) -> None:
-        self.size, self.output, self._pipe, self._state = size, output, pipe, state
+        self.size, self.output, self._state, self._info = size, output, state, pipe.info()
         self._schedules: dict[int, ScheduleGPipe] = {}
         inputs = [node.name for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
         first = next(node for node in pipe.split_gm.graph.nodes if node.op == "call_module")
         self._used = [inputs.index(node.name) for node in first.args if isinstance(node, fx.Node)]
-        stage = pipe.get_stage_module(state.process_index)
-        for path, part in stage.named_modules():
+        self._stage = pipe.get_stage_module(state.process_index)
+        for path, part in self._stage.named_modules():
             for name, weight in part._parameters.items():
                 if weight is not None:
-                    weight = here(f"{path}.{name}", weight)
+                    weight = here(f"{path}.{name}".removeprefix(_ROOT), weight)
                     part._parameters[name] = nn.Parameter(weight, requires_grad=False)
             for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else here(f"{path}.{name}", buffer)
+                part._buffers[name] = None if buffer is None else here(f"{path}.{name}".removeprefix(_ROOT), buffer)
 
     def run(self, chunks: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run micro-batches through the stages. Collective.
@@ -309,7 +366,7 @@ class _Trace:
         """
         state = self._state
         if chunks not in self._schedules:
-            stage = self._pipe.build_stage(state.process_index, state.device)
+            stage = build_stage(self._stage, state.process_index, self._info, state.device)
             self._schedules[chunks] = ScheduleGPipe(stage, chunks)
         rows = [_filled(tensors[i], chunks * self.size).to(state.device) for i in self._used if tensors]
         output: Any = self._schedules[chunks].step(*rows)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.big_models import prepare_pippy
+from instep.big_models import init_empty_weights, load_checkpoint_in_model, prepare_pippy
+from instep.checkpoint import write_tensors
+from instep.checkpoint.lazy import LazyTensor
 from instep.errors import DataError, SettingError, UsageError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
@@ -89,6 +92,33 @@ class _Loss(nn.Module):
         return self.b(self.a(x)).mean()
 
 
+def _from_checkpoint(file: Path) -> dict[str, Any]:
+    PartialState(cpu=True)
+    mapped: list[str] = []
+    plain = LazyTensor.map
+    ids = torch.arange(20).reshape(2, 10) % 11
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LazyTensor, "map", lambda stored: (mapped.append(stored.parts[0].name), plain(stored))[1])
+        with init_empty_weights():
+            model = Skips()
+            load_checkpoint_in_model(model, file)
+        before = list(mapped)
+        prepare_pippy(model, example_args=(ids,), gather_output=True)
+    assert not before
+    return {"read": sorted(mapped), "output": _leaves(model(ids)), "expected": _leaves(Skips()(ids))}
+
+
+@pytest.mark.dist
+def test_each_rank_reads_the_weights_of_its_stage(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_tensors(file, {name: tensor for name, tensor in Skips().state_dict().items() if name != "head.weight"})
+    first, last = run_ranks(_from_checkpoint, 2, file)
+    assert first["read"] == ["blocks.0.bias", "blocks.0.weight", "blocks.1.bias", "blocks.1.weight", "embed.weight"]
+    assert last["read"] == ["blocks.2.bias", "blocks.2.weight", "blocks.3.bias", "blocks.3.weight", "embed.weight"]
+    for rank in (first, last):
+        torch.testing.assert_close(rank["output"], rank["expected"])
+
+
 @pytest.mark.dist
 def test_stages_on_two_ranks_give_what_the_model_does_for_any_number_of_samples() -> None:
     first, last = run_ranks(_two_ranks, 2)
@@ -107,10 +137,13 @@ def test_stages_on_two_ranks_give_what_the_model_does_for_any_number_of_samples(
         assert text in first[case]
 
 
-def test_a_process_alone_runs_the_whole_model() -> None:
-    model = Skips()
+def test_a_process_alone_runs_the_whole_model(tmp_path: Path) -> None:
     ids = torch.zeros(3, 4, dtype=torch.long)
-    expected = model(ids)["logits"]
+    expected = Skips()(ids)["logits"]
+    write_tensors(tmp_path / "model.safetensors", Skips().state_dict())
+    with init_empty_weights():
+        model = Skips()
+        load_checkpoint_in_model(model, tmp_path)
     assert torch.equal(prepare_pippy(model, example_args=(ids,))(ids)["logits"], expected)
     assert not model.training
 
@@ -118,7 +151,7 @@ def test_a_process_alone_runs_the_whole_model() -> None:
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     with pytest.raises(SettingError, match="num_chunks=0 must be at least 1"):
         prepare_pippy(Skips(), num_chunks=0)
-    with pytest.raises(SettingError, match=r"embed\.weight, blocks\.0\.weight.* have no values"):
+    with pytest.raises(SettingError, match=r"embed\.weight, blocks\.0\.weight.* have no values.*inside the block"):
         prepare_pippy(Skips().to("meta"))
     model = Skips()
     model.hf_device_map = {"embed": 0, "blocks": "cpu"}  # type: ignore[assignment]

@@ -28,6 +28,7 @@ from instep.strategies.deepspeed.config import (
     make_config,
     read_config,
 )
+from instep.strategies.deepspeed.generation import sync_generation
 from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
 from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
@@ -245,6 +246,7 @@ class DeepSpeedStrategy(Strategy):
             made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
+        self._end_sync: Callable[[], None] | None = None  # of generation
         self._told = 0  # micro-batches of a window, as the engine knows them
         self._optimizer: Optimizer | None = None
 
@@ -397,6 +399,8 @@ class DeepSpeedStrategy(Strategy):
                 field="strategy",
                 got=self.name,
             )
+        if self.stage == 3:
+            self._end_sync = sync_generation(module)
         return engine
 
     def _set_up_evaluation(self, module: nn.Module) -> None:
@@ -443,6 +447,8 @@ class DeepSpeedStrategy(Strategy):
         """Let the engine go; what it leaves behind can still be saved."""
         engine, self._engine = self._engine, None
         self._told = 0
+        if self._end_sync is not None:
+            self._end_sync = self._end_sync()
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("zero_grad", None)
         if engine is not None:
