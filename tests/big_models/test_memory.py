@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from instep.big_models import get_max_memory
+import pytest
+import torch
+from torch import nn
+
+from instep.big_models import get_max_memory, init_on_device
 from instep.big_models.memory import _left_in_cgroups
 from instep.errors import SettingError
 
@@ -39,3 +43,35 @@ def test_free_memory_is_within_the_containers_limit(tmp_path, monkeypatch):
     assert list(_left_in_cgroups(tmp_path, tmp_path / "nothing")) == []
     monkeypatch.setattr("instep.big_models.memory._left_in_cgroups", lambda: [2**20])
     assert get_max_memory()["cpu"] == 2**20
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_free_memory_of_accelerators(monkeypatch, integrated):
+    def free(index):
+        if index == 1:
+            raise RuntimeError("CUDA-capable device(s) is/are busy")
+        return 1000 + index, 5000
+
+    stand_in = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 3,
+        mem_get_info=free,
+        memory_reserved=lambda index: 300,
+        memory_allocated=lambda index: 100,
+        get_device_properties=lambda index: SimpleNamespace(is_integrated=integrated),
+    )
+    monkeypatch.setattr(torch, "cuda", stand_in)
+    with pytest.warns(UserWarning, match="cuda:1 is left out"):
+        found = get_max_memory()
+    # What torch's allocator holds and does not use is free; memory that is the machine's own is given once.
+    assert list(found) == ([0, 2] if integrated else [0, 2, "cpu"])
+    assert (found[0], found[2]) == (1200, 1202)
+
+
+@pytest.mark.gpu
+def test_free_memory_of_this_machines_gpus():
+    before = get_max_memory()[0]
+    with init_on_device("cuda"):
+        layer = nn.Linear(10_000, 10_000)
+    assert layer.weight.is_cuda
+    assert before - get_max_memory()[0] >= layer.weight.nbytes
