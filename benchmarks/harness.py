@@ -38,6 +38,8 @@ PACKAGES = (
     "tensorboard",
     "wandb",
     "mlflow",
+    "safetensors",
+    "transformers",
 )
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ROWS, COLUMNS = 40, 120  # of the pseudo-terminal

@@ -151,3 +151,17 @@ def test_launch(tmp_path: Path) -> None:
         parts = sum(way[phase]["median"] for phase in ("command", "imports", "set up"))
         assert 0 < parts == pytest.approx(way["first step"]["median"], abs=0.02)
         assert way["all"]["median"] > way["first step"]["median"]
+
+
+@pytest.mark.slow
+@pytest.mark.transformers
+@pytest.mark.skipif(sys.platform != "linux", reason="drops files from Linux' page cache")
+def test_big_models(tmp_path: Path) -> None:
+    [result] = run("big_models.py", tmp_path, "--smoke", "--contenders", "instep", "accelerate")["results"]
+    assert result["bars"]["logits that are not bit-equal"]["held"]
+    assert result["not_bit_equal"] == []
+    assert {"cpu", "disk"} == set(result["device_map"].values())
+    assert list(result["forward"]) == ["warm, 1 tokens", "warm, 8 tokens", "cold, 1 tokens"]
+    assert all(row["instep"]["seconds"]["median"] > 0 for row in result["forward"].values())
+    assert {"dd 1M", "dd 16M", "instep"} <= result["load_s"]["warm, quarter"].keys()
+    assert result["memory_bytes"]["instep"]["RssFile"] > 0
