@@ -54,16 +54,20 @@ LEFT_OUT = {  # by page and the block's first line
         "docs/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
     ): "tests/trainer/test_adapters.py runs the like",
+    ("docs/hardware.md", "# SM_HOSTS is a JSON list"): "needs SageMaker's variables",
+    ("docs/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
+    ("docs/hardware.md", "pip install torch --index-url"): "needs an XPU",
     ("docs/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
     ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
     ("docs/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
-    ("docs/launching.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
     ("docs/strategies.md", "from instep.strategies import XLAStrategy"): NO_XLA,
     ("docs/strategies.md", "import torch_xla"): NO_XLA,
 }
 if find_spec("hydra") is None:  # an environment that was made before: make installs it
     LEFT_OUT["docs/launching.md", "# hydra_train.py"] = "needs hydra-core"
     LEFT_OUT["docs/launching.md", "python hydra_train.py"] = "the same"
+if find_spec("bitsandbytes") is None:  # an extra of the development environment
+    LEFT_OUT["docs/low_precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
 RUNS = ("docs/checkpoints.md", "docs/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
@@ -72,6 +76,7 @@ COMPARED = (  # what their commands print does not depend on the machine
 )
 ARGUMENTS = {("docs/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
+    "docs/hardware.md": {"train.py": ""},
     "docs/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
     "docs/strategies.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
 }
