@@ -130,7 +130,7 @@ def names(page: str) -> dict[str, Any]:
         found["data"] = _Data()
     if page == "docs/accelerator.md":
         own = Accelerator()
-        words = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]
+        words: Any = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]
         model = nn.Linear(4, 1)
         prepared = own.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(words, batch_size=None))
         found |= {"accelerator": own, **dict(zip(("model", "optimizer", "loader"), prepared, strict=True))}
