@@ -29,8 +29,10 @@ from instep.big_models.offload import (
 from instep.big_models.pages import prefer_huge, read_ahead, will_need
 from instep.checkpoint.lazy import LazyTensor
 from instep.checkpoint.names import MANIFEST
-from instep.checkpoint.tensors import dtype_from_name, why_unsavable
+from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
 from instep.checkpoint.weights import stored_weights
+from instep.distributed.collectives import broadcast
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
 from instep.types import Location, PathLike
 from instep.utils.paths import to_path
@@ -84,7 +86,7 @@ def load_checkpoint_in_model(
         offload_8bit_bnb: must be False: `load_and_quantize_model` offloads 8-bit weights.
         strict: whether names that the model lacks, or that the checkpoint lacks, are an error; a warning otherwise.
         full_state_dict: must be True: files hold whole weights.
-        broadcast_from_rank0: must be False: each rank reads what it needs.
+        broadcast_from_rank0: whether rank 0 alone reads, and sends each weight to all (collective).
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -108,30 +110,12 @@ def load_checkpoint_in_model(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    if offload_8bit_bnb:
-        raise SettingError(
-            "offload_8bit_bnb=True is not for load_checkpoint_in_model. Use load_and_quantize_model, which offloads "
-            "8-bit weights itself.",
-            field="offload_8bit_bnb",
-            got=True,
-        )
-    if broadcast_from_rank0:
-        raise SettingError(
-            "broadcast_from_rank0=True is not possible yet: each rank reads the files itself. Leave it out.",
-            field="broadcast_from_rank0",
-            got=True,
-        )
-    if not full_state_dict:
-        raise SettingError(
-            "full_state_dict=False is not possible: the files hold whole weights, of which each rank reads its part. "
-            "Leave it out.",
-            field="full_state_dict",
-            got=False,
-        )
+    whole = device_map is None and not builds_empty()
+    _check_flags(offload_8bit_bnb, full_state_dict, broadcast_from_rank0 and not whole)
     if device_map is not None:
         check_device_map(model, device_map)
     kind = _dtype_of(dtype)
-    source = open_checkpoint(checkpoint)
+    source = _open_on_rank_zero(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
     later = device_map is None and builds_empty()
     weights = _match(model, source, strict, later)
     for weight in weights:
@@ -149,6 +133,21 @@ def load_checkpoint_in_model(
             weight.old.copy_(mapped)
     if offloaded:
         set_offloaded_weights(model, WeightsMap(offloaded))
+
+
+def _check_flags(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_in_vain: bool) -> None:
+    """Refuse what `load_checkpoint_in_model` takes for the sake of scripts, and cannot do."""
+    refused = {
+        "offload_8bit_bnb=True": offload_8bit_bnb and "load_and_quantize_model offloads 8-bit weights itself: use that",
+        "full_state_dict=False": not full_state_dict
+        and "files hold whole weights, each rank reads its part: leave it out",
+        "broadcast_from_rank0=True": broadcast_in_vain
+        and "with a device map, or a strategy's empty weights, each rank reads what it needs: leave it out",
+    }
+    for argument, reason in refused.items():
+        if reason:
+            field = argument.partition("=")[0]
+            raise SettingError(f"{argument} is not possible here: {reason}", field=field, got=argument.endswith("True"))
 
 
 def load_checkpoint_and_dispatch(
@@ -287,6 +286,37 @@ def open_checkpoint(checkpoint: Location) -> Source:
         if problem is not None:  # a pickled file may hold any kind of tensor
             raise CheckpointError(f"{path}: {name} cannot be used: it is {problem}", path=path)
     return Source(path, main, weights)
+
+
+def _open_on_rank_zero(checkpoint: Location) -> Source:
+    """Open a checkpoint that rank 0 alone can see; reading one of its weights is a collective."""
+    here: list[Source] = []
+
+    def opened() -> tuple[str, dict[str, tuple[list[int], str]]]:
+        here.append(open_checkpoint(checkpoint))
+        heads = {name: (list(weight.shape), dtype_name(weight.dtype)) for name, weight in here[0].weights.items()}
+        return str(here[0].path), heads
+
+    path, heads = on_rank_zero(opened, f"opening {checkpoint}")
+    mine = here[0].weights if here else {}
+    weights = {
+        name: _Sent(torch.Size(shape), dtype_from_name(dtype), mine.get(name)) for name, (shape, dtype) in heads.items()
+    }
+    return Source(Path(path), Path(path), weights)
+
+
+class _Sent:
+    """Weight that rank 0 reads and sends to all."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, stored: Stored | None) -> None:
+        self.shape, self.dtype, self._stored = shape, dtype, stored
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """Read the weight, or a box of it. Collective."""
+        stored = self._stored
+        value = torch.empty(self.shape, dtype=self.dtype) if stored is None else stored
+        sent = broadcast(value if isinstance(value, Tensor) else value.read())
+        return sent if box is None else sent[box]
 
 
 def _main_file(folder: Path) -> Path:

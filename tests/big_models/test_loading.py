@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from instep.big_models import init_empty_weights, load_checkpoint_in_model
+from instep.big_models import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from instep.big_models.offload import FILE, offloaded_weights
 from instep.checkpoint import CheckpointStore
-from instep.errors import CheckpointError, CheckpointNotFoundError, InstepError, SettingError
+from instep.errors import CheckpointError, CheckpointNotFoundError, InstepError, RemoteError, SettingError
+from instep.state import PartialState
+from tests.helpers.spawn import run_ranks
 
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 MIXED = {"embed": "cpu", "head": "cpu", "inner": "disk", "norm": "disk"}
@@ -254,6 +256,43 @@ def test_arguments(tmp_path: Path) -> None:
         load_checkpoint_in_model(Net(), "no/such/place")
     with pytest.raises(InstepError, match="inner"):
         load_checkpoint_in_model(Net(), tmp_path, {"embed": "cpu", "head": "cpu"})
+
+
+def _load_from_rank_zero(folder: str) -> list[bool]:
+    """A checkpoint that only rank 0 can see."""
+    rank, found = PartialState().process_index, []
+    for make in (Net, empty):
+        model = make()
+        load_checkpoint_in_model(model, folder if rank == 0 else "nowhere", broadcast_from_rank0=True)
+        found.append(torch.equal(model.inner.weight, saved()["inner.weight"]) and not model.head.weight.is_meta)
+    with pytest.raises((CheckpointNotFoundError, RemoteError), match="no-such"):
+        load_checkpoint_in_model(Net(), f"{folder}/no-such", broadcast_from_rank0=True)
+    return found
+
+
+@pytest.mark.dist
+def test_rank_zero_reads_for_all(tmp_path: Path) -> None:
+    write("single", tmp_path, saved())
+    assert run_ranks(_load_from_rank_zero, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_a_model_larger_than_its_budget(tmp_path: Path) -> None:
+    state = saved()
+    write("shards", tmp_path, state)
+    whole = Net().eval()
+    load_checkpoint_in_model(whole, tmp_path)
+
+    def forward(model: Net) -> Tensor:
+        return model.head(model.norm(model.inner(model.embed(torch.arange(3)))))
+
+    model = empty().eval()
+    assert load_checkpoint_and_dispatch(model, tmp_path, "auto", {"cpu": 130, "disk": 10**6}) is model
+    assert "disk" in vars(model)["hf_device_map"].values()
+    assert torch.equal(forward(model), forward(whole))
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in model.state_dict().items())
+    alone = Net()
+    assert load_checkpoint_and_dispatch(alone, tmp_path) is alone
+    assert "hf_device_map" not in vars(alone)
 
 
 @pytest.fixture
