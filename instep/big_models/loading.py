@@ -41,6 +41,7 @@ from instep.utils.warn import warn_user
 DISK = "disk"
 _AT_ONCE = 64 * 2**20  # bytes asked of the disk while those before them are taken
 _SHOWN = 8  # names in an error
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # no repository is looked for under such a name
 
 
 def load_checkpoint_in_model(
@@ -266,8 +267,9 @@ def open_checkpoint(checkpoint: Location) -> Source:
         CheckpointError: it cannot be read without running code, or leads out of its folder.
     """
     path = to_path(checkpoint)
-    if isinstance(checkpoint, str) and not path.exists() and is_repository(checkpoint):
-        path = download(checkpoint, pickled=True)
+    named = isinstance(checkpoint, str) and is_repository(checkpoint) and path.suffix not in _FILES
+    if named and not path.exists():
+        path = download(str(checkpoint), pickled=True)
     if not path.exists():
         raise CheckpointNotFoundError(
             f"{checkpoint} does not exist. Give a file or folder of weights, or a repository of the Hugging Face hub.",

@@ -252,8 +252,9 @@ def test_arguments(tmp_path: Path) -> None:
     for argument in arguments:
         with pytest.raises(SettingError, match=next(iter(argument))):
             load_checkpoint_in_model(Net(), tmp_path, **argument)
-    with pytest.raises(CheckpointNotFoundError, match="no/such/place"):
-        load_checkpoint_in_model(Net(), "no/such/place")
+    for place in ("no/such/place", "nothing.safetensors"):
+        with pytest.raises(CheckpointNotFoundError, match=f"{place} does not exist"):
+            load_checkpoint_in_model(Net(), place)
     with pytest.raises(InstepError, match="inner"):
         load_checkpoint_in_model(Net(), tmp_path, {"embed": "cpu", "head": "cpu"})
 
