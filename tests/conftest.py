@@ -65,7 +65,7 @@ _EXTRAS = (
 )
 
 
-_RECIPES = ("gymnasium", "peft", "statsmodels", "timm", "transformers")
+_RECIPES = ("bitsandbytes", "gymnasium", "peft", "statsmodels", "timm", "transformers")
 
 
 def _missing() -> dict[str, str | None]:

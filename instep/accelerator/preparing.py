@@ -33,6 +33,7 @@ from instep.distributed import broadcast_object
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.strategies.base import check_cuttable
 from instep.strategies.gradients import parameters_of
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
@@ -192,6 +193,7 @@ class PreparedRun:
             )
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
+        check_cuttable(model, strategy)
         if self._moves if place is None else place:
             strategy.prepare_module(model)
         else:

@@ -442,8 +442,8 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
             raise RuntimeError(f"{_few(missing)} is not there")
     except RuntimeError as error:
         raise CheckpointError(
-            f"{weights.where} holds {name} quantized in another way than the quantization_config says: {error}. Give "
-            "the configuration with which it was made. Nothing was loaded.",
+            f"{weights.where} holds {name} quantized in another way than the quantization_config says: "
+            f"{' '.join(str(error).split())}. Give the configuration with which it was made. Nothing was loaded.",
             path=to_path(weights.where),
         ) from error
 

@@ -46,9 +46,26 @@ def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
     return f"{layer}.SCB" in names or any(f"{layer}.weight.{part}" in names for part in ("absmax", "qdata", "scale"))
 
 
+def is_of_torchao(tensor: Any) -> bool:
+    """Tell whether a tensor is one of torchao's, which few operations know."""
+    return type(tensor).__module__.startswith("torchao.")
+
+
+def quantized_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the plain tensors of all quantized layers in a module that are neither parameters nor buffers."""
+    found: list[Tensor] = []
+    for layer in module.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if is_of_torchao(weight) or type(weight).__name__ in ("Params4bit", "Int8Params"):
+            found += _parts(layer).values()
+            offset = getattr(getattr(weight, "quant_state", None), "offset", None)
+            found += [] if offset is None else [offset]
+    return found
+
+
 def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Replace what bitsandbytes and torchao have put into a state dict by plain tensors."""
-    if _of_torchao(layer):
+    if is_of_torchao(layer.weight):
         del state[f"{prefix}weight"]
         state.update({prefix + name: part for name, part in _parts(layer).items()})
     for name in [name for name in state if name.startswith(prefix + _ABOUT)]:
@@ -68,7 +85,7 @@ def _load(
 ) -> None:
     """Load a quantized layer's parts out of a state dict; its plain parameters are left to torch."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
-    if _of_torchao(layer) and type(given) is type(layer.weight):  # whole, as torch.save keeps them
+    if is_of_torchao(layer.weight) and type(given) is type(layer.weight):  # whole, as torch.save keeps them
         return
     own = _parts(layer)
     about = next((name for name in layer.state_dict() if name.startswith(_ABOUT)), None)
@@ -79,7 +96,7 @@ def _load(
     wrong = [
         f"{prefix}{name} is {_kind(value)} in the checkpoint and {_kind(mine)} here"
         for name, value, mine in pairs
-        if _kind(value) != _kind(mine)
+        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # which is stored in parts
     ]
     offset = None
     if about in saved:
@@ -96,13 +113,13 @@ def _load(
                 mine.copy_(saved.get(name, mine))
             if offset is not None:
                 layer.weight.quant_state.offset.fill_(offset)
-    if wrong or _of_torchao(layer):
+    if wrong or is_of_torchao(layer.weight):
         state[weight] = layer.weight  # onto itself: torch must not write bytes of another meaning, nor miss a weight
 
 
 def _parts(layer: Any) -> dict[str, Tensor]:
     """Return the tensors of a quantized layer that are no parameters, by their names in its state dict."""
-    if _of_torchao(layer):
+    if is_of_torchao(layer.weight):
         return _leaves(layer.weight, "weight")
     if hasattr(layer, "init_8bit_state"):
         return {"SCB": layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB}
@@ -118,19 +135,13 @@ def _leaves(tensor: Any, name: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for part in tensor.__tensor_flatten__()[0]:
         value = getattr(tensor, part)
-        found |= _leaves(value, f"{name}.{part}") if _is_made_of_others(value) else {f"{name}.{part}": value}
+        found |= _leaves(value, f"{name}.{part}") if is_of_torchao(value) else {f"{name}.{part}": value}
     return found
 
 
-def _is_made_of_others(tensor: Any) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
-
-
-def _of_torchao(layer: Any) -> bool:
-    return _is_made_of_others(layer.weight)
-
-
 def _kind(tensor: Tensor) -> str:
+    if is_of_torchao(tensor):
+        return f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 

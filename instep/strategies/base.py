@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from instep.big_models.quantized_state import is_of_torchao, quantized_tensors
 from instep.distributed import broadcast
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
@@ -446,9 +447,24 @@ def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda
     """
     if PartialState().num_processes > 1:
         with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not skip(tensor):
+            for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
+                if not skip(tensor) and not is_of_torchao(tensor):  # whose parts come by themselves
                     tensor.copy_(broadcast(tensor))
+
+
+def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
+    """Refuse a quantized module under a strategy that cuts weights up.
+
+    Raises:
+        SettingError: as above.
+    """
+    if not strategy.whole_parameters and quantized_tensors(module):
+        raise SettingError(
+            f"strategy={strategy.name!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
+            "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",
+            field="strategy",
+            got=strategy.name,
+        )
 
 
 def whole(value: Any) -> Any:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from instep.big_models.quantized_state import is_of_torchao, quantized_tensors
+from instep.distributed import broadcast
 from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy, broadcast_weights
@@ -265,6 +267,7 @@ class DDPStrategy(Strategy):
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
         """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
+        _prepare_quantized(module, share=not again)
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -412,6 +415,22 @@ class DDPStrategy(Strategy):
             self._local_sgd.load_rank_state(state, own)
         if self._order is not None and own:
             self._order.restore(state.get("buckets", ()))
+
+
+def _prepare_quantized(module: nn.Module, share: bool) -> None:
+    """Let DDP ignore frozen weights that it cannot copy, and give every rank the first one's. Collective.
+
+    Args:
+        module: for `DistributedDataParallel`.
+        share: whether the values are not alike yet; they include the scales of bitsandbytes, which DDP does not know.
+    """
+    ignored = [name for name, parameter in module.named_parameters() if is_of_torchao(parameter)]
+    if ignored:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    if share:
+        with torch.no_grad():
+            for tensor in quantized_tensors(module):
+                tensor.copy_(broadcast(tensor))
 
 
 def _trainable(module: nn.Module) -> set[nn.Parameter]:

@@ -27,7 +27,7 @@ from instep.health.error_report import tell_trainer
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.strategies import Precision
-from instep.strategies.base import sync_batchnorm
+from instep.strategies.base import check_cuttable, sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import RunContext, TrainerStatus
@@ -177,6 +177,7 @@ def _set_up(ctx: RunContext) -> None:
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
+    check_cuttable(module, ctx.strategy)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.aside:
         module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory

@@ -27,6 +27,7 @@ SAYS = {  # the end of what each prints
 SAYS_OF_EXTRAS = {
     "forecasting": r"mean error [\d.]+ ppm; .*: 1\.05 ppm\n\d+% of the weeks are inside of what was to hold 80%\n$",
     "lora": r"perplexity after: [\d.]+\n$",
+    "qlora": r"perplexity after: [\d.]+\n$",
     "ppo": r"[\d.]+ of 500 moves on average, after \d+ steps\n$",
     "timm_digits": r"resnet10t: [\d.]+% of 497 test images\n$",
 }
