@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from instep.big_models.device_map import resolve_device_map
+from instep.big_models.dispatch import dispatch_model
 from instep.big_models.loading import open_checkpoint
 from instep.big_models.memory import accelerator_name
+from instep.big_models.offload import WeightsMap, set_offloaded_weights
 from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
 from instep.big_models.sizes import find_tied_parameters, owners
 from instep.checkpoint.lazy import LazyTensor
@@ -221,10 +223,12 @@ def load_and_quantize_model(
         weights_location: a file, an index or a folder, of float weights or of a model that was quantized so. None: the
             model's own.
         device_map: where modules are: a device for all of them as `{"": "cuda:0"}`, a dict of names, or "auto",
-            "balanced", "balanced_low_0", "sequential". None: the current CUDA device, or else the CPU.
+            "balanced", "balanced_low_0", "sequential". None: the current accelerator, or else the CPU. Modules that a
+            dict has on "disk", or on "cpu" beside an accelerator, are not quantized.
         no_split_module_classes: of modules that stay on one device.
         max_memory: device -> bytes or a text such as "10GB", for the maps that are made here.
-        offload_folder: for modules on "disk".
+        offload_folder: for modules on "disk" whose weights are of another dtype in the checkpoint; others are read
+            there.
         offload_state_dict: has no effect: there is no state dict of all weights to offload. For calls made for
             Accelerate.
         bnb_quantization_config: Accelerate's name of `quantization_config`.
@@ -246,17 +250,23 @@ def load_and_quantize_model(
     config = _config_of(quantization_config if bnb_quantization_config is None else bnb_quantization_config)
     chosen = chosen_layers(model, config)
     devices = _device_map(model, chosen, config, device_map, max_memory, no_split_module_classes)
-    if len(set(devices.values())) != 1 or "disk" in devices.values():
-        raise SettingError(f"device_map={devices}: a quantized model is on one device.", field="device_map")
-
-    def place(name: str) -> torch.device:
-        device = devices[next(owner for owner in reversed([*owners(name)]) if owner in devices)]
-        return torch.device(accelerator_name() or "cuda", device) if isinstance(device, int) else torch.device(device)
-
+    place = _Places(devices)
+    outside = [name for name in chosen if place.is_offloaded(name)]
+    if outside and not isinstance(device_map, Mapping):
+        raise SettingError(
+            f"device_map={device_map!r} would offload quantized layers, which is not possible: {_few(outside)}. Give "
+            "more max_memory, or a dict: what has 'disk' there, or 'cpu' beside an accelerator, is not quantized.",
+            field="device_map",
+            got=device_map,
+        )
+    chosen = {name: layer for name, layer in chosen.items() if name not in outside}
     weights = _Weights(model, weights_location, chosen)
     layers = {name: _quantized(name, layer, weights, config, place(name)) for name, layer in chosen.items()}
-    rest = weights.others(config, place)
+    rest = weights.others(config, place, offload_folder)
     _put(model, layers, rest)
+    if len(place.all) > 1 or place.disk:
+        set_offloaded_weights(model, WeightsMap(weights.left))
+        dispatch_model(model, devices, offload_dir=offload_folder)
     is_bnb = isinstance(config, BnbQuantizationConfig)
     model.is_loaded_in_8bit = is_bnb and config.load_in_8bit  # pyright: ignore  # peft asks for these
     model.is_loaded_in_4bit = is_bnb and config.load_in_4bit  # pyright: ignore
@@ -341,6 +351,8 @@ class _Weights:
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
         }
         self._of_layers = {f"{name}.weight" for name in chosen}
+        self.left: dict[str, Any] = {}
+        """What stays in the checkpoint's files, after `others`."""
         self.where = "the model" if location is None else str(location)
         self.stored: Mapping[str, Any] = self._own if location is None else open_checkpoint(location).weights
         alike: dict[int, list[str]] = {}
@@ -388,16 +400,35 @@ class _Weights:
             return value.map()
         return value if isinstance(value, Tensor) else value.read()
 
-    def others(self, config: Any, place: Callable[[str], torch.device]) -> dict[str, Tensor]:
-        """Read all that is not the weight of a quantized layer, in its dtype and on its device; tied ones once."""
+    def others(self, config: Any, place: _Places, folder: PathLike | None) -> dict[str, Tensor]:
+        """Read all that is not the weight of a quantized layer, in its dtype and on its device; tied ones once.
+
+        Args:
+            config: of the quantization.
+            place: devices.
+            folder: for weights on "disk" that cannot be used where they lie.
+        """
         once: dict[int, Tensor] = {}
         for name, own in self._own.items():
-            if name not in self._of_layers and id(own) not in once:
-                value = self.read(name)
-                dtype = value.dtype
-                if value.is_floating_point():
-                    is_kept = _is_in(name, config.keep_in_fp32_modules or ())
-                    dtype = torch.float32 if is_kept else config.torch_dtype or own.dtype
+            if name in self._of_layers or id(own) in once:
+                continue
+            value = self.read(name)
+            dtype = value.dtype
+            if value.is_floating_point():
+                is_kept = _is_in(name, config.keep_in_fp32_modules or ())
+                dtype = torch.float32 if is_kept else config.torch_dtype or own.dtype
+            stored = self.stored[str(self._from[name])]
+            on_disk = place.of(name) == "disk" and isinstance(own, nn.Parameter)
+            if on_disk and isinstance(stored, LazyTensor) and value.dtype == dtype:
+                self.left |= {other: stored for other in self._own if self._own[other] is own}
+                once[id(own)] = torch.empty_like(own, dtype=dtype, device="meta")
+            elif on_disk and folder is None:
+                raise SettingError(
+                    f"{name} is for the disk, in {dtype}, and cannot be used where it lies, in {value.dtype}. Give an "
+                    "offload_folder to write it to, or the checkpoint's dtype as torch_dtype.",
+                    field="offload_folder",
+                )
+            else:
                 once[id(own)] = value.to(place(name), dtype, copy=self.stored is not self._own)
         return {name: once[id(own)] for name, own in self._own.items() if name not in self._of_layers}
 
@@ -448,17 +479,46 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
         ) from error
 
 
+# ---- where they go
+
+
 def _device_map(
     model: nn.Module, chosen: Mapping[str, nn.Linear], config: Any, device_map: Any, max_memory: Any, no_split: Any
 ) -> dict[str, Any]:
     """Return the device of each module, counted as they will be."""
     if device_map is None:
         name = accelerator_name()
-        return {
-            "": torch.device("cpu") if name is None else torch.device(name, torch.accelerator.current_device_index())
-        }
+        return {"": "cpu" if name is None else torch.device(name, torch.accelerator.current_device_index())}
     small = {f"{name}.weight": config.stored_dtype for name in chosen}
     return resolve_device_map(model, device_map, max_memory, no_split, config.torch_dtype, special_dtypes=small)
+
+
+class _Places:
+    """Devices of weights by name, as a device map has them.
+
+    Args:
+        devices: by name of a module or weight.
+    """
+
+    def __init__(self, devices: Mapping[str, Any]) -> None:
+        self._devices = devices
+        self.all = set(devices.values())
+        self.disk = "disk" in self.all
+
+    def of(self, name: str) -> Any:
+        """Return what the map says of a weight."""
+        return self._devices[next(owner for owner in reversed([*owners(name)]) if owner in self._devices)]
+
+    def is_offloaded(self, name: str) -> bool:
+        """Tell whether a weight is not where its module computes."""
+        return self.of(name) == "disk" or (self.of(name) == "cpu" and not self.all <= {"cpu", "disk"})
+
+    def __call__(self, name: str) -> torch.device:
+        """Return where a weight is in memory."""
+        device = self.of(name)
+        if isinstance(device, int):
+            return torch.device(accelerator_name() or "cuda", device)
+        return torch.device("cpu" if device == "disk" else device)
 
 
 def _few(names: Sequence[str]) -> str:

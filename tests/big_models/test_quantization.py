@@ -139,6 +139,25 @@ def test_what_is_skipped_and_kept_in_float32() -> None:
     assert attention[0](x, x, x)[0].shape == x.shape  # whose own linear layer is not called, and stays as it is
 
 
+def test_modules_on_the_disk_stay_float_and_are_read_from_the_checkpoint(tmp_path: Path) -> None:
+    path = save(Net(), tmp_path / "float.safetensors")
+    expected = load_and_quantize_model(empty(), TorchAoConfig("int8", skip_modules=["second", "head"]), path)
+    places = {"": "cpu", "second": "disk"}
+    model = load_and_quantize_model(empty(), "int8", path, device_map=places)
+    assert model.second.weight.is_meta
+    assert type(model.first.weight) is not nn.Parameter
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), expected(TOKENS))
+    with pytest.raises(SettingError, match=r"would offload quantized layers, .* first"):
+        load_and_quantize_model(empty(), "int8", path, device_map="auto", max_memory={"cpu": 16_000, "disk": "1GB"})
+    half = TorchAoConfig("int8", torch_dtype="bf16")
+    with pytest.raises(SettingError, match=r"second\.weight is for the disk, .*offload_folder"):
+        load_and_quantize_model(empty(), half, path, device_map=places)
+    written = load_and_quantize_model(empty(), half, path, device_map=places, offload_folder=tmp_path / "offloaded")
+    with torch.no_grad():
+        assert written(TOKENS).dtype == torch.bfloat16
+
+
 # ---- errors
 
 
