@@ -43,6 +43,9 @@ EVERY = [pytest.param(kind, marks=() if kind in ("int8", "int8_dynamic", "int4",
 class Net(nn.Module):
     """A small language model with tied embeddings."""
 
+    first: Any
+    second: Any
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -186,13 +189,14 @@ def test_errors_come_before_anything_is_changed(tmp_path: Path) -> None:
     quantized = load_and_quantize_model(Net(), "int8")
     with pytest.raises(SettingError, match="is quantized already"):
         load_and_quantize_model(quantized, "int8")
-    for wrong, text in (
+    settings: list[tuple[dict[str, Any], str]] = [
         ({}, "exactly one"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "exactly one"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "Did you mean 'nf4'"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "int8"}, "'bf16'"),
         ({"load_in_8bit": True, "skip_modules": "lm_head"}, "a list of names"),
-    ):
+    ]
+    for wrong, text in settings:
         with pytest.raises(SettingError, match=text):
             BnbQuantizationConfig(**wrong)
 
@@ -247,7 +251,7 @@ class QLoRA(TrainModule):
 
 def fit(root: Path, module: QLoRA, *callbacks: Any, **settings: Any) -> dict[str, Tensor]:
     """Train on 4 batches an epoch for 2 epochs; return the weights of the last checkpoint."""
-    tokens = torch.randint(0, 50, (16, 10), generator=torch.Generator().manual_seed(1))
+    tokens: Any = torch.randint(0, 50, (16, 10), generator=torch.Generator().manual_seed(1))
     saver = ModelCheckpoint(save_last=True)
     common: dict[str, Any] = {
         "max_epochs": 2,
