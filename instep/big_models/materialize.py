@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ class Materializer:
 
     Args:
         device: where to.
+        kept: what stays on the meta device: the weights that a device map has offloaded.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, kept: Collection[Tensor] = ()) -> None:
+        self.device, self._kept = device, kept
         self.without_values: set[str] = set()
         """Names of weights and buffers that nothing gave values to: they are nan until they are loaded."""
         self._made: dict[Tensor, Tensor] = {}
@@ -62,7 +63,7 @@ class Materializer:
         for holder in (module._parameters, module._buffers):
             entries: dict[str, Any] = holder
             for key, value in entries.items():
-                if value is None or not value.is_meta or place_of(module, key) is not None:
+                if value is None or not value.is_meta or value in self._kept or place_of(module, key) is not None:
                     continue
                 made = self._made.get(value)
                 if _is_sharded(value):  # drawn as a whole and cut then: the values are those of one process

@@ -199,6 +199,7 @@ class Strategy:
             module: what `prepare_module` got.
             optimizers: the optimizers over its parameters; empty for evaluation.
         """
+        check_offloaded(module, optimizers)
 
     def changing_trainable(self) -> AbstractContextManager[Any]:
         """Return a context in which hooks may freeze and unfreeze parameters, and add groups to the optimizers.
@@ -413,16 +414,67 @@ def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tens
     Raises:
         SettingError: nothing gives a weight its values.
     """
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    kept = dispatched_weights(module)
+    if not any(tensor.is_meta and tensor not in kept for tensor in (*module.parameters(), *module.buffers())):
         return {}
     from instep.big_models.materialize import Materializer, read_values  # late: few modules need it
 
-    maker = Materializer(device)
+    maker = Materializer(device, kept)
     exchanged = maker.make_all(module)
     if maker.without_values:
         raise no_values(module, maker.without_values)
     read_values(module, device, lambda stored, _: whole(stored))
     return exchanged
+
+
+def dispatched_weights(module: nn.Module) -> set[Tensor]:
+    """Return the weights and buffers of the models in a module that a device map has placed: they stay there.
+
+    Args:
+        module: with models from `instep.big_models.dispatch_model`, or without.
+    """
+    parts = [part for part in module.modules() if "_dispatched" in vars(part) or "hf_device_map" in vars(part)]
+    return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
+
+
+def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse to train weights that are offloaded: between forwards they are nowhere to be changed.
+
+    Those of a dispatched model that are trained on the CPU get memory of their own: they may lie mapped, where other
+    models of this process from the same file would see what is changed.
+
+    Raises:
+        SettingError: an optimizer has such a weight.
+    """
+    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    kept = dispatched_weights(module) if stepped else set()
+    lost = [name for name, p in module.named_parameters() if p.is_meta and p in stepped and p in kept]
+    if lost:
+        raise SettingError(
+            f"{len(lost)} weights of {type(module).__name__} that the optimizer is to train are offloaded by the "
+            f"model's device map, such as {lost[0]}. Freeze the model (requires_grad_(False)) and train what is beside "
+            "it, adapters for instance; or give a device map that keeps on a device what is trained.",
+            field="device_map",
+        )
+    for p in stepped & kept:
+        if p.device.type == "cpu":
+            p.data = p.data.clone()
+
+
+def refuse_dispatched(strategy: Strategy, module: nn.Module) -> None:
+    """Refuse a model with a device map, for a strategy that cuts weights up itself.
+
+    Raises:
+        SettingError: there is one.
+    """
+    if dispatched_weights(module):
+        raise SettingError(
+            f"strategy={strategy.name!r} spreads the weights over processes, and a model in {type(module).__name__} is "
+            "spread by a device map already. Load it by load_checkpoint_in_model, without a device map; or use "
+            "strategy='ddp', where each process has a copy of its own, mapped from the same files.",
+            field="strategy",
+            got=strategy.name,
+        )
 
 
 def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:

@@ -18,7 +18,7 @@ from instep.big_models.quantized_state import is_of_torchao, quantized_tensors
 from instep.distributed import broadcast
 from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
-from instep.strategies.base import Strategy, broadcast_weights
+from instep.strategies.base import Strategy, broadcast_weights, check_offloaded, dispatched_weights
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.gradients import parameters_of
 from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
@@ -219,6 +219,7 @@ class DDPStrategy(Strategy):
         if self.takes_turns and self.ddp_options.get("static_graph"):
             raise _wrong("static_graph", True, "needs the same parameters in each step; optimizers that take turns "
                          "use some of them. Leave it out")  # fmt: skip
+        check_offloaded(module, optimizers)
         spreads = self._spreads(module, trains=bool(optimizers))
         self._optimizers, self._trainable = optimizers, _trainable(module)
         if spreads:
@@ -260,7 +261,7 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        broadcast_weights(module)
+        broadcast_weights(module, skip=dispatched_weights(module).__contains__)  # of the same files on each rank
         return False
 
     def _distribute(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from instep.big_models.materialize import Materializer, read_values
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.strategies.base import Strategy, broadcast_weights, no_values, whole
+from instep.strategies.base import Strategy, broadcast_weights, no_values, refuse_dispatched, whole
 from instep.strategies.clipping import clip_norm_, clip_value_, local_part
 from instep.strategies.dtensors import (
     gather_whole,
@@ -257,6 +257,7 @@ class FSDPStrategy(Strategy):
         return torch.device("meta") if self.meta_init else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> None:
+        refuse_dispatched(self, module)
         self.module = module
         self._without_values = _placed.get(module, set())
         if module not in _placed:  # by an earlier run

@@ -17,7 +17,7 @@ from instep.checkpoint.tensors import Shard
 from instep.distributed import convert_to_fp32
 from instep.errors import CheckpointError, SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
-from instep.strategies.base import Strategy, broadcast_weights, give_values, shapes_of, whole
+from instep.strategies.base import Strategy, broadcast_weights, give_values, refuse_dispatched, shapes_of, whole
 from instep.strategies.deepspeed import partitions
 from instep.strategies.deepspeed.config import (
     Config,
@@ -306,6 +306,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def prepare_module(self, module: nn.Module) -> None:
+        refuse_dispatched(self, module)
         self.module = module
         self._exchanged = give_values(module, self.device)
         if self.stage != 3:
