@@ -159,7 +159,6 @@ def test_launch(tmp_path: Path) -> None:
 def test_big_models(tmp_path: Path) -> None:
     [result] = run("big_models.py", tmp_path, "--smoke", "--contenders", "instep", "accelerate")["results"]
     assert result["bars"]["logits that are not bit-equal"]["held"]
-    assert result["not_bit_equal"] == []
     assert {"cpu", "disk"} == set(result["device_map"].values())
     assert list(result["forward"]) == ["warm, 1 tokens", "warm, 8 tokens", "cold, 1 tokens"]
     assert all(row["instep"]["seconds"]["median"] > 0 for row in result["forward"].values())
