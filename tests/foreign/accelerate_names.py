@@ -18,9 +18,13 @@ from typing import Any
 
 from packaging.version import parse
 from placeholders import Finder
+from torch import nn
 
+import instep.big_models
+from instep.big_models import compute_module_sizes
 from instep.state import GradientState, PartialState
 from instep.utils import porting
+from instep.utils.checks import parse_size
 
 # By the last word.
 BY_HAND = {
@@ -29,7 +33,6 @@ BY_HAND = {
     "AcceleratedScheduler": "instep.accelerator.wrappers.AcceleratedScheduler",
     "DistributedOperationException": "instep.errors.DistributedError",
     "LOGGER_TYPE_TO_CLASS": "instep.accelerator.trackers.LOGGER_TYPE_TO_CLASS",
-    "load_checkpoint_in_model": "accelerate_names.load_checkpoint_in_model",
     "TensorBoardTracker": "instep.loggers.TensorBoardLogger",
     "WandBTracker": "instep.loggers.WandbLogger",
 }
@@ -43,6 +46,10 @@ _PACKAGES = {
 _NOT_HERE = (
     *("cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu", "neuron", "fp16", "fp8", "habana_gaudi1"),
     *("transformer_engine_mxfp8", "import_timer", "bitsandbytes_multi_backend"),
+)
+_UPCAST = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
 )
 _COMPARE = {"==": eq, "!=": ne, ">": gt, ">=": ge, "<": lt, "<=": le}
 
@@ -89,15 +96,24 @@ def check_cuda_fp8_capability() -> bool:
     return False
 
 
-def load_checkpoint_in_model(model: Any, path: str) -> None:
-    """Where the test only looks whether the weights of `save_model` load."""
-    from instep.checkpoint import load_weights
+def convert_file_size_to_int(size: int | str) -> int:
+    return parse_size("size", size, least=0)
 
-    names = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
-    model.load_state_dict(load_weights(next(file for name in names if (file := Path(path) / name).exists())))
+
+def compute_module_total_buffer_size(model: nn.Module) -> int:
+    return compute_module_sizes(model, buffers_only=True)[""]
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """A model with offloaded weights has their values in its own state dict."""
+    return model.state_dict()
 
 
 _HELPERS = {
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING": _UPCAST,
+    "convert_file_size_to_int": convert_file_size_to_int,
+    "compute_module_total_buffer_size": compute_module_total_buffer_size,
+    "get_state_dict_offloaded_model": get_state_dict_offloaded_model,
     "patch_environment": patch_environment,
     "clear_environment": clear_environment,
     "str_to_bool": str_to_bool,
@@ -135,6 +151,8 @@ def resolve(name: str) -> Any:
         return _HELPERS[leaf]
     if leaf == "is_habana_gaudi1" or (leaf.startswith("is_") and leaf.endswith("_available")):
         return _available(leaf)
+    if leaf in dir(instep.big_models):
+        return getattr(instep.big_models, leaf)
     target = BY_HAND.get(leaf) or porting.successor(porting.canonical(name) or "")
     if target is None:
         raise LookupError(name)
