@@ -21,6 +21,7 @@ from instep.big_models.hooks import (
     add_hook_to_module,
     as_device,
     attach_align_device_hook,
+    reads_within,
     remove_hook_from_module,
     tensor_like,
 )
@@ -253,7 +254,7 @@ def _attach(
     several: bool,
 ) -> None:
     """Give hooks to the modules that need one: with offloaded weights, or with inputs that may be elsewhere."""
-    whole = type(module).__name__ in preloading and where.is_away(name)
+    whole = where.is_away(name) and reads_within(module, preloading)
     own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
     offload = any(f"{name}.{key}".removeprefix(".") in weights for key, _ in own)
     if offload or (several and own):
@@ -298,8 +299,12 @@ class _Dispatched:
                 own[name] = _Stays(model, name)
         set_offloaded_weights(model, weights)
         self._handles = [
-            model.register_state_dict_post_hook(_GivesValues(weights)),
             model.register_load_state_dict_pre_hook(_RefusesValues(weights)),
+            *(
+                module.register_state_dict_post_hook(_GivesValues(weights, name, hook.names))
+                for name, module in model.named_modules()
+                if (hook := _offloading(module)) is not None
+            ),
         ]
 
     def undo(self) -> None:
@@ -315,16 +320,23 @@ class _Dispatched:
 
 
 class _GivesValues:
-    """Hook of `state_dict`: offloaded weights have their values in it."""
+    """Hook of a module's `state_dict`: its offloaded weights have their values in it.
 
-    def __init__(self, weights: WeightsMap) -> None:
+    Args:
+        weights: of the whole model.
+        name: the module's full name.
+        leaves: its own names of the weights.
+    """
+
+    def __init__(self, weights: WeightsMap, name: str, leaves: Sequence[str]) -> None:
         self._weights = weights
+        self._names = {leaf: f"{name}.{leaf}".removeprefix(".") for leaf in leaves}
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for name in self._weights:
-            value = state.get(prefix + name)
+        for leaf, name in self._names.items():
+            value = state.get(prefix + leaf)
             if value is not None and value.is_meta:
-                state[prefix + name] = tensor_like(value, self._weights.at_rest(name))
+                state[prefix + leaf] = tensor_like(value, self._weights.at_rest(name))
 
 
 class _RefusesValues:

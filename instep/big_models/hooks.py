@@ -17,6 +17,7 @@ from instep.distributed.nested import send_to_device
 
 Device = torch.device | int | str
 _META = torch.device("meta")
+_READ_WITHIN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _counting = threading.Lock()  # of forwards that use a hook's weights, in all threads
 
 
@@ -105,6 +106,8 @@ class SequentialHook(ModelHook):
 
 class _HookedForward:
     """The forward of a module with a hook. It is a class, so that the module can be copied and pickled."""
+
+    __name__ = "forward"
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -368,7 +371,12 @@ class AlignDevicesHook(ModelHook):
             assert self.weights_map is not None
             # What was never here is left where it lies, in memory or mapped.
             device = None if slot.original == _META else slot.original
-            slot.load(self.weights_map[slot.name], device)
+            value = self.weights_map[slot.name]
+            slot.load(value, device)
+            made = slot.holder[slot.leaf]
+            if isinstance(made, nn.Parameter) and value.numel():  # what was tied is one parameter again
+                place = (value.data_ptr(), value.shape, value.dtype, made.device)
+                slot.holder[slot.leaf] = self.tied_params_map.setdefault(place, made)
         self._slots = []
         return module
 
@@ -507,7 +515,7 @@ def attach_align_device_hook(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    whole = offload and reads_within(module, preload_module_classes or ())
     if whole or next(_places(module, recurse=False), None) is not None:
         prefix = f"{module_name}." * bool(module_name)
         hook = AlignDevicesHook(
@@ -534,6 +542,11 @@ def attach_align_device_hook(
             preload_module_classes,
             tied_params_map,
         )
+
+
+def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
+    """Tell whether a module uses weights of modules within that it does not call, so that it needs all at once."""
+    return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 
 # ---- one model after the other on a device
