@@ -196,14 +196,20 @@ def _weights_of(
         elif name in loaded:
             found[name] = loaded[name]
         elif not tensor.is_meta:
-            (written if where.is_on_disk(name) and index is None else found)[name] = tensor.data.to("cpu")
+            if where.is_on_disk(name) and index is None:
+                written[name] = tensor
+            else:
+                found[name] = tensor.data.to("cpu")
         else:
             empty.append(name)
     shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
     if empty and folder is not None and not written:
         there = open_offload_folder(folder, shapes)
-        found |= {name: there[name] for name in empty if name in there}
-        empty = [name for name in empty if name not in there]
+        for name in [*empty]:
+            kept = next((other for other in there if tensors.get(other) is tensors[name]), None)
+            if kept is not None:
+                found[name] = there.stored[kept]
+                empty.remove(name)
     if empty:
         raise UsageError(
             f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values: "
@@ -218,8 +224,16 @@ def _weights_of(
         )
     if written:
         assert folder is not None
-        found |= offload_weights(folder, shapes, written)
+        found |= _write(folder, shapes, written)
     return WeightsMap(found)
+
+
+def _write(folder: PathLike, shapes: Mapping[str, torch.Size], values: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Write weights to an offload folder, a tied one once, and return them there under all their names."""
+    first: dict[int, str] = {}
+    kept = {name: first.setdefault(id(value), name) for name, value in values.items()}
+    there = offload_weights(folder, shapes, {name: values[name].detach().to("cpu") for name in first.values()})
+    return {name: there[other] for name, other in kept.items()}
 
 
 def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
@@ -436,9 +450,8 @@ def disk_offload(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    values = {name: value.to("cpu") for name, value in model.state_dict().items()}
-    shapes = {name: value.shape for name, value in values.items()}
-    weights = WeightsMap(offload_weights(offload_dir, shapes, values))
+    values = model.state_dict(keep_vars=True)  # so that tied weights are the same object
+    weights = WeightsMap(_write(offload_dir, {name: value.shape for name, value in values.items()}, values))
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
