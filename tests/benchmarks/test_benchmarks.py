@@ -163,4 +163,4 @@ def test_big_models(tmp_path: Path) -> None:
     assert list(result["forward"]) == ["warm, 1 tokens", "warm, 8 tokens", "cold, 1 tokens"]
     assert all(row["instep"]["seconds"]["median"] > 0 for row in result["forward"].values())
     assert {"dd 1M", "dd 16M", "instep"} <= result["load_s"]["warm, quarter"].keys()
-    assert result["memory_bytes"]["instep"]["RssFile"] > 0
+    assert result["memory_bytes"]["instep"]["load"]["RssFile"] > 0
