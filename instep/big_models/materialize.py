@@ -28,7 +28,7 @@ class Materializer:
     """
 
     def __init__(self, device: torch.device, kept: Collection[Tensor] = ()) -> None:
-        self.device, self._kept = device, kept
+        self.device, self._kept = device, set(kept)
         self.without_values: set[str] = set()
         """Names of weights and buffers that nothing gave values to: they are nan until they are loaded."""
         self._made: dict[Tensor, Tensor] = {}

@@ -1,0 +1,128 @@
+"""Training of models that are larger than a device: the weights of a frozen base are offloaded, adapters are not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from instep.big_models.dispatch import offloading_hooks
+from instep.big_models.hooks import AlignDevicesHook
+from instep.big_models.materialize import Materializer
+from instep.errors import SettingError, UsageError
+
+
+def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str | None = None) -> nn.Module:
+    """Make a dispatched model with adapters ready to be trained.
+
+    The forward brings a block's frozen weights to the device, and so does the backward, in reverse order: of the base
+    there is never more on the device than the blocks in hand. For that a block keeps no activations where its weights
+    are copied to the device, and computes them again in the backward. Where they are used as they lie (mapped in files,
+    on a CPU), nothing is computed twice. Adapters that peft has left on the meta device, because the layers under them
+    are there, are drawn. Gradients are those of a model that is on the device as a whole, bit for bit.
+
+    Call it after the adapters were added and before the optimizer is made. Give the optimizer the trainable parameters,
+    and let the checkpoints of a `TrainModule` hold these alone by `checkpoint_filter = "trainable"`.
+
+    Args:
+        model: a model that `load_checkpoint_and_dispatch` or `dispatch_model` returned, perhaps in others, such as a
+            peft model; changed in place.
+        blocks: names of the classes whose modules are computed again, one at a time. None: what a transformers model
+            has, or else the items of lists of modules (`nn.ModuleList`, `nn.Sequential`).
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: nothing of the model is offloaded.
+        SettingError: a trainable weight is offloaded; offloaded weights that are copied to the device are in no block.
+
+    Example:
+        >>> model = load_checkpoint_and_dispatch(model, folder, "auto", max_memory={"cpu": "6GB"})  # doctest: +SKIP
+        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
+        >>> prepare_offloaded_training(model)  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)  # doctest: +SKIP
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174), for what is computed
+    again; Hu et al., LoRA, 2021 (arXiv:2106.09685).
+    """
+    hooks = dict(offloading_hooks(model))
+    if not hooks:
+        raise UsageError(
+            f"nothing of this {type(model).__name__} is offloaded, so it is trained as any other model. Dispatch it "
+            "first, by load_checkpoint_and_dispatch with a device_map that leaves modules on 'cpu' or 'disk'."
+        )
+    tensors = model.state_dict(keep_vars=True)
+    trainable = [name for name in offloaded_names(model) if model.get_parameter(name).requires_grad]
+    if trainable:
+        raise SettingError(
+            f"{len(trainable)} offloaded weights require gradients, such as {trainable[0]}, and nothing could change "
+            "them where they lie. Freeze them (requires_grad_(False)) and add adapters, as get_peft_model does, or "
+            "give their modules a device in the device_map.",
+            field="device_map",
+            got=trainable,
+        )
+    Materializer(as_device(next(iter(hooks.values())).execution_device or "cpu"), offloaded_tensors(model)).make_all(model)
+    copied = {name for name, hook in hooks.items() if _is_copied(hook)}
+    if copied:
+        _compute_again(model, blocks, copied)
+    return model
+
+
+def _is_copied(hook: AlignDevicesHook) -> bool:
+    """Tell whether a forward makes copies of the weights, which the graph would hold until the backward."""
+    weights: Any = hook.weights_map
+    for name in hook.names:
+        first = weights[name]
+        if first.device != hook.device or weights[name] is not first:
+            return True
+    return False
+
+
+def _compute_again(model: nn.Module, blocks: Collection[str] | str | None, copied: set[str]) -> None:
+    """Let the blocks that hold copied weights keep no activations."""
+    inside: set[str] = set()
+    for name, part in model.named_modules():
+        if any(name.startswith(f"{outer}.") or not outer for outer in inside):
+            continue
+        if blocks is None and getattr(part, "supports_gradient_checkpointing", False):
+            # transformers' own way leaves the cache of keys alone, which would be filled twice.
+            part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            inside.add(name)
+    if inside:
+        return
+    found = [name for name in _blocks(model, blocks) if any(f"{each}.".startswith(f"{name}.") for each in copied)]
+    if not found:
+        raise SettingError(
+            f"no block of {type(model).__name__} has offloaded weights (blocks={blocks!r}), so a backward would hold "
+            "all of them on the device. Name the classes of its blocks.",
+            field="blocks",
+            got=blocks,
+        )
+    for name in found:
+        part = model.get_submodule(name)
+        part.forward = wraps(part.forward)(partial(_forward_again, part, part.forward))
+
+
+def _forward_again(part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _blocks(model: nn.Module, classes: Collection[str] | str | None) -> Iterator[str]:
+    """Give the names of the outermost blocks."""
+    named = (classes,) if isinstance(classes, str) else classes
+    outer: list[str] = []
+    for name, part in model.named_modules():
+        if any(name.startswith(f"{each}.") for each in outer):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        listed = isinstance(parent, nn.ModuleList | nn.Sequential)
+        if name and (listed if named is None else type(part).__name__ in named):
+            outer.append(name)
+            yield name
