@@ -66,6 +66,7 @@ PUBLIC = {
         "load_checkpoint_and_dispatch",
         "load_checkpoint_in_model",
         "named_module_tensors",
+        "prepare_offloaded_training",
         "prepare_pippy",
         "remove_hook_from_module",
         "remove_hook_from_submodules",

@@ -36,6 +36,7 @@ _HOME: dict[str, str] = {
     "load_checkpoint_and_dispatch": "loading",
     "load_checkpoint_in_model": "loading",
     "named_module_tensors": "sizes",
+    "prepare_offloaded_training": "training",
     "prepare_pippy": "pipeline_inference",
     "remove_hook_from_module": "hooks",
     "remove_hook_from_submodules": "dispatch",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from instep.big_models.sizes import find_tied_parameters as find_tied_parameters
     from instep.big_models.sizes import named_module_tensors as named_module_tensors
     from instep.big_models.sizes import retie_parameters as retie_parameters
+    from instep.big_models.training import prepare_offloaded_training as prepare_offloaded_training
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

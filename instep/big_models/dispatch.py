@@ -528,13 +528,17 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return _offloading(module) is not None
 
 
-def offloaded_names(model: nn.Module) -> list[str]:
-    """List the names of a model's weights that hooks leave on the meta device between forwards."""
-    found = []
+def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
+    """Give the hooks that hold offloaded weights, each with the name of its module."""
     for name, module in model.named_modules():
         hook = _offloading(module)
-        found += [] if hook is None else [f"{name}.{each}".removeprefix(".") for each in hook.names]
-    return found
+        if hook is not None and hook.names:
+            yield name, hook
+
+
+def offloaded_names(model: nn.Module) -> list[str]:
+    """List the names of a model's weights that hooks leave on the meta device between forwards."""
+    return [f"{name}.{each}".removeprefix(".") for name, hook in offloading_hooks(model) for each in hook.names]
 
 
 @contextmanager

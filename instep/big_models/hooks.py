@@ -337,6 +337,11 @@ class AlignDevicesHook(ModelHook):
         """Names of the weights that are offloaded."""
         return [slot.name for slot in self._slots]
 
+    @property
+    def empty(self) -> list[Tensor]:
+        """What stands in the module for offloaded weights between forwards."""
+        return [slot.empty for slot in self._slots]
+
     def load(self, device: torch.device | None = None) -> None:
         """Put the weights into the module.
 

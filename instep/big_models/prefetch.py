@@ -21,7 +21,8 @@ class Prefetcher:
 
     A block whose weights are used where they lie, mapped in files, is read by getting its pages into memory, and only
     where they are not there. Any other block is staged in the map of weights: read, and copied to its device. At most
-    `depth` such blocks and the current one are held. The order is learned: next is what came next the last time.
+    `depth` such blocks and the current one are held. The order is learned: next is what followed these two blocks the
+    last time, so that a backward, which takes the blocks in reverse order, is read ahead too.
 
     Args:
         weights: where the blocks' weights are.
@@ -44,8 +45,8 @@ class Prefetcher:
     ) -> None:
         self._work = _Work(weights, [tuple(names) for names in blocks], [torch.device(each) for each in devices])
         self._depth = min(depth, len(blocks) - 1)
-        self._next = {i: (i + 1) % len(blocks) for i in range(len(blocks))}
-        self._current: int | None = None
+        self._next: dict[tuple[int | None, int], int] = {}
+        self._last: tuple[int | None, int | None] = None, None
         self._held: dict[int, _Read] = {}
         self._pid = -1
 
@@ -57,12 +58,14 @@ class Prefetcher:
         """
         if self._pid != os.getpid():  # the first time, or in a process that was forked: threads stay behind
             self._start()
-        if self._current is not None:
-            self._next[self._current] = block
-        self._current = block
-        wanted = [block]
+        before, last = self._last
+        if last is not None:
+            self._next[before, last] = block
+        self._last = last, block
+        wanted, before = [block], last
         for _ in range(self._depth):
-            wanted.append(self._next[wanted[-1]])
+            wanted.append(self._next.get((before, wanted[-1]), (wanted[-1] + 1) % len(self._work.blocks)))
+            before = wanted[-2]
         for old in [held for held in self._held if held not in wanted]:
             self._work.drop(old, self._held.pop(old))
         for each in wanted:
@@ -81,7 +84,7 @@ class Prefetcher:
     def _start(self) -> None:
         self._pid, self._queue = os.getpid(), SimpleQueue[Any]()
         self._held.clear()
-        self._current = None
+        self._last = None, None
         thread = threading.Thread(target=_run, args=(self._queue, self._work), name="instep-prefetch", daemon=True)
         thread.start()
         weakref.finalize(self, self._queue.put, None).atexit = False

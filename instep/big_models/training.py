@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from instep.big_models.dispatch import offloading_hooks
-from instep.big_models.hooks import AlignDevicesHook
+from instep.big_models.hooks import AlignDevicesHook, as_device
 from instep.big_models.materialize import Materializer
 from instep.errors import SettingError, UsageError
 
@@ -56,8 +56,12 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
             f"nothing of this {type(model).__name__} is offloaded, so it is trained as any other model. Dispatch it "
             "first, by load_checkpoint_and_dispatch with a device_map that leaves modules on 'cpu' or 'disk'."
         )
-    tensors = model.state_dict(keep_vars=True)
-    trainable = [name for name in offloaded_names(model) if model.get_parameter(name).requires_grad]
+    empty = {
+        value: f"{name}.{leaf}"
+        for name, hook in hooks.items()
+        for leaf, value in zip(hook.names, hook.empty, strict=True)
+    }
+    trainable = [name.removeprefix(".") for value, name in empty.items() if value.requires_grad]
     if trainable:
         raise SettingError(
             f"{len(trainable)} offloaded weights require gradients, such as {trainable[0]}, and nothing could change "
@@ -66,11 +70,16 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
             field="device_map",
             got=trainable,
         )
-    Materializer(as_device(next(iter(hooks.values())).execution_device or "cpu"), offloaded_tensors(model)).make_all(model)
+    Materializer(_device(next(iter(hooks.values()))), empty).make_all(model)
     copied = {name for name, hook in hooks.items() if _is_copied(hook)}
     if copied:
         _compute_again(model, blocks, copied)
     return model
+
+
+def _device(hook: AlignDevicesHook) -> torch.device:
+    """Return where a module with offloaded weights computes."""
+    return as_device("cpu" if hook.execution_device is None else hook.execution_device)
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
@@ -78,7 +87,7 @@ def _is_copied(hook: AlignDevicesHook) -> bool:
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]
-        if first.device != hook.device or weights[name] is not first:
+        if first.device != _device(hook) or weights[name] is not first:
             return True
     return False
 

@@ -56,9 +56,16 @@ def test_blocks_are_staged_ahead_and_dropped() -> None:
     assert log[1:] == [f"{name} in instep-prefetch" for name in "bcda"]
     prefetcher.begin(0)  # the next forward
     assert slow[1].seen.wait(HANG_S)
-    prefetcher.begin(2)  # another order, which is learned
-    prefetcher.begin(0)
+    for block in (2, 0, 2, 0):  # another order, which is learned
+        prefetcher.begin(block)
     assert set(prefetcher._held) == {0, 2}
+    for block in (0, 1, 2, 3, 3, 2, 1, 0) * 2:  # a forward and the backward
+        prefetcher.begin(block)
+        held = set(prefetcher._held)
+    assert held == {0}
+    prefetcher.begin(0)
+    prefetcher.begin(1)
+    assert set(prefetcher._held) == {1, 2}
 
 
 def test_an_error_of_the_thread_is_raised_where_the_block_is_used() -> None:
