@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -224,14 +225,17 @@ class _Slot:
         self.empty: Tensor = tensor_like(holder[leaf], holder[leaf].data.to(_META))
         self._value: Tensor | None = None  # what the tensor below was made of
         self._kept: Tensor | None = None
+        self._seen: ref[Tensor] | None = None  # what it was before
 
     def load(self, value: Tensor, device: torch.device | None) -> None:
         """Put a weight into the module, on a device. One that lies there already is put there as it is."""
         if self._value is not value:
             there = value if device is None or value.device == device else value.to(device)
             made = tensor_like(self.empty, there)
-            # Only what costs no memory of the device is kept until the next forward.
-            self._value, self._kept = (value, made) if there is value and value.device.type == "cpu" else (None, None)
+            # Only what costs no memory is kept until the next forward: what the map of weights holds in any case.
+            stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
+            self._value, self._kept = (value, made) if stays else (None, None)
+            self._seen = ref(value)
             self.holder[self.leaf] = made
         else:
             assert self._kept is not None
@@ -240,7 +244,7 @@ class _Slot:
             self.holder[self.leaf] = self._kept
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_value": None, "_kept": None}  # a copy of the module reads the same files
+        return {**vars(self), "_value": None, "_kept": None, "_seen": None}  # a copy of the module reads the same files
 
     def unload(self) -> None:
         """Leave the weight on the meta device."""

@@ -28,7 +28,7 @@ from instep.strategies import FSDPStrategy
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import QUIET
 
-WIDTH, BLOCKS = 32, 4
+WIDTH, BLOCKS = 32, 8
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ def test_a_backward_brings_copied_weights_again() -> None:
         for name, gradient in found.items():
             assert torch.equal(gradient, expected[1][name])  # bit for bit
         most[prepared] = copies.most
-    assert most[False] > BLOCKS  # a weight of each block waits for the backward
+    assert most[False] >= BLOCKS  # the weight of each block waits for the backward
     assert most[True] <= 4  # weight and bias of the block in hand, and of the one before
 
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         prepare_offloaded_training(net())
     model = Net()
     attach_align_device_hook(model, "cpu", offload=True)
-    with pytest.raises(SettingError, match=r"16 offloaded weights require gradients, such as blocks.0.frozen.weight"):
+    with pytest.raises(SettingError, match=r"32 offloaded weights require gradients, such as blocks.0.frozen.weight"):
         prepare_offloaded_training(model)
     model = net().requires_grad_(False)
     attach_align_device_hook(model, "cpu", offload=True, weights_map=Copies(dict(net().named_parameters())))
@@ -175,7 +175,8 @@ def fit(module: TrainModule, folder: Path | None = None, ckpt_path: Path | None 
     saver = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=2)]
     checkpoints = {"enable_checkpointing": folder is not None, "callbacks": saver}
     trainer = Trainer(**{**QUIET, "max_epochs": 1, **checkpoints, **settings})
-    trainer.fit(module, DataLoader(torch.arange(64).view(8, 8) % 29, 2), ckpt_path=ckpt_path)
+    tokens: Any = torch.arange(64).view(8, 8) % 29
+    trainer.fit(module, DataLoader(tokens, 2), ckpt_path=ckpt_path)
 
 
 def refused(folder: Path) -> None:
