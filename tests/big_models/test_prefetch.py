@@ -61,8 +61,7 @@ def test_blocks_are_staged_ahead_and_dropped() -> None:
     assert set(prefetcher._held) == {0, 2}
     for block in (0, 1, 2, 3, 3, 2, 1, 0) * 2:  # a forward and the backward
         prefetcher.begin(block)
-        held = set(prefetcher._held)
-    assert held == {0}
+    assert set(prefetcher._held) == {0}
     prefetcher.begin(0)
     prefetcher.begin(1)
     assert set(prefetcher._held) == {1, 2}
