@@ -269,6 +269,10 @@ class DDPStrategy(Strategy):
     ) -> DistributedDataParallel:
         """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
         _prepare_quantized(module, share=not again)
+        kept = dispatched_weights(module)
+        frozen = [name for name, p in module.named_parameters() if p in kept and p.is_meta and not p.requires_grad]
+        if frozen:  # offloaded: of the same files on each rank
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
