@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,7 +32,7 @@ from instep.utils.untrusted_files import open_regular, parse_object
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)  # a name from 3.13 on
-_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # each file is mapped once, while it is used
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # by what opened which file, while it is used
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
 
 
@@ -58,6 +59,8 @@ class FileSlice:
         flat: whether it is a run of elements.
         name: under which it is stored; several names may share one part.
         stamp: device, inode, size and time of the file whose header was read; None where it cannot be mapped.
+        opened: by which reading of the header. All parts of one share a mapping, and others do not: a model that is
+            changed in place changes no other that was loaded from the same file.
     """
 
     path: Path
@@ -70,6 +73,7 @@ class FileSlice:
     flat: bool
     name: str
     stamp: tuple[int, ...] | None = None
+    opened: str = field(default="", compare=False)
 
     @property
     def mappable(self) -> bool:
@@ -112,7 +116,7 @@ class FileSlice:
 
 def _mapping(part: FileSlice) -> mmap.mmap:
     """Map the whole file of a part, or give the mapping that there is."""
-    key = str(part.path), part.stamp
+    key = str(part.path), part.stamp, part.opened
     kept = _MAPPED.get(key)
     if kept is None:
         with reading(part.path, "cannot be mapped"), open_regular(part.path) as file:
@@ -169,6 +173,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
         header, notes, length, size = _header(path)
         ours = (DTYPES, ALIASES, SHARDS, OFFSETS)
         raw, aliases, shards, offsets = (parse_object(notes.get(key, "{}")) for key in ours)
+        opened = token_hex(8)
         found: dict[str, FileSlice] = {}
         for name, entry in header.items():
             check(entry, _ENTRY, name)
@@ -184,7 +189,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
             if name in offsets:
                 check(offsets[name], {"saved_offsets": list_of(count)}, name)
                 at = tuple(offsets[name]["saved_offsets"][: len(sizes)])
-            found[name] = FileSlice(path, begin, end, dtype, sizes, shape, at, flat, name, stamp)
+            found[name] = FileSlice(path, begin, end, dtype, sizes, shape, at, flat, name, stamp, opened)
             _check_place(found[name])
         _check_ranges(found.values(), 8 + length, size)
         found.update({alias: found[name] for alias, name in aliases.items()})

@@ -321,3 +321,16 @@ def test_a_repository_of_the_hub_comes_from_its_cache(cache: Path) -> None:
     assert torch.equal(model.inner.weight, saved()["inner.weight"])
     with pytest.raises(CheckpointNotFoundError, match="me/other"):
         load_checkpoint_in_model(empty(), "me/other")
+
+
+def test_a_model_that_is_changed_changes_no_other_from_the_same_file(tmp_path: Path) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    file = tmp_path / "model.safetensors"
+    save_file(first.state_dict(), file)
+    saved = first.weight.detach().clone()
+    load_checkpoint_in_model(first, file, {"": "cpu"})
+    with torch.no_grad():
+        first.weight.zero_()
+    load_checkpoint_in_model(second, file, {"": "cpu"})
+    assert torch.equal(second.weight, saved)
+    assert not first.weight.any()
