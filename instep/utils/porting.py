@@ -152,6 +152,20 @@ MOVED = {
                 "recursively_apply", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
             )
         },
+        **{
+            name: f"instep.big_models.{name}"
+            for name in (
+                "AlignDevicesHook", "BnbQuantizationConfig", "CpuOffload", "LayerwiseCastingHook", "ModelHook",
+                "SequentialHook", "UserCpuOffloadHook", "add_hook_to_module", "align_module_device",
+                "attach_align_device_hook", "attach_layerwise_casting_hooks", "check_device_map", "clean_device_map",
+                "compute_module_sizes", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
+                "dtype_byte_size", "find_tied_parameters", "get_balanced_memory", "get_max_memory",
+                "has_offloaded_params", "infer_auto_device_map", "init_empty_weights", "init_on_device",
+                "load_and_quantize_model", "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
+                "named_module_tensors", "prepare_pippy", "remove_hook_from_module", "remove_hook_from_submodules",
+                "retie_parameters", "set_module_tensor_to_device",
+            )
+        },
         "is_cuda_available": "torch.cuda.is_available",
         "is_xpu_available": "torch.xpu.is_available",
         "is_mps_available": "torch.backends.mps.is_available",
@@ -180,7 +194,6 @@ DEFINED = {
 """Small values and functions that a script can make itself: what to import for them, and how."""
 
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
-_NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
 _AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
@@ -214,18 +227,17 @@ ADVICE = {
     "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
     **dict.fromkeys(
         (
-            "init_empty_weights", "init_on_device", "infer_auto_device_map", "load_checkpoint_and_dispatch",
-            "load_checkpoint_in_model", "dispatch_model", "cpu_offload", "disk_offload", "prepare_pippy",
+            "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict", "load_offloaded_weight",
+            "load_offloaded_weights", "offload_state_dict", "offload_weight", "save_offload_index",
         ),
-        _NO_BIG_MODELS,
+        "disk_offload and load_checkpoint_and_dispatch of instep.big_models write and read what is offloaded; weights "
+        "are ordinary safetensors files",
     ),
     **dict.fromkeys(
-        (
-            "BnbQuantizationConfig", "compute_module_sizes", "cpu_offload_with_hook", "find_tied_parameters",
-            "get_balanced_memory", "get_max_memory", "load_and_quantize_model",
-        ),
-        _NO_BIG_MODELS,
+        ("calculate_maximum_sizes", "get_max_layer_size"),
+        "use instep.big_models.compute_module_sizes, or `instep estimate-memory`",
     ),
+    "load_state_dict": "use instep.checkpoint.load_weights",
     **dict.fromkeys(
         ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
         "mixed_precision='fp8' is torchao's; for other recipes use torchao's own call",
