@@ -364,7 +364,8 @@ class _Plan:
         return sum(self._sizes.get(name, 0) for name in names)
 
     def _largest_but(self, names: Collection[str]) -> int:
-        return max((self._largest[name] for name, _ in self.left if name not in names), default=0)
+        left = (name for name, _ in self.left if name not in names)
+        return max((self._largest.get(name, self._sizes.get(name, 0)) for name in left), default=0)  # a layer's tensor
 
     def _put(self, names: Collection[str], device: int | str) -> None:
         self.left = [part for part in self.left if part[0] not in names]

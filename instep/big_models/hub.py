@@ -54,6 +54,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
         except errors.LocalEntryNotFoundError as error:  # not in the cache, and nobody may be asked, or nobody answers
             silent.append(error)
+            options["local_files_only"] = True  # who does not answer is not asked again: that takes 25 s for each file
             return None
         except errors.EntryNotFoundError:
             return None
@@ -73,7 +74,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
             if path is not None:
                 return path.parent
         if silent:
-            raise silent[-1]
+            raise silent[0]
     raise CheckpointNotFoundError(f"{repo_id} has neither {SAFE} nor {SAFE_INDEX}; nothing else is read")
 
 

@@ -46,6 +46,11 @@ def test_parts_go_where_there_is_room():
     assert infer_auto_device_map(chain(2), {0: 128}, clean_result=False) == {"0": 0, "1": 0}
 
 
+def test_a_model_that_is_one_layer():
+    assert infer_auto_device_map(linear()) == {"weight": "cpu"}
+    assert infer_auto_device_map(nn.Linear(4, 4), {"cpu": 4}) == {"": "disk"}
+
+
 def test_blocks_are_split_unless_they_must_not_be():
     model = nn.Sequential(Block(), Block())
     limits = {0: 0, 1: 230, "cpu": "1GB"}

@@ -71,6 +71,10 @@ def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (
+            "from accelerate import init_empty_weights as empty\nempty()\n",
+            "from instep.big_models import init_empty_weights as empty\nempty()\n",
+        ),
         ("import lightning as L\nL.LightningModule\n", "import instep\ninstep.TrainModule\n"),
         ("import pytorch_lightning as pl\nx: 'pl.Trainer'\n", "import instep\nx: 'instep.Trainer'\n"),
         ("import lightning.pytorch\nlightning.pytorch.Trainer\n", "import instep\ninstep.Trainer\n"),
@@ -410,6 +414,7 @@ _SAME = {  # of functions, by position
     "object": "obj",
     "object_list": "objects",
     "dataloader": "loader",
+    "bnb_quantization_config": "quantization_config",
     "rng_types": "types",
     "reduction": "op",
 }
