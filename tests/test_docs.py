@@ -50,6 +50,10 @@ PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
+    ("docs/big_models.md", "from peft import"): "tests/big_models/test_training.py runs the like",
+    ("docs/big_models.md", "from instep.big_models import prepare_pippy"): (
+        "tests/big_models/test_pipeline_inference.py runs the like"
+    ),
     (
         "docs/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
@@ -68,6 +72,7 @@ if find_spec("hydra") is None:  # an environment that was made before: make inst
     LEFT_OUT["docs/launching.md", "python hydra_train.py"] = "the same"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
     LEFT_OUT["docs/low_precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
+    LEFT_OUT["docs/big_models.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
 RUNS = ("docs/checkpoints.md", "docs/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
