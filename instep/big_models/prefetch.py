@@ -48,6 +48,7 @@ class Prefetcher:
         self._next: dict[tuple[int | None, int], int] = {}
         self._last: tuple[int | None, int | None] = None, None
         self._held: dict[int, _Read] = {}
+        self._lock = threading.Lock()  # forwards may run in several threads
         self._pid = -1
 
     def begin(self, block: int) -> None:
@@ -56,8 +57,29 @@ class Prefetcher:
         Raises:
             Exception: what reading this block raised.
         """
-        if self._pid != os.getpid():  # the first time, or in a process that was forked: threads stay behind
-            self._start()
+        with self._lock:
+            if self._pid != os.getpid():  # the first time, or in a process that was forked: threads stay behind
+                self._start()
+            new = self._advance(block)
+            read = self._held[block]
+        for each in new:
+            if each is read:
+                self._work.do(each)
+            else:
+                self._queue.put(each)
+        try:
+            read.wait(self._work)
+        except BaseException:
+            with self._lock:
+                if self._held.get(block) is read:
+                    del self._held[block]  # the next forward tries again
+            raise
+        with self._lock:
+            if self._held.get(block) is read:  # not where a forward in another thread is further on
+                self._work.weights.staged.update(read.tensors)
+
+    def _advance(self, block: int) -> list[_Read]:
+        """Let go of what comes no more, and return what is to be read now, the current block first."""
         before, last = self._last
         if last is not None:
             self._next[before, last] = block
@@ -67,19 +89,10 @@ class Prefetcher:
             wanted.append(self._next.get((before, wanted[-1]), (wanted[-1] + 1) % len(self._work.blocks)))
             before = wanted[-2]
         for old in [held for held in self._held if held not in wanted]:
-            self._work.drop(old, self._held.pop(old))
-        for each in wanted:
-            if each not in self._held:
-                self._held[each] = read = _Read(each)
-                if each == block:
-                    self._work.do(read)
-                else:
-                    self._queue.put(read)
-        try:
-            self._held[block].wait(self._work, block)
-        except BaseException:
-            del self._held[block]  # the next forward tries again
-            raise
+            self._work.drop(self._held.pop(old))
+        new = [_Read(each) for each in dict.fromkeys(wanted) if each not in self._held]
+        self._held.update((read.block, read) for read in new)
+        return new
 
     def _start(self) -> None:
         self._pid, self._queue = os.getpid(), SimpleQueue[Any]()
@@ -100,20 +113,19 @@ class _Read:
         self.tensors: dict[str, Tensor] = {}
         self.copied: Any = None  # the event of a copy on a stream
 
-    def wait(self, work: _Work, block: int) -> None:
+    def wait(self, work: _Work) -> None:
         if not self.done.is_set():
-            if work.mapped[block]:
+            if work.mapped[self.block]:
                 return  # touching what is not there yet reads it too
             self.done.wait()
         if self.error is not None:
             raise self.error
         if self.copied is not None:
-            stream = torch.cuda.current_stream(work.devices[block])
+            stream = torch.cuda.current_stream(work.devices[self.block])
             stream.wait_event(self.copied)
             for tensor in self.tensors.values():
                 tensor.record_stream(stream)
             self.copied = None
-        work.weights.staged.update(self.tensors)
 
 
 class _Work:
@@ -150,10 +162,10 @@ class _Work:
             }  # torch keeps pinned memory until the copy is done
             read.copied = stream.record_event()
 
-    def drop(self, block: int, read: _Read) -> None:
-        for name in self.blocks[block]:
-            if self.weights.staged.get(name) is read.tensors.get(name):
-                self.weights.staged.pop(name, None)
+    def drop(self, read: _Read) -> None:
+        for name, tensor in read.tensors.items():
+            if self.weights.staged.get(name) is tensor:
+                del self.weights.staged[name]
 
 
 def _run(queue: SimpleQueue[Any], work: _Work) -> None:

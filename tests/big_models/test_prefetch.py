@@ -6,7 +6,9 @@ import copy
 import gc
 import os
 import pickle
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,25 @@ def test_blocks_are_staged_ahead_and_dropped() -> None:
     prefetcher.begin(0)
     prefetcher.begin(1)
     assert set(prefetcher._held) == {1, 2}
+
+
+def test_forwards_in_several_threads_share_a_prefetcher() -> None:
+    weights = WeightsMap({name: Slow(name, []) for name in "abcd"})
+    prefetcher = Prefetcher(weights, [["a"], ["b"], ["c"], ["d"]], ["cpu"] * 4)
+
+    def forwards() -> None:
+        for block in [*range(4)] * 50:
+            prefetcher.begin(block)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(forwards) for _ in range(4)]:
+                done.result(HANG_S)
+    finally:
+        sys.setswitchinterval(before)
+    assert len(weights.staged) <= 2
 
 
 def test_an_error_of_the_thread_is_raised_where_the_block_is_used() -> None:
