@@ -22,6 +22,7 @@ from instep.big_models.sizes import (
 )
 from instep.errors import SettingError, one_of
 from instep.state import DEVICE_KINDS
+from instep.utils.checks import wrong
 from instep.utils.rank_zero import rank_zero_info
 from instep.utils.warn import warn_user
 
@@ -56,8 +57,10 @@ def resolve_device_map(
         SettingError: the word is unknown, a part of the model has no device, or a device is not here.
     """
     if isinstance(device_map, Mapping):
-        for device in set(device_map.values()):
-            _check_device(device)
+        for name, device in device_map.items():
+            if not isinstance(name, str):
+                raise wrong("device_map", dict(device_map), "names of modules, and a device for each")
+            check_device("device_map", device)
         check_device_map(model, device_map)
         return dict(device_map)
     if device_map not in _PLANS:
@@ -69,12 +72,17 @@ def resolve_device_map(
         model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
     )
     for device in set(planned.values()):
-        _check_device(device)
+        check_device("device_map", device)
     return {**planned}
 
 
-def _check_device(device: Device) -> None:
-    """Raise where this machine has no such device."""
+def check_device(field: str, device: Device) -> None:
+    """Raise where this machine has no such device.
+
+    Args:
+        field: the argument that names the device.
+        device: a number of an accelerator, "disk", or a device of torch.
+    """
     if device == "disk":
         return
     try:
@@ -84,16 +92,16 @@ def _check_device(device: Device) -> None:
         count = DEVICE_KINDS[wanted.type].count()
     except (RuntimeError, TypeError, KeyError) as error:
         raise SettingError(
-            f"device_map: {device!r} is no device ({error}). Use a number of an accelerator, 'cpu', 'disk', or a torch "
+            f"{field}: {device!r} is no device ({error}). Use a number of an accelerator, 'cpu', 'disk', or a torch "
             "device such as 'cuda:1'.",
-            field="device_map",
+            field=field,
             got=device,
         ) from None
     if (wanted.index or 0) >= count:
         here = ", ".join(f"{kind.count()} {kind.name}" for kind in DEVICE_KINDS.values() if kind.count())
         raise SettingError(
-            f"device_map: the device {device!r} is not here. This process sees: {here}.",
-            field="device_map",
+            f"{field}: the device {device!r} is not here. This process sees: {here}.",
+            field=field,
             got=device,
         )
 
@@ -213,7 +221,12 @@ def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str
 def _classes(no_split_module_classes: Collection[str] | str | None) -> Collection[str]:
     if isinstance(no_split_module_classes, str):
         return (no_split_module_classes,)
-    return no_split_module_classes or ()
+    names = no_split_module_classes or ()
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise wrong(
+            "no_split_module_classes", no_split_module_classes, "names of classes, such as ['LlamaDecoderLayer']"
+        )
+    return names
 
 
 def infer_auto_device_map(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.big_models.device_map import Memory, resolve_device_map
+from instep.big_models.device_map import Memory, check_device, device_of, resolve_device_map
 from instep.big_models.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -35,9 +35,8 @@ from instep.big_models.offload import (
     set_offloaded_weights,
 )
 from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
-from instep.big_models.sizes import owners
+from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import join_tensors, read_parts
-from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import CheckpointError, SettingError, UsageError
 from instep.types import PathLike
 from instep.utils.checks import wrong
@@ -103,13 +102,15 @@ def dispatch_model(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    if offloaded_names(model):
-        raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
+    _check_model(model, state_dict)
+    if main_device is not None:
+        check_device("main_device", main_device)
     devices = resolve_device_map(
         model, device_map, max_memory, no_split_module_classes, offload_buffers=offload_buffers
     )
     kinds = set(devices.values())
     if len(kinds) == 1 and DISK not in kinds and not force_hooks:
+        _check_values(model, [name for name, value in model.state_dict().items() if value.is_meta])
         model.to(as_device(next(iter(kinds))))
         vars(model)["hf_device_map"] = devices
         return model
@@ -133,6 +134,25 @@ def dispatch_model(
     return model
 
 
+def _check_model(model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
+    """Refuse a model that is dispatched already, and given values that are not of its shapes."""
+    if offloaded_names(model):
+        raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
+    own = {} if values is None else model.state_dict()
+    for name, value in (values or {}).items():
+        if name in own and own[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)}, and {tuple(own[name].shape)} in {type(model).__name__}"
+            raise SettingError(f"state_dict[{name!r}] has the shape {shapes}", field="state_dict", got=value.shape)
+
+
+def _check_values(model: nn.Module, empty: Sequence[str]) -> None:
+    if empty:
+        raise UsageError(
+            f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values: "
+            f"{', '.join(empty[:8])}. Use load_checkpoint_and_dispatch, or load_checkpoint_in_model with a map."
+        )
+
+
 class _Where:
     """Devices of a model's modules and weights.
 
@@ -146,8 +166,8 @@ class _Where:
         self._devices, self._main, self._away = devices, main, away
 
     def _entry(self, name: str) -> Device:
-        owner = next((each for each in reversed([*owners(name)]) if each in self._devices), None)
-        return self._main if owner is None else self._devices[owner]  # a module of which only the inner ones are named
+        found = device_of(name, self._devices)
+        return self._main if found is None else found  # a module of which only the inner ones are named
 
     def is_away(self, name: str) -> bool:
         """Tell whether a module or weight is offloaded."""
@@ -210,11 +230,7 @@ def _weights_of(
             if kept is not None:
                 found[name] = there.stored[kept]
                 empty.remove(name)
-    if empty:
-        raise UsageError(
-            f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no values: "
-            f"{', '.join(empty[:8])}. Use load_checkpoint_and_dispatch, or load_checkpoint_in_model with this map."
-        )
+    _check_values(model, empty)
     if written and folder is None:
         raise SettingError(
             f"{len(written)} weights for the disk, such as {next(iter(written))}, lie in no file yet. Give an "
@@ -422,7 +438,10 @@ def cpu_offload(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    values = {name: value.to("cpu") for name, value in (state_dict or model.state_dict()).items()}
+    _check_model(model, state_dict)
+    given = model.state_dict() if state_dict is None else state_dict
+    _check_values(model, [name for name, value in given.items() if value.is_meta])
+    values = {name: value.to("cpu") for name, value in given.items()}
     return _offload_all(model, execution_device, WeightsMap(values), offload_buffers, preload_module_classes)
 
 
@@ -450,7 +469,9 @@ def disk_offload(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
+    _check_model(model, None)
     values = model.state_dict(keep_vars=True)  # so that tied weights are the same object
+    _check_values(model, [name for name, value in values.items() if value.is_meta])
     weights = WeightsMap(_write(offload_dir, {name: value.shape for name, value in values.items()}, values))
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
@@ -465,6 +486,7 @@ def _offload_all(
     if execution_device is None:
         first = next(iter(model.parameters()), None)
         execution_device = "cpu" if first is None or first.is_meta else first.device
+    check_device("execution_device", execution_device)
     device = as_device(execution_device)
     add_hook_to_module(model, _InputsHook(device, io_same_device=True), append=True)
     attach_align_device_hook(
@@ -505,6 +527,8 @@ def cpu_offload_with_hook(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
+    if execution_device is not None:
+        check_device("execution_device", execution_device)
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
@@ -606,7 +630,7 @@ def set_module_tensor_to_device(
             f"{tensor_name} of {kind} has the shape {tuple(old.shape)}, and the value has {tuple(value.shape)}"
         )
     new: Any = old if value is None else value
-    wanted = dtype_from_name(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    wanted = None if dtype is None else as_dtype(dtype)
     if wanted is None and value is not None and isinstance(old, nn.Parameter):
         wanted = old.dtype
     with torch.no_grad():

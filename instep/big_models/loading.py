@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.big_models.deferred import builds_empty, defer_weights
-from instep.big_models.device_map import Device, Memory, check_device_map, resolve_device_map
+from instep.big_models.device_map import Device, Memory, check_device_map, device_of, resolve_device_map
 from instep.big_models.dispatch import dispatch_model
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
 from instep.big_models.offload import (
@@ -27,6 +27,7 @@ from instep.big_models.offload import (
     set_offloaded_weights,
 )
 from instep.big_models.pages import prefer_huge, read_ahead, will_need
+from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import LazyTensor
 from instep.checkpoint.names import MANIFEST
 from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
@@ -35,6 +36,7 @@ from instep.distributed.collectives import broadcast
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
 from instep.types import Location, PathLike
+from instep.utils.checks import wrong
 from instep.utils.paths import to_path
 from instep.utils.warn import warn_user
 
@@ -115,7 +117,9 @@ def load_checkpoint_in_model(
     _check_flags(offload_8bit_bnb, full_state_dict, broadcast_from_rank0 and not whole)
     if device_map is not None:
         check_device_map(model, device_map)
-    kind = _dtype_of(dtype)
+    kind = None if dtype is None else as_dtype(dtype)
+    if kind is not None and not kind.is_floating_point:
+        raise wrong("dtype", dtype, "a floating-point dtype; load_and_quantize_model makes weights of integers")
     source = _open_on_rank_zero(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
     later = device_map is None and builds_empty()
     weights = _match(model, source, strict, later)
@@ -451,15 +455,6 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    try:
-        return dtype_from_name(dtype.removeprefix("torch."))
-    except ValueError as error:
-        raise SettingError(f"dtype={dtype!r} is not known: {error}", field="dtype", got=dtype) from error
-
-
 def _wanted_dtype(weight: _Weight, dtype: torch.dtype | None, in_fp32: Sequence[str]) -> torch.dtype:
     if dtype is None or not weight.stored.dtype.is_floating_point:
         return weight.old.dtype if dtype is None else weight.stored.dtype
@@ -469,13 +464,8 @@ def _wanted_dtype(weight: _Weight, dtype: torch.dtype | None, in_fp32: Sequence[
 
 def _device_of(weight: _Weight, device_map: Mapping[str, Device], offload_buffers: bool) -> Device:
     """Look up a weight's device; of tied names the first one that is not on the disk decides."""
-    devices: list[Device] = []
-    for name in weight.names:
-        module = name
-        while module not in device_map and module:
-            module = module.rpartition(".")[0]
-        devices.append(device_map[module])
-    chosen = next((device for device in devices if device != DISK), DISK)
+    devices = [device_of(name, device_map) for name in weight.names]
+    chosen = next((device for device in devices if device not in (None, DISK)), DISK)
     return "cpu" if chosen == DISK and not weight.is_parameter and not offload_buffers else chosen
 
 

@@ -10,7 +10,7 @@ import torch
 
 from instep.errors import SettingError
 from instep.state import DEVICE_KINDS
-from instep.utils.checks import is_int, parse_size
+from instep.utils.checks import is_int, parse_size, wrong
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
@@ -49,6 +49,8 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[int | str, int]:
     """
     if max_memory is None:
         return _free_memory()
+    if not isinstance(max_memory, Mapping):
+        raise wrong("max_memory", max_memory, "a dict of bytes by device, such as {0: '10GB', 'cpu': '30GB'}")
     for device in max_memory:
         if not is_int(device, 0) and device not in _NAMED:
             raise SettingError(

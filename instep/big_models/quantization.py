@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from instep.big_models.device_map import resolve_device_map
+from instep.big_models.device_map import device_of, resolve_device_map
 from instep.big_models.dispatch import dispatch_model
 from instep.big_models.loading import open_checkpoint
 from instep.big_models.memory import accelerator_name
 from instep.big_models.offload import WeightsMap, set_offloaded_weights
 from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
-from instep.big_models.sizes import find_tied_parameters, owners
+from instep.big_models.sizes import find_tied_parameters
 from instep.checkpoint.lazy import LazyTensor
 from instep.errors import CheckpointError, InstepError, SettingError, UsageError, one_of
 from instep.types import PathLike
@@ -507,7 +507,7 @@ class _Places:
 
     def of(self, name: str) -> Any:
         """Return what the map says of a weight."""
-        return self._devices[next(owner for owner in reversed([*owners(name)]) if owner in self._devices)]
+        return device_of(name, self._devices)
 
     def is_offloaded(self, name: str) -> bool:
         """Tell whether a weight is not where its module computes."""

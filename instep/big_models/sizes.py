@@ -65,8 +65,17 @@ def dtype_byte_size(dtype: Dtype) -> float:
     bits = int(narrow[1]) if narrow else _BITS.get(name)
     if bits is not None:
         return bits / 8
+    return as_dtype(dtype).itemsize
+
+
+def as_dtype(dtype: Dtype) -> torch.dtype:
+    """Return the dtype of a name, such as "float16" or "torch.float16"; a dtype is returned as it is.
+
+    Raises:
+        SettingError: torch has no such dtype.
+    """
     try:
-        return dtype_from_name(name).itemsize
+        return dtype_from_name(str(dtype).removeprefix("torch."))
     except ValueError as error:
         raise SettingError(f"dtype={dtype!r}: {error}", field="dtype", got=dtype) from None
 

@@ -24,6 +24,7 @@ from instep.big_models import (
 )
 from instep.errors import CheckpointError, SettingError, UsageError
 
+dispatch: Any = dispatch_model  # for arguments of wrong types
 _IDS = torch.tensor([[1, 2, 5]])
 
 
@@ -118,6 +119,30 @@ def test_what_would_break_a_divided_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another model"):
         disk_offload(nn.Linear(2, 2), tmp_path)
     assert torch.equal(model(_IDS), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda model, folder: dispatch(model, {0: "cpu"}), "names of modules"),
+        (lambda model, folder: dispatch(model, {"": ["cpu"]}), "is no device"),
+        (lambda model, folder: dispatch(model, "auto", max_memory=5), "max_memory=5"),
+        (lambda model, folder: dispatch(model, "auto", no_split_module_classes=[Tied]), "names of classes"),
+        (lambda model, folder: dispatch(model, {"": "cpu"}, main_device="gpu"), "main_device: 'gpu' is no"),
+        (lambda model, folder: dispatch(model, {"": "cpu"}, state_dict={"head.weight": torch.ones(3)}), "shape"),
+        (lambda model, folder: dispatch(model.to("meta"), {"": "cpu"}), "no values"),
+        (lambda model, folder: cpu_offload(model, "cuda:99"), "not here"),
+        (lambda model, folder: cpu_offload(cpu_offload(model)), "dispatched already"),
+        (lambda model, folder: cpu_offload(model.to("meta")), "no values"),
+        (lambda model, folder: disk_offload(model.to("meta"), folder), "no values"),
+        (lambda model, folder: cpu_offload_with_hook(model, "gpu"), "execution_device: 'gpu' is no device"),
+        (lambda model, folder: set_module_tensor_to_device(model, "head.weight", "cpu", dtype="float3"), "float3"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises((SettingError, UsageError), match=match):
+        call(Tied(), tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_whole_models_are_offloaded(tmp_path: Path) -> None:
