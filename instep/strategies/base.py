@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep.big_models.quantized_state import is_of_torchao, quantized_tensors
 from instep.distributed import broadcast
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
@@ -498,6 +497,8 @@ def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda
         skip: whether a tensor is left alone, because each rank holds a part of it, or nothing.
     """
     if PartialState().num_processes > 1:
+        from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
+
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
                 if not skip(tensor) and not is_of_torchao(tensor):  # whose parts come by themselves
@@ -510,7 +511,11 @@ def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
     Raises:
         SettingError: as above.
     """
-    if not strategy.whole_parameters and quantized_tensors(module):
+    if strategy.whole_parameters:
+        return
+    from instep.big_models.quantized_state import quantized_tensors  # late: most strategies leave weights whole
+
+    if quantized_tensors(module):
         raise SettingError(
             f"strategy={strategy.name!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
             "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep.big_models.quantized_state import is_of_torchao, quantized_tensors
 from instep.distributed import broadcast
 from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
@@ -429,6 +428,8 @@ def _prepare_quantized(module: nn.Module, share: bool) -> None:
         module: for `DistributedDataParallel`.
         share: whether the values are not alike yet; they include the scales of bitsandbytes, which DDP does not know.
     """
+    from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
+
     ignored = [name for name, parameter in module.named_parameters() if is_of_torchao(parameter)]
     if ignored:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
