@@ -172,9 +172,9 @@ def test_the_gpt_means_the_same_on_two_processes(uninterrupted: Callable[[str, i
     assert one == pytest.approx(two, rel=0.02)  # dropout draws differ per rank
 
 
-# Every pair of a number of processes, a number of loader workers and a signal, and both examples.
+# Both examples, numbers of processes and of loader workers, and signals; one process without workers is
+# trainer/test_preemption.py's.
 INTERRUPTIONS = [
-    ("digits.py", 1, 0, signal.SIGINT),
     ("digits.py", 1, 2, signal.SIGTERM),
     ("digits.py", 2, 0, signal.SIGTERM),
     ("stdlib_gpt.py", 2, 2, signal.SIGINT),
