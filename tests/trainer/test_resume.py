@@ -131,11 +131,14 @@ def check_parts(case: Case, root: Path, parts: list[tuple[Case, int | None]]) ->
     expected = run_once(case, root / "whole")
     rows: list[dict[str, float]] = []
     seen: list[list[int]] = []
+    last = None
     for number, (part, stop) in enumerate(parts):
         got = run_once(part, root / "parts", number, rows, *([] if stop is None else [StopAt(stop)]))
         assert got.stopped == (stop is not None)
         seen += got.seen
-    plain = {name.replace("_orig_mod.", ""): value for name, value in got.module.state_dict().items()}
+        last = got
+    assert last is not None
+    plain = {name.replace("_orig_mod.", ""): value for name, value in last.module.state_dict().items()}
     for name, value in expected.module.state_dict().items():
         assert torch.equal(plain[name], value), name
     assert seen == expected.seen
