@@ -33,6 +33,7 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
         The names that were noted; those that are tied to one another all count.
 
     Example:
+        >>> from instep.big_models import init_empty_weights
         >>> with init_empty_weights():
         ...     model = nn.Linear(2, 2, bias=False)
         >>> defer_weights(model, {"weight": torch.eye(2)})
