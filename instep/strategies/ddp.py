@@ -267,11 +267,20 @@ class DDPStrategy(Strategy):
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
         """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
-        _prepare_quantized(module, share=not again)
+        from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
+
         kept = dispatched_weights(module)
-        frozen = [name for name, p in module.named_parameters() if p in kept and p.is_meta and not p.requires_grad]
-        if frozen:  # offloaded: of the same files on each rank
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
+        ignored = [  # what DDP cannot copy: what is offloaded, of the same files on each rank, and torchao's tensors
+            name
+            for name, p in module.named_parameters()
+            if is_of_torchao(p) or (p in kept and p.is_meta and not p.requires_grad)
+        ]
+        if ignored:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        if not again:
+            with torch.no_grad():
+                for tensor in quantized_tensors(module):  # DDP does not know bitsandbytes' scales either
+                    tensor.copy_(broadcast(tensor))
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -419,24 +428,6 @@ class DDPStrategy(Strategy):
             self._local_sgd.load_rank_state(state, own)
         if self._order is not None and own:
             self._order.restore(state.get("buckets", ()))
-
-
-def _prepare_quantized(module: nn.Module, share: bool) -> None:
-    """Let DDP ignore frozen weights that it cannot copy, and give every rank the first one's. Collective.
-
-    Args:
-        module: for `DistributedDataParallel`.
-        share: whether the values are not alike yet; they include the scales of bitsandbytes, which DDP does not know.
-    """
-    from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
-
-    ignored = [name for name, parameter in module.named_parameters() if is_of_torchao(parameter)]
-    if ignored:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    if share:
-        with torch.no_grad():
-            for tensor in quantized_tensors(module):
-                tensor.copy_(broadcast(tensor))
 
 
 def _trainable(module: nn.Module) -> set[nn.Parameter]:

@@ -234,11 +234,16 @@ class Adapted(nn.Module):
 class QLoRA(TrainModule):
     checkpoint_filter = "trainable"
 
-    def __init__(self, kind: str = "int8", seed: int = 0) -> None:
+    def __init__(self, kind: str = "int8", seed: int = 0, offloaded: Path | None = None) -> None:
+        """`offloaded`: weights of which a layer stays on the disk."""
         super().__init__()
-        self.net = load_and_quantize_model(Net(seed).requires_grad_(False), KINDS[kind][0]())
+        net = (Net(seed) if offloaded is None else empty()).requires_grad_(False)
+        places = None if offloaded is None else {"": "cpu", "second": "disk"}
+        self.net = load_and_quantize_model(net, KINDS[kind][0](), offloaded, places)
         torch.manual_seed(7)
-        self.net.first, self.net.second = Adapted(self.net.first), Adapted(self.net.second)
+        self.net.first = Adapted(self.net.first)
+        if offloaded is None:
+            self.net.second = Adapted(self.net.second)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
@@ -296,6 +301,9 @@ def train_on_ranks(root: Path, kinds: list[str]) -> list[dict[str, int]]:
         module = QLoRA(kind, seed=rank)
         fit(root / kind.replace(" ", "_"), module, strategy="ddp", devices="auto")
         weights.append({name: content_sum(value) for name, value in module.state_dict().items()})
+    module = QLoRA(kinds[0], offloaded=root / "float.safetensors")
+    fit(root / "offloaded", module, strategy="ddp", devices="auto")
+    weights.append({name: content_sum(p) for name, p in module.named_parameters() if p.requires_grad})
     with pytest.raises(SettingError, match="'fsdp' cuts weights up"):
         fit(root / "fsdp", QLoRA(kinds[0]), strategy="fsdp", devices="auto")
     return weights
@@ -304,6 +312,7 @@ def train_on_ranks(root: Path, kinds: list[str]) -> list[dict[str, int]]:
 @pytest.mark.dist
 @pytest.mark.parametrize("kinds", [["int8", "fp8"], pytest.param(["nf4 twice", "bnb 8 bit"], marks=BNB)])
 def test_two_ranks_train_over_one_quantized_model(kinds: list[str], tmp_path: Path) -> None:
+    save(Net(), tmp_path / "float.safetensors")
     first, second = run_ranks(train_on_ranks, 2, tmp_path, kinds)
     assert first == second
 
