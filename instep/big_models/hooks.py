@@ -157,8 +157,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """
     subject: Any = module
     before = getattr(subject, "_hf_hook", None)
+    if before is not None:
+        _detach(module)
     if append and before is not None:
-        remove_hook_from_module(module)
         hook = SequentialHook(before, hook)
     if not hasattr(subject, "_old_forward"):
         subject._old_forward = subject.forward
@@ -187,10 +188,18 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    subject: Any = module
     dispatched = vars(module).get("_dispatched")
     if dispatched is not None:
         dispatched.undo()
+    _detach(module)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _detach(subject: Any) -> None:
+    """Take off a module's own hook; a model that is dispatched stays so."""
     if hasattr(subject, "_hf_hook"):
         subject._hf_hook.detach_hook(subject)
         del subject._hf_hook
@@ -201,10 +210,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         else:
             _set_forward(subject, subject._old_forward)
         del subject._old_forward
-    if recurse:
-        for child in module.children():
-            remove_hook_from_module(child, recurse)
-    return module
 
 
 # ---- weights and inputs where the module computes

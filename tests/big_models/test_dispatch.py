@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from instep import Accelerator
 from instep.big_models import (
+    ModelHook,
+    add_hook_to_module,
     align_module_device,
     cpu_offload,
     cpu_offload_with_hook,
@@ -143,6 +145,16 @@ def test_wrong_arguments_are_named(call: Any, match: str, tmp_path: Path) -> Non
     with pytest.raises((SettingError, UsageError), match=match):
         call(Tied(), tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_divided_model_gets_another_hook(tmp_path: Path) -> None:
+    model, expected, values = _made()
+    dispatch_model(model, _map("cpu", "disk", "cpu"), offload_dir=tmp_path)
+    add_hook_to_module(model, ModelHook(), append=True)
+    assert torch.equal(model(_IDS), expected)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    with pytest.raises(UsageError):
+        model.half()
 
 
 def test_whole_models_are_offloaded(tmp_path: Path) -> None:
