@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.utils.checks import wrong
+
 _META = torch.device("meta")
 
 
@@ -52,6 +54,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             then made on the device, as in torch's own `with torch.device(...)`; else a parameter is made where its
             module makes it and moved.
 
+    Raises:
+        SettingError: torch knows no such device.
+
     Example:
         >>> with init_on_device("meta"):
         ...     norm = nn.BatchNorm1d(4)
@@ -60,7 +65,10 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Source: the names and their meaning are Accelerate's.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise wrong("device", device, "a device of torch, such as 'meta', 'cpu' or 'cuda:0'") from error
     _watch_registrations()
     stack = _stack()
     stack.append(_Block(device))

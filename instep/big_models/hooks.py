@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
+from instep.utils.checks import wrong
 
 Device = torch.device | int | str
 _META = torch.device("meta")
@@ -636,10 +637,16 @@ class LayerwiseCastingHook(ModelHook):
         compute_dtype: in which the module computes.
         non_blocking: whether the host goes on while a device converts.
 
+    Raises:
+        SettingError: a dtype is none of floating-point numbers.
+
     Source: the class of this name in Hugging Face Accelerate.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise wrong(name, dtype, "a floating torch.dtype, such as torch.float8_e4m3fn")
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -677,6 +684,9 @@ def attach_layerwise_casting_hooks(
         skip_modules_pattern: regular expressions; modules whose names have a match, and those within, are left out.
         skip_modules_classes: modules of these classes, and those within, are left out.
         non_blocking: whether the host goes on while a device converts.
+
+    Raises:
+        SettingError: a dtype is none of floating-point numbers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

@@ -9,6 +9,7 @@ from torch import nn
 
 import instep
 from instep.big_models import init_empty_weights, init_on_device
+from instep.errors import SettingError
 
 
 class Tied(nn.Module):
@@ -75,6 +76,11 @@ def test_the_innermost_block_decides():
         assert nn.Linear(2, 2).weight.is_meta
     assert not inner.weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(SettingError, match="device='gpu'"), init_on_device("gpu"):
+        pass
 
 
 def test_other_threads_are_left_alone():

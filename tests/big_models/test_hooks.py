@@ -21,6 +21,7 @@ from instep.big_models import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from instep.errors import SettingError
 
 _X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -111,6 +112,9 @@ def test_layers_keep_a_narrower_dtype_between_forwards() -> None:
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern="2")
     assert model(_X).dtype == torch.float32
     assert [each.dtype for each in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 4
+    for dtype in ("float8_e4m3fn", torch.int8):
+        with pytest.raises(SettingError, match="storage_dtype"):
+            attach_layerwise_casting_hooks(nn.Linear(2, 2), dtype, torch.float32)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.gpu
