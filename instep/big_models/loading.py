@@ -273,14 +273,23 @@ def open_checkpoint(checkpoint: Location) -> Source:
     path = to_path(checkpoint)
     named = isinstance(checkpoint, str) and is_repository(checkpoint) and path.suffix not in _FILES
     if named and not path.exists():
-        path = download(str(checkpoint), pickled=True)
+        try:
+            path = download(str(checkpoint), pickled=True)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"there is no file or folder {checkpoint} here, and {error}") from error
     if not path.exists():
         raise CheckpointNotFoundError(
             f"{checkpoint} does not exist. Give a file or folder of weights, or a repository of the Hugging Face hub.",
             path=path,
         )
     main = _main_file(path) if path.is_dir() else path
-    weights = stored_weights(main)
+    try:
+        weights = stored_weights(main)
+    except CheckpointNotFoundError as error:  # a folder's own error speaks of checkpoints of runs alone
+        raise CheckpointNotFoundError(
+            f"{error}; and no {SAFE} or {SAFE_INDEX}, {PICKLED} or {PICKLED_INDEX}. Give the path of the weights.",
+            path=path,
+        ) from error
     for name, weight in weights.items():
         try:
             dtype_from_name(str(weight.dtype).removeprefix("torch."))

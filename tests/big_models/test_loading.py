@@ -255,6 +255,8 @@ def test_arguments(tmp_path: Path) -> None:
     for place in ("no/such/place", "nothing.safetensors"):
         with pytest.raises(CheckpointNotFoundError, match=f"{place} does not exist"):
             load_checkpoint_in_model(Net(), place)
+    with pytest.raises(CheckpointNotFoundError, match=r"no model\.safetensors or"):
+        load_checkpoint_in_model(Net(), tmp_path)
     with pytest.raises(InstepError, match="inner"):
         load_checkpoint_in_model(Net(), tmp_path, {"embed": "cpu", "head": "cpu"})
 
@@ -319,7 +321,7 @@ def test_a_repository_of_the_hub_comes_from_its_cache(cache: Path) -> None:
     model = empty()
     load_checkpoint_in_model(model, "me/net", {"": "cpu"})
     assert torch.equal(model.inner.weight, saved()["inner.weight"])
-    with pytest.raises(CheckpointNotFoundError, match="me/other"):
+    with pytest.raises(CheckpointNotFoundError, match="no file or folder me/other here"):
         load_checkpoint_in_model(empty(), "me/other")
 
 
