@@ -276,7 +276,7 @@ def load_and_quantize_model(
 def _config_of(config: Any) -> BnbQuantizationConfig | TorchAoConfig:
     if isinstance(config, BnbQuantizationConfig | TorchAoConfig):
         return config
-    if config is None:
+    if config is None or isinstance(config, Mapping):
         raise SettingError(
             "load_and_quantize_model needs a quantization_config: BnbQuantizationConfig(...), TorchAoConfig(...), or "
             f"one of {', '.join(_TORCHAO)}.",

@@ -452,7 +452,8 @@ def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise SettingError(
             f"{len(lost)} weights of {type(module).__name__} that the optimizer is to train are offloaded by the "
             f"model's device map, such as {lost[0]}. Freeze the model (requires_grad_(False)) and train what is beside "
-            "it, adapters for instance; or give a device map that keeps on a device what is trained.",
+            "it; adapters of peft are put there by prepare_offloaded_training(model), before the optimizer is made. Or "
+            "give a device map that keeps on a device what is trained.",
             field="device_map",
         )
     for p in stepped & kept:

@@ -171,6 +171,7 @@ def test_errors_come_before_anything_is_changed(tmp_path: Path) -> None:
         ("int8", None, SettingError, "on the meta device .* weights_location"),
         ("int5", path, SettingError, "'int5' is not known.*Did you mean 'int8'"),
         (None, path, SettingError, "needs a quantization_config"),
+        ({"load_in_8bit": True}, path, SettingError, "needs a quantization_config"),
         (TorchAoConfig("int8", skip_modules=["first", "second", "head"]), path, SettingError, "no layer to quantize"),
         ("fp8", small, CheckpointError, r"first quantized in another way .*weight\.qdata is int8.* Nothing was loaded"),
         ("int8", save(nn.Linear(64, 128), tmp_path / "foreign.safetensors"), CheckpointError, "does not hold places"),
