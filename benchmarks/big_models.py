@@ -15,8 +15,9 @@ batch 1, torch's default number of threads. `load_checkpoint_and_dispatch` of bo
 - `accelerate, index`: its `dispatch_model` with an index that names the checkpoint's own files, as transformers calls
   it: no second copy. It has no bar, since it is another function, and stands here to be fair.
 
-Forwards: each contender is a process that waits for its turn, so that all see the same minute of the machine. A round
-has each of them once, in another order than the round before. Ratios are taken within a round; medians are reported.
+Forwards: instep and one other program at a time, so that the files of both fit into the page cache. Each is a process
+that waits for its turn, so that both see the same minute of the machine. A round has each of them once, in a random
+order. Ratios are taken within a round; medians are reported.
 Warm: an untimed forward went before, and all files are in the page cache, which is checked. Cold: before every
 forward all processes let go of their mappings, and the files of all are dropped from the page cache by
 `POSIX_FADV_DONTNEED`, which is checked by mincore; weights in memory that are mapped are read again too. Logits are
@@ -331,7 +332,7 @@ def dd(files: Sequence[Path], block: str) -> float:
     return time.perf_counter() - start
 
 
-def forwards(names: Sequence[str], folder: Path, scratch: Path, plan: dict[str, Any], progress: Any) -> dict[str, Any]:
+def forwards(names: list[str], folder: Path, scratch: Path, plan: dict[str, Any], progress: Any) -> dict[str, Any]:
     """Every forward of every contender, in turns, and the memory of their processes."""
     total = json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
     budget = total // 4
@@ -347,35 +348,38 @@ def forwards(names: Sequence[str], folder: Path, scratch: Path, plan: dict[str, 
     assert all(answer["finite"] for answer in whole.values())
     progress("transformers, with all weights in memory")
     dice = random.Random(0)
-    with peers(names, folder, scratch) as running:
-        loaded = {name: peer.ask("load", budget=budget) for name, peer in running.items()}
-        everyone = list(running.values())
-        times: dict[str, dict[int, list[dict[str, Any]]]] = {state: {} for state in ("warm", "cold")}
-        for state in times:
-            files = files_of(folder, everyone)
-            for tokens, rounds in plan[state].items():
-                if state == "warm":
-                    put(state, files)
-                    for peer in everyone:
-                        peer.ask("forward", tokens=tokens)
-                for _ in range(rounds):
-                    done = {}
-                    for name in dice.sample(list(names), len(names)):
-                        if state == "cold":
-                            put(state, files, everyone)
-                        done[name] = running[name].ask("forward", tokens=tokens)
-                    times[state].setdefault(tokens, []).append(done)
-                    progress(
-                        f"{state}, {tokens} tokens: " + ", ".join(f"{k} {v['seconds']:.3f} s" for k, v in done.items())
-                    )
-                if state == "warm":
-                    assert sum(map(in_cache, files)) > 0.99 * sum(path.stat().st_size for path in files), "not warm"
-        memory = {name: {"base": peer.base, **peer.peaks} for name, peer in running.items()}
-    maps = {name: answer["device_map"] for name, answer in loaded.items()}
+    times: dict[str, dict[int, list[dict[str, Any]]]] = {state: {} for state in ("warm", "cold")}
+    memory: dict[str, dict[str, Any]] = {}
+    maps: dict[str, dict[str, str]] = {}
+    for other in names[1:] or [None]:
+        pair = names[:1] if other is None else [names[0], other]
+        with peers(pair, folder, scratch) as running:
+            maps |= {name: peer.ask("load", budget=budget)["device_map"] for name, peer in running.items()}
+            everyone = list(running.values())
+            for state in times:
+                files = files_of(folder, everyone)
+                for tokens, rounds in plan[state].items():
+                    if state == "warm":
+                        put(state, files)
+                        for peer in everyone:
+                            peer.ask("forward", tokens=tokens)
+                    for _ in range(rounds):
+                        done = {}
+                        for name in dice.sample(pair, len(pair)):
+                            if state == "cold":
+                                put(state, files, everyone)
+                            done[name] = running[name].ask("forward", tokens=tokens)
+                        times[state].setdefault(tokens, []).append(done)
+                        took = ", ".join(f"{name} {answer['seconds']:.3f} s" for name, answer in done.items())
+                        progress(f"{state}, {tokens} tokens: {took}")
+                    if state == "warm":
+                        assert sum(map(in_cache, files)) > 0.99 * sum(path.stat().st_size for path in files), "not warm"
+            # instep's is that of the first pair, since all its pairs do the same
+            memory = {name: {"base": peer.base, **peer.peaks} for name, peer in running.items()} | memory
     return {
         "budget_bytes": budget,
-        "device_map": maps[names[0]],
-        "same_device_map": all(map_ == maps[names[0]] for map_ in maps.values()),
+        "device_map": maps["instep"],
+        "same_device_map": all(map_ == maps["instep"] for map_ in maps.values()),
         "whole_s": {tokens: answer["seconds"] for tokens, answer in whole.items()},
         "times": times,
         "wrong": sorted(
@@ -448,15 +452,16 @@ def summary(model: str, ran: dict[str, Any], loading: list[dict[str, Any]], bloc
     for state, by_tokens in ran["times"].items():
         for tokens, rounds in by_tokens.items():
             row: dict[str, Any] = {"whole_s": round(ran["whole_s"][tokens], 4)}
-            for name in rounds[0]:
+            for name in dict.fromkeys(name for answers in rounds for name in answers):
+                mine = [answers for answers in rounds if name in answers]
                 row[name] = {
-                    "seconds": harness.spread([answers[name]["seconds"] for answers in rounds], 4),
-                    "cpu_seconds": statistics.median(answers[name]["cpu_seconds"] for answers in rounds),
-                    "minor_faults": statistics.median(answers[name]["minor_faults"] for answers in rounds),
-                    "major_faults": statistics.median(answers[name]["major_faults"] for answers in rounds),
+                    "seconds": harness.spread([answers[name]["seconds"] for answers in mine], 4),
+                    "cpu_seconds": statistics.median(answers[name]["cpu_seconds"] for answers in mine),
+                    "minor_faults": statistics.median(answers[name]["minor_faults"] for answers in mine),
+                    "major_faults": statistics.median(answers[name]["major_faults"] for answers in mine),
                 }
                 if name != "instep":
-                    ratios = [answers[name]["seconds"] / answers["instep"]["seconds"] for answers in rounds]
+                    ratios = [answers[name]["seconds"] / answers["instep"]["seconds"] for answers in mine]
                     row[name]["over_instep"] = harness.spread(ratios, 3)
             rows[f"{state}, {tokens} tokens"] = row
             if "accelerate" in row:
@@ -568,7 +573,7 @@ def main() -> int:
     """Make the models, run all, print and write what was found; status 1 where a bar is missed, but for --smoke."""
     args = parse_arguments()
     models = [SMALLEST] if args.smoke else args.models
-    names = [name for name in args.contenders if find_spec(name.split(",")[0]) is not None]
+    names = ["instep", *(name for name in args.contenders if find_spec(name.split(",")[0]) is not None)]
     results = []
     started = time.monotonic()
 
@@ -600,7 +605,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model: whether all of it runs")
     parser.add_argument("--models", nargs="+", choices=[*PLANS], default=["smollm2", "large"])
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS[1:], default=list(CONTENDERS[1:]))
     parser.add_argument("--folder", type=Path, default=None, help="keeps the models (default: made anew, and removed)")
     harness.add_out(parser)
     return parser.parse_args()
