@@ -194,7 +194,7 @@ class PreparedRun:
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
         check_cuttable(model, strategy)
-        if self._moves if place is None else place:
+        if place or (place is None and self._moves and not _is_dispatched(model)):
             strategy.prepare_module(model)
         else:
             strategy.module = model
@@ -425,3 +425,12 @@ def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int
             field="gradient_accumulation_steps",
         )
     return plugin
+
+
+def _is_dispatched(model: nn.Module) -> bool:
+    """Tell whether `dispatch_model` has divided a model over devices, where it stays."""
+    if "hf_device_map" not in vars(model):
+        return False
+    from instep.big_models.dispatch import DISPATCHED  # late: only such a model needs it
+
+    return DISPATCHED in vars(model)

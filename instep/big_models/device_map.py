@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -199,7 +200,7 @@ def get_balanced_memory(
             limits[used[0]] = limits[used[0]] * 9 // 10  # the rest is for activations
         return limits
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    share = sizes[""] // (len(used) - low_zero) + _margin(model, sizes, _classes(no_split_module_classes))
+    share = sizes[""] // (len(used) - low_zero) + _margin(model, sizes, _classes(model, no_split_module_classes))
     first, *others = used
     for device in [first, *others[:-1]]:
         if not (low_zero and device == first):
@@ -218,13 +219,20 @@ def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str
     return int(1.25 * max([sum(layers) // max(1, len(layers)), *blocks]))
 
 
-def _classes(no_split_module_classes: Collection[str] | str | None) -> Collection[str]:
-    if isinstance(no_split_module_classes, str):
-        return (no_split_module_classes,)
+def _classes(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> Collection[str]:
     names = no_split_module_classes or ()
+    if isinstance(names, str):
+        names = (names,)
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise wrong(
             "no_split_module_classes", no_split_module_classes, "names of classes, such as ['LlamaDecoderLayer']"
+        )
+    counts = Counter(type(module).__name__ for module in model.modules())
+    if names and not any(name in counts for name in names):  # some of them may be those of related models
+        often = [f"{name} ({count} times)" for name, count in counts.most_common(8)]
+        warn_user(
+            f"no module of {type(model).__name__} is of a class in no_split_module_classes={[*names]}, so its blocks "
+            f"may be split. Its classes are {', '.join(often)}."
         )
     return names
 
@@ -275,7 +283,7 @@ def infer_auto_device_map(
     """
     limits = get_max_memory(max_memory)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    plan = _Plan(model, sizes, _classes(no_split_module_classes), print if verbose else lambda _: None)
+    plan = _Plan(model, sizes, _classes(model, no_split_module_classes), print if verbose else lambda _: None)
     accelerators = [device for device in limits if device not in _OFFLOADED]
     for device in dict.fromkeys([*limits, "disk"]):
         keeps_room = device == "cpu" or device in accelerators[:1]

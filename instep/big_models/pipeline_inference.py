@@ -24,11 +24,11 @@ from torch.fx.node import map_aggregate
 
 from instep.big_models.deferred import deferred_weights
 from instep.big_models.materialize import read_values
+from instep.big_models.sizes import even_cuts
 from instep.distributed import broadcast, broadcast_object
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves, with_tensors
 from instep.errors import DataError, SettingError, UsageError
 from instep.state import PartialState
-from instep.utils.cuts import even_cuts
 
 _ROOT = "model."  # what the model's names begin with in a trace
 _SLOT = object()  # where a tensor was

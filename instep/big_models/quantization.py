@@ -29,6 +29,7 @@ from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, is_number
 from instep.utils.imports import require
 from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -291,6 +292,10 @@ def _config_of(config: Any) -> BnbQuantizationConfig | TorchAoConfig:
 def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
     """Return the linear layers that are quantized, under each of their names."""
     skipped = _kept_by_default(model) if config.skip_modules is None else config.skip_modules
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [name for name in config.skip_modules or () if not any(f".{name}." in f".{each}." for each in names)]
+    if unknown:
+        warn_user(f"{type(model).__name__} has no module {', '.join(unknown)}, which skip_modules names.")
     skipped = [*skipped, *(config.keep_in_fp32_modules or ())]
     linear = {
         name: layer for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, nn.Linear)

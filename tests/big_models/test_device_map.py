@@ -174,3 +174,9 @@ def test_a_map_is_checked_against_the_model():
 def test_entries_are_joined():
     assert clean_device_map({"a.x": 0, "a.y.0": 1, "a.y.1": 1, "b": "cpu"}) == {"a.x": 0, "a.y": 1, "b": "cpu"}
     assert clean_device_map({"a": 0, "b.c": 0}) == {"": 0}
+
+
+def test_classes_that_no_module_is_of_are_warned_of():
+    model = nn.Sequential(Block(), Block())
+    with pytest.warns(UserWarning, match=r"blocks may be split.*Linear \(4 times\), Block \(2 times\)"):
+        infer_auto_device_map(model, {"cpu": 1000}, no_split_module_classes=["Blok"])

@@ -196,3 +196,11 @@ def test_a_model_on_a_device_memory_and_disk(tmp_path: Path) -> None:
     assert output.device.type == "cpu"
     assert torch.allclose(output, expected, atol=1e-5)
     assert model.block.linear1.weight.is_meta
+
+
+def test_prepare_leaves_a_dispatched_model_where_it_is(tmp_path: Path) -> None:
+    model, expected, _ = _made()
+    dispatch(model, _map("cpu", "disk", "cpu"), offload_dir=tmp_path)
+    prepared = Accelerator(cpu=True).prepare(model)
+    assert torch.equal(prepared(_IDS), expected)
+    assert _empty(model)

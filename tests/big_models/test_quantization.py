@@ -136,6 +136,8 @@ def test_what_is_skipped_and_kept_in_float32() -> None:
     assert type(model.second.weight) is nn.Parameter
     assert (model.second.weight.dtype, model.embedding.weight.dtype) == (torch.bfloat16, torch.float32)
     assert {type(layer.weight).__name__ for layer in (model.first, model.head)} == {"Int8Tensor"}
+    with pytest.warns(UserWarning, match="no module secnod"):
+        load_and_quantize_model(Net(), TorchAoConfig("int8", skip_modules=["secnod"]))
     layers = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(16, 16))
     attention = load_and_quantize_model(layers, TorchAoConfig("int8", skip_modules=[]))
     x = torch.rand(3, 1, 16)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from instep.big_models import compute_module_sizes, dtype_byte_size, find_tied_parameters, retie_parameters
-from instep.big_models.sizes import largest_layers, non_persistent_buffers
+from instep.big_models.sizes import even_cuts, largest_layers, non_persistent_buffers
 from instep.errors import SettingError
 
 
@@ -62,3 +65,17 @@ def test_ties_are_found_and_made_again():
     retie_parameters(model, ties)
     assert find_tied_parameters(model) == ties
     assert not model[1].up.weight.is_meta
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
+def test_no_other_cuts_have_a_smaller_largest_run(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+
+    def largest(cuts: tuple[int, ...] | list[int]) -> int:
+        bounds = [0, *cuts, len(sizes)]
+        assert all(a < b for a, b in pairwise(bounds))
+        return max(sum(sizes[a:b]) for a, b in pairwise(bounds))
+
+    found = even_cuts(sizes, count)
+    assert len(found) == count - 1
+    assert largest(found) == min(largest(cuts) for cuts in combinations(range(1, len(sizes)), count - 1))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.big_models.sizes import even_cuts
 from instep.distributed.nested import tensor_leaves, with_tensors
 from instep.errors import HookError, SettingError
 from instep.utils.checks import choice
-from instep.utils.cuts import even_cuts
 from instep.utils.optimizer_state import clean_name
 
 
