@@ -317,7 +317,7 @@ class Sent(FaultPlan):
 
 def kills(name: str, count: int) -> range:
     """Operations to kill at: a save into a new step is looked at in full by itself, and not with the others again."""
-    first, every = {"save_then_delete_the_old": (7, 1), "save_same_step": (1, 2)}.get(name, (0, 1))
+    first, every = {"save_then_delete_the_old": (7, 2), "save_same_step": (1, 2)}.get(name, (0, 1))
     return range(first, count, every)
 
 

@@ -156,7 +156,7 @@ def test_examples_run_under_torchrun(tmp_path: Path) -> None:  # the digits: lau
 
 @pytest.mark.slow
 def test_the_gpt_learns(tmp_path: Path) -> None:
-    steps, bits = (600, 3.2) if os.environ.get("INSTEP_EXAMPLES_WHOLE") else (200, 3.9)
+    steps, bits = (600, 3.2) if os.environ.get("INSTEP_EXAMPLES_WHOLE") else (100, 4.6)
     said = run("stdlib_gpt.py", tmp_path, "--max-steps", str(steps))
     assert number(r"validation bits per byte ([\d.]+)", said) < bits
     assert number(r"model: ([\d,]+) parameters", said) == 437_760
@@ -172,11 +172,9 @@ def test_the_gpt_means_the_same_on_two_processes(uninterrupted: Callable[[str, i
     assert one == pytest.approx(two, rel=0.02)  # dropout draws differ per rank
 
 
-# Both examples, numbers of processes and of loader workers, and signals; one process without workers is
-# trainer/test_preemption.py's.
+# Both examples, numbers of processes and of loader workers, and signals; without workers: trainer/test_preemption.py.
 INTERRUPTIONS = [
     ("digits.py", 1, 2, signal.SIGTERM),
-    ("digits.py", 2, 0, signal.SIGTERM),
     ("stdlib_gpt.py", 2, 2, signal.SIGINT),
 ]
 
