@@ -605,7 +605,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model: whether all of it runs")
     parser.add_argument("--models", nargs="+", choices=[*PLANS], default=["smollm2", "large"])
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS[1:], default=list(CONTENDERS[1:]))
+    parser.add_argument("--contenders", nargs="*", choices=CONTENDERS[1:], default=list(CONTENDERS[1:]))
     parser.add_argument("--folder", type=Path, default=None, help="keeps the models (default: made anew, and removed)")
     harness.add_out(parser)
     return parser.parse_args()

@@ -157,7 +157,7 @@ def test_launch(tmp_path: Path) -> None:
 @pytest.mark.transformers
 @pytest.mark.skipif(sys.platform != "linux", reason="drops files from Linux' page cache")
 def test_big_models(tmp_path: Path) -> None:
-    [result] = run("big_models.py", tmp_path, "--smoke", "--contenders", "accelerate")["results"]
+    [result] = run("big_models.py", tmp_path, "--smoke", "--contenders")["results"]
     assert result["bars"]["logits that are not bit-equal"]["held"]
     assert {"cpu", "disk"} == set(result["device_map"].values())
     assert list(result["forward"]) == ["warm, 1 tokens", "warm, 8 tokens", "cold, 1 tokens"]

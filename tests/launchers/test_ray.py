@@ -157,7 +157,7 @@ if not started.exists():
 """
 
     def kill() -> None:
-        _wait_for(lambda: all((folder / f"pid-{rank}").exists() for rank in range(2)))
+        _wait_for(lambda: all(_has_text(folder / f"pid-{rank}") for rank in range(2)))
         agent = _parent(int((folder / "pid-0").read_text()))
         os.kill(_parent(agent), signal.SIGKILL)
 
@@ -171,6 +171,10 @@ if not started.exists():
     assert [number > "0" for number in jobs[1::2]] == [False, False, True, True]
     for rank in range(2):
         assert not Path("/proc", (folder / f"pid-{rank}").read_text()).exists()
+
+
+def _has_text(path: Path) -> bool:
+    return path.exists() and path.read_text() != ""  # it is there before it is written
 
 
 def _parent(pid: int) -> int:
