@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from instep import distributed
 from instep.accelerator import saving
-from instep.accelerator.compiling import TorchDynamoPlugin, dynamo_asked_for
+from instep.accelerator.compiling import TorchDynamoPlugin, compile_asked_for
 from instep.accelerator.exporting import save
 from instep.accelerator.handlers import (
     AutocastKwargs,
@@ -42,6 +42,7 @@ from instep.accelerator.saving import HookHandle, States
 from instep.accelerator.trackers import LogWith, Trackers
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.checkpoint.resume import Resume, ResumeReport
+from instep.compile import CompileConfig
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
@@ -80,6 +81,8 @@ class Accelerator(ProcessMethods):
         strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: what the variables
             INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS say, else "auto".
         parallelism_config: how processes are laid out, in place of `strategy`.
+        compile: "module": compile each model in `prepare`; an `instep.compile.CompileConfig`, or a dict of its fields,
+            for repeated blocks and options.
         dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
         dynamo_plugin: the same with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
@@ -128,6 +131,7 @@ class Accelerator(ProcessMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         log_with: LogWith = None,
@@ -183,7 +187,7 @@ class Accelerator(ProcessMethods):
             self.dataloader_config,
             device_placement,
             step_scheduler_with_optimizer,
-            dynamo_asked_for(dynamo_plugin, dynamo_backend),
+            compile_asked_for(compile, dynamo_plugin, dynamo_backend),
         )
         self._states = States(self._prepared, self.project_configuration)
         self.resume_report: ResumeReport | None = None

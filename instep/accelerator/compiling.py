@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from instep.compile import CompileConfig, compile_module, find_regions, resolve_compile
 from instep.errors import SettingError
 from instep.utils.checks import FLAG, Check, check_fields
 
@@ -54,25 +55,42 @@ class TorchDynamoPlugin:
         return {**given, "backend": str(getattr(self.backend, "value", self.backend)).lower()}
 
 
-def dynamo_asked_for(plugin: TorchDynamoPlugin | None, backend: str | None) -> TorchDynamoPlugin | None:
+def compile_asked_for(
+    compile: Any,  # torch's word for it
+    plugin: TorchDynamoPlugin | None,
+    backend: str | None,
+) -> CompileConfig | None:
     """Return how models are compiled; None where they are not.
 
     Raises:
-        SettingError: both are given.
+        SettingError: more than one says it, or the whole step is asked for.
     """
-    if plugin is not None and backend is not None:
-        raise SettingError("give dynamo_plugin or dynamo_backend, not both", field="dynamo_backend", got=backend)
+    given = {"compile": compile, "dynamo_plugin": plugin, "dynamo_backend": backend}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise SettingError(f"give {names[0]} or {names[1]}, not both", field=names[1], got=given[names[1]])
     plugin = plugin if backend is None else TorchDynamoPlugin(backend=backend)
-    return None if plugin is None or plugin.to_kwargs()["backend"] == "no" else plugin
+    if plugin is not None:
+        options = plugin.to_kwargs()
+        if options["backend"] == "no" or options.pop("disable", False):
+            return None
+        return CompileConfig(regions=plugin.use_regional_compilation, **options)
+    config = resolve_compile("compile", compile)
+    if config is not None and config.scope == "step":
+        raise SettingError(
+            "compile='step': with an Accelerator the step is a function of yours. Compile it by "
+            "torch.compile(step), and use compile='module' to compile the models alone.",
+            field="compile",
+            got=compile,
+        )
+    return config
 
 
-def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+def compiled(model: nn.Module, config: CompileConfig) -> nn.Module:
     """Compile a model, or its blocks; a model that is compiled stays as it is."""
     if hasattr(model, "_orig_mod"):
         return model
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    if not plugin.use_regional_compilation or not lists:
-        return torch.compile(model, **plugin.to_kwargs())  # pyright: ignore[reportReturnType]
-    for block in [block for part in lists for block in part]:
-        block.compile(**plugin.to_kwargs())
-    return model
+    if config.regions and find_regions(model, config.regions):
+        compile_module(model, config)
+        return model
+    return torch.compile(model, **config.options_of_torch())  # pyright: ignore[reportReturnType]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from instep.accelerator.compiling import TorchDynamoPlugin, compiled
+from instep.accelerator.compiling import compiled
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -28,6 +28,7 @@ from instep.accelerator.unwrapping import (
     without_compile,
 )
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window
+from instep.compile import CompileConfig
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
 from instep.errors import SettingError, UsageError
@@ -56,7 +57,7 @@ class PreparedRun:
         loader_config: how loaders are prepared.
         moves: whether models and batches are moved to the device.
         step_with_optimizer: whether schedulers step with their optimizers only.
-        dynamo: how models are compiled; None leaves them.
+        compile: how models are compiled; None leaves them.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class PreparedRun:
         loader_config: DataLoaderConfiguration,
         moves: bool,
         step_with_optimizer: bool,
-        dynamo: TorchDynamoPlugin | None = None,
+        compile: CompileConfig | None = None,
     ) -> None:
         self.device, self.rank, self.world_size = process.device, process.process_index, process.num_processes
         self.precision = precision
         self.loader_config = loader_config
         self._strategy, self._accumulation = strategy, accumulation
-        self._moves, self._step_with_optimizer, self._dynamo = moves, step_with_optimizer, dynamo
+        self._moves, self._step_with_optimizer, self._compile = moves, step_with_optimizer, compile
         self._seed: int | None = None
         self._forget()
         self.begin()
@@ -204,7 +205,7 @@ class PreparedRun:
         self.checked = False
         self._strategies[id(model)] = strategy
         wrapped = strategy.wrap_evaluated(model) if evaluates else self._wrap(strategy, model)
-        self._wrapped[id(model)] = wrapped if self._dynamo is None else compiled(wrapped, self._dynamo)
+        self._wrapped[id(model)] = wrapped if self._compile is None else compiled(wrapped, self._compile)
         for known in self.optimizers:
             strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]

@@ -46,6 +46,7 @@ class RunSummary:
         best_score: its score.
         monitor: the metric that the score is of.
         metrics: the last values that were logged.
+        recompiles: how often `Trainer(compile=...)` had to compile something again.
 
     Example:
         >>> print(RunSummary("max_steps=8 reached", 10.0, 8, 8, 0, {"forward": 6.0, "other": 4.0}))
@@ -62,6 +63,7 @@ class RunSummary:
     best_score: float | None = None
     monitor: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    recompiles: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -77,6 +79,8 @@ class RunSummary:
         lines = [f"{self.steps:,} steps in {duration(self.wall_s)}"]
         if shown:
             lines[0] += f": {', '.join(f'{name} {share:.0%}' for name, share in shown)}"
+        if self.recompiles:
+            lines.append(f"compiled again {self.recompiles} times: see TORCH_LOGS=recompiles")
         if self.best_checkpoint:
             score = "" if self.best_score is None else f" ({self.monitor}={self.best_score:.6g})"
             lines.append(f"best checkpoint{score}: {self.best_checkpoint}")

@@ -150,6 +150,11 @@ class Strategy:
                 "own says multi_process = True."
             )
 
+    @property
+    def backward_fits_in_graph(self) -> bool:
+        """Whether a backward needs nothing of the strategy around it, so that a compiled step may have it within."""
+        return type(self) is Strategy
+
     def connect(self, device: torch.device, precision: Precision) -> None:
         """Take the run's device and precision; called once per run, before the module exists on its device."""
         if device.type == "xla" and not self.runs_on_xla:

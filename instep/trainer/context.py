@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import LeftOutWeights, Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
+    from instep.compile import Recompiles
     from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
     from instep.trainer.nonfinite import NonFiniteGuard
@@ -316,6 +317,7 @@ class RunContext:
     deferred: list[Trigger] = field(default_factory=list)
     preempted: bool = False
     why: str = ""
+    recompiles: Recompiles | None = None
     steps_at_start: int = 0
     window_count: int = 0
     manual_steps: int = 0

@@ -176,6 +176,13 @@ def _set_up(ctx: RunContext) -> None:
         draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
+    if ctx.settings.compile is not None:
+        from instep.compile import Recompiles, compile_module, compiled_code_in  # late: few runs are compiled
+
+        ctx.undo.enter_context(compiled_code_in(ctx.settings.compile.cache_dir))
+        ctx.recompiles = Recompiles()
+        ctx.undo.enter_context(ctx.recompiles.counted())
+        compile_module(module, ctx.settings.compile)
     awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
     check_cuttable(module, ctx.strategy)
     ctx.strategy.prepare_module(module)
@@ -324,6 +331,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
         best_score=None if score is None else float(score),
         monitor=getattr(saver, "monitor", None),
         metrics=plain_metrics(trainer.metrics.logged),
+        recompiles=0 if ctx.recompiles is None else ctx.recompiles.count,
     )
 
 

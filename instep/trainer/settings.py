@@ -140,6 +140,12 @@ def _profiler(name: str, value: Any) -> str | Profiler:
     return choice(*get_args(ProfilerName))(name, value.lower() if isinstance(value, str) else value)
 
 
+def _compile(name: str, value: Any) -> Any:
+    from instep.compile import resolve_compile  # late: few runs are compiled
+
+    return resolve_compile(name, value)
+
+
 def _fast_dev_run(name: str, value: Any) -> bool | int:
     return value if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
 
@@ -200,6 +206,7 @@ class Settings:
     deterministic: Annotated[bool | str, _DETERMINISTIC] = False
     benchmark: Annotated[bool | None, FLAG] = None
     tf32: Annotated[bool | None, FLAG] = None
+    compile: Annotated[Any, _compile] = None
     inference_mode: Annotated[bool, FLAG] = True
     use_distributed_sampler: Annotated[bool, FLAG] = True
     uneven: Annotated[str, choice(*UNEVEN)] = "stop"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from instep.trainer.log import metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, place_of, takes_batches
 from instep.trainer.optimizers import step_schedulers, wants_closure
 from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.compile import CompileConfig
 
 Step = Callable[..., Any]
 
@@ -194,8 +197,71 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
         ctx.window_count += 1
         return output
 
+    if trains and (config := ctx.settings.compile) is not None and config.scope == "step":
+        from instep.compile import say_left_out, why_no_backward_in_graph  # late: few runs are compiled
+
+        why = (
+            "hooks, a guard or a profiler run around the backward"
+            if not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"]
+            else "the step takes batches by itself"
+            if takes_batches(module.training_step)
+            else "optimizers take turns"
+            if turn.index is not None
+            else f"strategy={strategy.name!r} works around the backward"
+            if not strategy.backward_fits_in_graph
+            else why_no_backward_in_graph()
+        )
+        if not why:
+            weigh = lambda index: weight_of_full if index < full_batches else scale(source, index, accumulate, origin)  # noqa: E731
+            return _whole(ctx, training_step, config, zero_grad, weigh, train)
+        say_left_out("forward and backward are two graphs", why)
+
     ctx.clock.watch("forward", train, "training_step", turn.index)
     return train if turn.index is None else _of_turn(ctx, turn, train)
+
+
+def _whole(
+    ctx: RunContext,
+    training_step: Step,
+    config: CompileConfig,
+    zero_grad: Callable[[], Any],
+    weigh: Callable[[int], float],
+    train: Step,
+) -> Step:
+    """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
+
+    The gradients are zeroed before the forward here, where no hook could see the difference.
+    """
+    from instep.compile import backward_in_graph  # late: as above
+
+    log, buffer = ctx.log, ctx.log.buffer
+    ctx.undo.enter_context(backward_in_graph())
+
+    def compute(batch: Any, batch_idx: int, weight: float) -> Any:
+        output = training_step(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            return output, False
+        (loss if weight == 1.0 else loss * weight).backward()
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output), True
+
+    compiled = torch.compile(compute, **config.options_of_torch())
+
+    def train_whole(batch: Any, batch_idx: int) -> Any:
+        weight = weigh(batch_idx)
+        if not weight:  # what a nan in it would do to the sum is for the plain way
+            return train(batch, batch_idx)
+        if ctx.window_count == 0:
+            zero_grad()
+        output, done = compiled(batch, batch_idx, weight)
+        if buffer:
+            log.drain()
+        if not done:
+            return _loss_of(output, ctx)  # None, or an error
+        ctx.window_count += 1
+        return output
+
+    return train_whole
 
 
 def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
@@ -252,6 +318,16 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
     step_optimizer, optimizer = optimizer_step(ctx), optimizers[0]
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
     plain = plain and ctx.trainer.profiler.off and len(optimizers) == 1
+    step_plain: Callable[[], Any] = optimizer.step
+    if (config := ctx.settings.compile) is not None and config.scope == "step" and config.optimizer:
+        from instep.compile import compile_optimizer_step, say_left_out, why_not_compiled  # late: as above
+
+        why = why_not_compiled(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
+        why = why if plain else "a scaler, a guard, a profiler or the strategy works around its step"
+        if why:
+            say_left_out("the optimizer's step is not compiled", why)
+        else:
+            step_plain = compile_optimizer_step(optimizer, config)
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
     must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
 
@@ -272,7 +348,7 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
         if must_prepare:
             prepare()
         if plain:
-            optimizer.step()
+            step_plain()
             return True
         stepped = False
         for each in optimizers:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume, ResumeReport
+    from instep.compile import CompileConfig
     from instep.profilers.run_clock import RunSummary
     from instep.trainer.trials import Trial
 
@@ -97,6 +98,8 @@ class Trainer:
         deterministic: True, or "warn" to warn where torch has no deterministic algorithm.
         benchmark: `torch.backends.cudnn.benchmark`.
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
+        compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
+            step; a `CompileConfig` or a dict of its fields for regions and options.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
         uneven: where processes read data of their own and have different numbers of batches (never so where instep
@@ -165,6 +168,7 @@ class Trainer:
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         tf32: bool | None = None,
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,
         uneven: str | None = None,

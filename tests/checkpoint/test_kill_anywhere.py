@@ -216,6 +216,7 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
 def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
@@ -229,6 +230,7 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.launch.elastic_job import SAMPLES
 from tests.launch.ways import REPO, SECRET, UNLAUNCHED
 
 pytestmark = [
+    pytest.mark.campaign,
     pytest.mark.dist,
     pytest.mark.skipif(sys.platform != "linux", reason="the ranks end with their agent on Linux only"),
 ]
@@ -71,19 +72,19 @@ def _result(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_one_of_four_ranks_is_killed_five_times_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_one_of_four_ranks_is_killed_ten_times_and_nothing_is_lost(tmp_path: Path) -> None:
     results = []
-    for kills in (0, 5):
+    for kills in (0, 10):
         folder = tmp_path / f"kills-{kills}"
         folder.mkdir()
-        with _agent(folder / "agent", {"nproc": 4, "max_restarts": 5}, "--kills", str(kills)) as process:
+        with _agent(folder / "agent", {"nproc": 4, "max_restarts": 10}, "--kills", str(kills)) as process:
             assert finish(process).returncode == 0, (folder / "agent/out").read_text()
         said = (folder / "agent/out").read_text()
         assert said.count("failed with SIGKILL") == said.count("starting all ranks again") == kills, said
         results.append(_result(folder))
     assert results[1]["digest"] == results[0]["digest"]
-    assert [result["restart"] for result in results] == [0, 5]
-    _check_samples(tmp_path / "kills-5", 40)
+    assert [result["restart"] for result in results] == [0, 10]
+    _check_samples(tmp_path / "kills-10", 40)
 
 
 def test_a_node_comes_and_another_is_lost(tmp_path: Path) -> None:

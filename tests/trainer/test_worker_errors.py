@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.spawn import Finished, free_port, run_command
 from tests.launch.ways import REPO, UNLAUNCHED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(300)]
 
 JOB = str(Path(__file__).with_name("corrupt_job.py"))
 MARK = "INSTEP_TEST_MARK"

@@ -1,0 +1,297 @@
+"""`torch.compile` as a setting: what is compiled, by which options, and how often it was compiled anew.
+
+`Trainer(compile=...)` and `Accelerator(compile=...)` take it. Modules are compiled in place, so names in checkpoints
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+
+from instep.errors import SettingError
+from instep.types import PathLike
+from instep.utils.checks import FLAG, Check, check_fields, choice, wrong
+from instep.utils.rank_zero import rank_zero_info
+
+SCOPES = ("module", "step")
+_NAME = Check(lambda value: isinstance(value, str) and value != "", 'a name such as "inductor"')
+_REGIONS = Check(
+    lambda value: (
+        isinstance(value, bool)
+        or (isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, str | type) for each in value))
+    ),
+    'True, or a list of names or classes of modules, such as ["LlamaDecoderLayer"]',
+)
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What `torch.compile` compiles, and how.
+
+    Args:
+        scope: "module": the module's forward and step methods. "step": forward, loss and backward in one graph, and the
+            optimizer's step too, where that is possible; what is not is said in the log, and runs as with "module".
+        optimizer: whether "step" compiles the optimizer's step. torch's Adam then takes its bias correction in float32,
+            so losses may differ in the fifth digit.
+        regions: compile only blocks that repeat, each by itself, which takes much less time than the whole: True for
+            the items of all `nn.ModuleList`s (a model without one is compiled as a whole), or names of modules, names
+            of classes, or classes. A name of a `ModuleList` means its items.
+        backend: of `torch.compile`, a name or a function.
+        mode: "default", "reduce-overhead" or "max-autotune".
+        fullgraph: a graph that breaks is an error.
+        dynamic: whether shapes may vary; None: as torch finds out.
+        options: of the backend.
+        cache_dir: folder for compiled code, so that the next start need not compile again. None: torch's own, which is
+            in the system's temporary folder. Code is loaded from it: it must be yours, and not writable by others.
+
+    Raises:
+        SettingError: a value is wrong, or `scope="step"` is given with regions.
+
+    Example:
+        >>> CompileConfig(regions=["Block"], backend="aot_eager").options_of_torch()
+        {'backend': 'aot_eager'}
+
+    Source: torch.compile; compiling repeated blocks is torch's recipe "regional compilation".
+    """
+
+    scope: Annotated[str, choice(*SCOPES)] = "module"
+    optimizer: Annotated[bool, FLAG] = True
+    regions: Annotated[bool | Sequence[str | type[nn.Module]], _REGIONS] = False
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    fullgraph: Annotated[bool, FLAG] = False
+    dynamic: Annotated[bool | None, FLAG] = None
+    options: dict[str, Any] | None = None
+    cache_dir: PathLike | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not callable(self.backend):
+            _NAME("backend", self.backend)
+        if self.scope == "step" and self.regions:
+            raise SettingError("scope='step' compiles the whole step; leave regions out, or use scope='module'")
+
+    def options_of_torch(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from its own, and the backend."""
+        names = ("mode", "fullgraph", "dynamic", "options")
+        defaults = {each.name: each.default for each in fields(self)}
+        return {"backend": self.backend} | {
+            name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]
+        }
+
+
+def resolve_compile(name: str, value: Any) -> CompileConfig | None:
+    """Check a setting `compile`, and return its resolved form; None where nothing is compiled.
+
+    Raises:
+        SettingError: it is none of what is described at `CompileConfig`.
+
+    Example:
+        >>> resolve_compile("compile", {"scope": "step", "backend": "eager"}).scope
+        'step'
+    """
+    if value is None or value is False or value == "off":
+        return None
+    if isinstance(value, CompileConfig):
+        return value
+    if value is True:
+        return CompileConfig()
+    if isinstance(value, str) and value in SCOPES:
+        return CompileConfig(scope=value)
+    if isinstance(value, Mapping):
+        known = [each.name for each in fields(CompileConfig)]
+        unknown = [key for key in value if key not in known]
+        if not unknown:
+            return CompileConfig(**value)
+        raise SettingError(f"{name} has no {unknown[0]!r}; it has {', '.join(known)}.", field=name, got=value)
+    raise wrong(name, value, '"module", "step", False, a CompileConfig, or a dict of its fields')
+
+
+def compile_module(module: nn.Module, config: CompileConfig) -> None:
+    """Compile a module, or its repeated blocks, in place. What is compiled already stays as it is.
+
+    Raises:
+        SettingError: `regions` names what the module does not have.
+    """
+    options = config.options_of_torch()
+    blocks = find_regions(module, config.regions) if config.regions else []
+    for block in blocks:
+        if block._compiled_call_impl is None:
+            block.compile(**options)
+    if blocks:
+        return
+    compile_by = getattr(module, "compile_by", None)  # of a TrainModule, which has step methods
+    if compile_by is not None:
+        compile_by(lambda method: torch.compile(method, **options))
+    elif module._compiled_call_impl is None:
+        module.compile(**options)
+
+
+def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module]]) -> list[nn.Module]:
+    """List the blocks that are compiled each by itself, without those within another one.
+
+    Args:
+        model: the model.
+        regions: as in `CompileConfig`.
+
+    Raises:
+        SettingError: an entry fits no module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> len(find_regions(model, ["Linear"])), len(find_regions(model, [nn.ReLU])), len(find_regions(model, ["0"]))
+        (2, 1, 1)
+    """
+    named = dict(model.named_modules())
+    found: dict[int, nn.Module] = {}
+    for wanted in [nn.ModuleList] if isinstance(regions, bool) else regions:
+        if isinstance(wanted, str):
+            fits = [each for name, each in named.items() if wanted in (name, type(each).__name__)]
+        else:
+            fits = [each for each in named.values() if isinstance(each, wanted)]
+        if not fits and regions is not True:
+            kinds = sorted({type(each).__name__ for each in named.values()})
+            text = f"regions: {type(model).__name__} has no module {wanted!r}. Its classes are {', '.join(kinds)}."
+            raise SettingError(text, field="compile", got=wanted)
+        for each in fits:
+            found |= {id(item): item for item in (each if isinstance(each, nn.ModuleList) else [each])}
+    inside = {id(part) for each in found.values() for part in each.modules() if part is not each}
+    return [each for each in found.values() if id(each) not in inside]
+
+
+# ---- the step
+
+
+def why_no_backward_in_graph() -> str:
+    """Say why this torch cannot have a backward within a compiled graph; "" where it can."""
+    from torch._dynamo import config  # late: torch's compiler takes a second to load
+
+    return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
+
+
+def backward_in_graph() -> AbstractContextManager[Any]:
+    """Have torch trace `loss.backward()` into the graph that is compiled within the block."""
+    from torch._dynamo import config  # late: as above
+
+    return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
+    """Return an optimizer's `step`, compiled."""
+    options = config.options_of_torch()
+    options.pop("fullgraph", None)  # torch's own hooks around a step break its graph
+    return torch.compile(optimizer.step, **options)
+
+
+def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
+    """Say why an optimizer's step is left uncompiled; "" where it can be compiled.
+
+    Args:
+        optimizer: of the run.
+        scheduled: whether a scheduler changes its learning rate.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return f"{type(optimizer).__name__} is not one of torch's own"
+    if scheduled and not all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return "a scheduler changes its lr, and each number would be compiled anew: give lr=torch.tensor(...)"
+    return ""
+
+
+# ---- what a run compiles
+
+
+def say_left_out(what: str, why: str) -> None:
+    """Say in the log which part of `scope="step"` runs outside the compiled step, and why."""
+    rank_zero_info(f'compile="step": {what}, since {why}.')
+
+
+class Recompiles:
+    """Count of how often what was compiled had to be compiled again, in this process since this was made.
+
+    The first reason is logged, once, when the next compilation ends or the run does.
+
+    Attributes:
+        count: recompilations.
+        reason: torch's reason of the first one; "" where there is none or torch gave none.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.reason = 0, ""
+        self._said = False
+        self._start = 0.0
+
+    def _look(self, arguments: Any) -> None:
+        again = str(getattr(arguments, "compile_id", "")).rpartition("/")[2]
+        self.count += again.isdigit() and again != "0"
+        self.report()
+
+    def report(self) -> None:
+        """Log the first reason, where there is one and it was not logged yet."""
+        if not self.count or self._said:
+            return
+        from torch._dynamo.utils import get_compilation_metrics  # late: loaded by what compiles
+
+        for metrics in get_compilation_metrics():
+            reason, begun = getattr(metrics, "recompile_reason", None), getattr(metrics, "start_time", None) or 0.0
+            if reason and begun >= self._start:
+                self.reason, self._said = reason.splitlines()[0], True
+                rank_zero_info(
+                    f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno}) was compiled again: "
+                    f"{self.reason}. Later ones are counted only; TORCH_LOGS=recompiles shows each."
+                )
+                return
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count while the block runs; say the reason at its end at the latest."""
+        from time import time
+
+        from torch._dynamo.callback import callback_handler  # late: torch's compiler takes a second to load
+
+        self._start = time()
+        callback_handler.register_end_callback(self._look)
+        try:
+            yield
+        finally:
+            callback_handler.remove_end_callback(self._look)
+            self.report()
+
+
+@contextmanager
+def compiled_code_in(folder: PathLike | None) -> Iterator[None]:
+    """Keep compiled code in a folder while the block runs.
+
+    Raises:
+        SettingError: another user may write there, so what is loaded from it could be a stranger's.
+    """
+    if folder is None:
+        yield
+        return
+    path = Path(folder).expanduser().resolve()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = path.stat()
+    if hasattr(os, "geteuid") and (state.st_uid not in (0, os.geteuid()) or state.st_mode & 0o022):
+        raise SettingError(
+            f"cache_dir={str(path)!r}: code is loaded from it, and others may write there. Give a folder of your own "
+            f"(chmod go-w).",
+            field="compile",
+            got=folder,
+        )
+    before = os.environ.get(_CACHE)
+    os.environ[_CACHE] = str(path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_CACHE]
+        else:
+            os.environ[_CACHE] = before

@@ -1,0 +1,220 @@
+"""`Trainer(compile=...)` and `Accelerator(compile=...)`: the same losses, names and resumes as without."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Accelerator, Trainer, TrainModule
+from instep.callbacks import Callback, ModelCheckpoint
+from instep.compile import CompileConfig, compiled_code_in, find_regions
+from instep.errors import SettingError
+from tests.helpers.spawn import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+EAGER = {"backend": "eager"}
+STEP = {"scope": "step", "optimizer": False, **EAGER}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.layer(x))
+
+
+class Stack(TrainModule):
+    def __init__(self, scheduled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scheduled = scheduled
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if not self.scheduled:
+            return optimizer
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def data(batch: int = 16, count: int = 96) -> DataLoader[Any]:
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch)
+
+
+def train(module: TrainModule | None = None, loader: Any = None, ckpt_path: Any = None, **settings: Any) -> Any:
+    losses = Losses()
+    callbacks = [losses, *settings.pop("callbacks", [])]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    settings = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **settings}
+    trainer = Trainer(**settings, callbacks=callbacks)
+    trainer.fit(module or Stack(), loader or data(), ckpt_path=ckpt_path)
+    return losses.seen, trainer
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> Iterator[None]:
+    dynamo.reset()
+    counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "compile", [EAGER, STEP, {**STEP, "backend": "aot_eager"}, {"regions": True, **EAGER}], ids=str
+)
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
+def test_losses_and_names_are_those_without(compile: Any, settings: Any) -> None:
+    expected, plain = train(**settings)
+    counters.clear()
+    found, trainer = train(compile=compile, **settings)
+    assert found == expected
+    assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
+    assert counters["stats"]["unique_graphs"] == (
+        2 if settings and compile.get("scope") else 1
+    )  # .grad is None, or not
+    assert not counters["graph_break"]
+
+
+def test_the_backward_is_in_the_graph_and_the_optimizer_is_compiled_too() -> None:
+    expected, _ = train()
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    found, _ = train(compile={"scope": "step", "backend": backend})
+    assert any("autograd.grad" in code or ("mse_loss" in code and "grad" in code) for code in graphs)
+    assert any("addcdiv" in code for code in graphs)  # the update of Adam
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_what_does_not_fit_in_the_graph_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    expected, _ = train(Stack(scheduled=True), nonfinite="stop")
+    with caplog.at_level(logging.INFO):
+        found, _ = train(Stack(scheduled=True), nonfinite="stop", compile={"scope": "step", **EAGER})
+    assert found == expected
+    assert "forward and backward are two graphs, since hooks, a guard" in caplog.text
+    assert "the optimizer's step is not compiled" in caplog.text
+
+
+def test_recompilations_are_counted_and_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    ragged = [next(iter(data(size))) for size in (16, 16, 8, 4, 6)]
+    with caplog.at_level(logging.INFO):
+        _, trainer = train(loader=ragged, compile={**EAGER, "dynamic": False})
+    assert trainer.run_summary.recompiles == 3
+    assert "compiled again 3 times" in str(trainer.run_summary)
+    assert caplog.text.count("was compiled again") == 1
+    assert "size mismatch" in caplog.text
+
+
+def test_a_compiled_run_resumes_a_plain_one_and_the_other_way(tmp_path: Path) -> None:
+    expected, _ = train(max_epochs=3)
+    for first, second in ((None, STEP), (STEP, None), (EAGER, EAGER)):
+        saver = ModelCheckpoint(tmp_path / str(len(list(tmp_path.iterdir()))))
+        begun, trainer = train(max_epochs=1, compile=first, enable_checkpointing=True, callbacks=[saver])
+        dynamo.reset()
+        ended, _ = train(max_epochs=3, compile=second, ckpt_path=trainer.checkpoint_callback.best_model_path)
+        assert begun + ended == expected
+
+
+def _on_ranks(strategy: str, compile: Any) -> list[list[float]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, _ = train(strategy=strategy, devices=2)
+        dynamo.reset()
+        found, trainer = train(strategy=strategy, devices=2, compile=compile)
+    names = list(trainer.model.state_dict())
+    assert names == list(Stack().state_dict())
+    return [plain, found]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks(strategy: str) -> None:
+    for compile in ({"backend": "aot_eager", "scope": "step", "optimizer": False}, {"regions": ["Block"], **EAGER}):
+        for plain, found in run_ranks(_on_ranks, 2, strategy, compile):
+            assert found == pytest.approx(plain, abs=1e-6)
+
+
+def test_regions_by_name_class_and_list() -> None:
+    model = Stack()
+    blocks = list(model.blocks)
+    for regions in (True, ["blocks"], ["Block"], [Block], [Block, nn.Linear]):
+        found = find_regions(model, regions)
+        assert found[:3] == blocks
+        assert len(found) == (5 if regions == [Block, nn.Linear] else 3)  # not the layers within the blocks
+    with pytest.raises(SettingError, match=r"Stack has no module 'Blok'\. Its classes are Block, Linear"):
+        find_regions(model, ["Blok"])
+
+
+def test_an_accelerator_compiles_the_models_of_prepare() -> None:
+    model = Stack()
+    prepared = Accelerator(cpu=True, compile={"regions": ["Block"], **EAGER}).prepare(model)
+    assert prepared is model
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    whole = Accelerator(cpu=True, compile=CompileConfig(backend="eager")).prepare(nn.Linear(2, 2))
+    assert whole._orig_mod(torch.ones(1, 2)).equal(whole(torch.ones(1, 2)))
+    with pytest.raises(SettingError, match=r"the step is a function of yours"):
+        Accelerator(cpu=True, compile="step")
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ("steps", 'expected "module", "step"'),
+        ({"scop": "step"}, "has no 'scop'; it has scope"),
+        ({"scope": "step", "regions": True}, "leave regions out"),
+        ({"regions": "Block"}, "list of names or classes"),
+        ({"backend": 3}, 'a name such as "inductor"'),
+    ],
+)
+def test_wrong_settings_come_before_the_run(wrong: Any, error: str) -> None:
+    with pytest.raises(SettingError, match=error):
+        Trainer(compile=wrong)
+
+
+def test_compiled_code_is_not_kept_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    with compiled_code_in(tmp_path / "cache"):
+        import os
+
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(SettingError, match="others may write there"), compiled_code_in(tmp_path / "cache"):
+        pass
