@@ -207,6 +207,7 @@ class Settings:
     benchmark: Annotated[bool | None, FLAG] = None
     tf32: Annotated[bool | None, FLAG] = None
     compile: Annotated[Any, _compile] = None
+    gc_every_n_steps: Annotated[int | None, at_least(1, "or None")] = None
     inference_mode: Annotated[bool, FLAG] = True
     use_distributed_sampler: Annotated[bool, FLAG] = True
     uneven: Annotated[str, choice(*UNEVEN)] = "stop"

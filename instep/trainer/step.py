@@ -8,6 +8,7 @@ Several optimizers step together, from one backward, unless they take turns: the
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -46,7 +47,31 @@ def make_step(ctx: RunContext) -> Step:
         from instep.data.taken import count_taken  # late: few steps take their batches
 
         step = count_taken(ctx, step)
+    if ctx.settings.gc_every_n_steps is not None:
+        step = collecting_garbage(ctx, step, ctx.settings.gc_every_n_steps)
     return ctx.profiled("run_training_batch", step)
+
+
+def collecting_garbage(ctx: RunContext, step: Step, every: int) -> Step:
+    """Collect garbage after every so many optimizer steps, the same on all ranks, and leave Python's own times out.
+
+    Python collects when enough objects were made, which differs from rank to rank: each time all wait for one.
+    """
+    at = ctx.position
+    collected = at.global_step
+    if gc.isenabled():
+        gc.disable()
+        ctx.undo.callback(gc.enable)
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        nonlocal collected
+        output = step(batch, batch_idx)
+        if at.global_step - collected >= every:
+            collected = at.global_step
+            gc.collect(1)  # what steps leave; the oldest generation, which takes long, waits for the end of the run
+        return output
+
+    return run
 
 
 # ---- automatic optimization

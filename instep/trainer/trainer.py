@@ -100,6 +100,8 @@ class Trainer:
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
         compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
             step; a `CompileConfig` or a dict of its fields for regions and options.
+        gc_every_n_steps: run Python's garbage collector after every so many optimizer steps, at the same ones on all
+            ranks, and at no other time of the training: else each waits for the others' turns. None leaves it to Python.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
         uneven: where processes read data of their own and have different numbers of batches (never so where instep
@@ -169,6 +171,7 @@ class Trainer:
         benchmark: bool | None = None,
         tf32: bool | None = None,
         compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
+        gc_every_n_steps: int | None = None,
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,
         uneven: str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import fields
 from datetime import timedelta
@@ -590,3 +591,29 @@ def test_what_a_trainer_says_of_itself():
     assert trainer.state.finished
     with pytest.raises(AttributeError, match="no attribute 'max_epoch'"):
         _ = trainer.max_epoch
+
+
+def test_garbage_is_collected_at_chosen_steps_only() -> None:
+    class Boom(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            steps.append(self.global_step)
+            [[each] for each in range(3000)]  # more than Python's threshold
+            if self.global_step == 9:
+                raise ValueError("boom")
+            return super().training_step(batch, batch_idx)
+
+    steps: list[int] = []
+    seen: list[tuple[int, int]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            seen.append((len(steps), info["generation"]))
+
+    gc.callbacks.append(note)
+    try:
+        with pytest.raises(ValueError, match="boom"):
+            quiet(max_epochs=1, gc_every_n_steps=4).fit(Boom(), loader(48, 4))
+    finally:
+        gc.callbacks.remove(note)
+    assert seen == [(4, 1), (8, 1)]
+    assert gc.isenabled()
