@@ -101,7 +101,7 @@ class Trainer:
         compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
             step; a `CompileConfig` or a dict of its fields for regions and options.
         gc_every_n_steps: run Python's garbage collector after every so many optimizer steps, at the same ones on all
-            ranks, and at no other time of the training: else each waits for the others' turns. None leaves it to Python.
+            ranks, and at no other time of the training: else each waits for the others' turns. None: as Python does.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
         uneven: where processes read data of their own and have different numbers of batches (never so where instep
