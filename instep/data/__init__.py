@@ -15,6 +15,9 @@ _HOME = {
     "CombinedLoader": "combined",
     "DataLoaderConfiguration": "config",
     "DataModule": "module",
+    "LengthBucketBatchSampler": "lengths",
+    "MixtureSampler": "mixture",
+    "PackedDataset": "lengths",
     "PreparedLoader": "base",
     "ShardedBatchSampler": "sampler",
     "ShardedBatches": "sampler",
@@ -28,7 +31,10 @@ if TYPE_CHECKING:
     from instep.data.combined import CombinedLoader as CombinedLoader
     from instep.data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from instep.data.config import resolve_limit as resolve_limit
+    from instep.data.lengths import LengthBucketBatchSampler as LengthBucketBatchSampler
+    from instep.data.lengths import PackedDataset as PackedDataset
     from instep.data.loader import prepare_loader as prepare_loader
+    from instep.data.mixture import MixtureSampler as MixtureSampler
     from instep.data.module import DataModule as DataModule
     from instep.data.sampler import ShardedBatches as ShardedBatches
     from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler

@@ -1,0 +1,101 @@
+"""A weighted mixture of data sets, of which every sample is used before any is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import ConcatDataset, Sampler
+
+from instep.errors import SettingError
+from instep.utils.checks import at_least, is_number, wrong
+from instep.utils.seed import derive_seed
+
+
+class MixtureSampler(Sampler[int]):
+    """Sampler of a `ConcatDataset` that takes each of its data sets as often as its weight says.
+
+    Give it as a loader's `sampler`, with `torch.utils.data.ConcatDataset` of the same data sets. A data set is passed
+    through in a drawn order, on and on over the epochs: each sample comes once before any comes again. What an epoch
+    has depends on `seed` and the epoch alone. So the Trainer and the Accelerator spread it over the ranks, and resume
+    it within an epoch at any world size.
+
+    Args:
+        datasets: the data sets, or their lengths.
+        weights: one of each, in any unit: the shares of the samples.
+        size: samples of an epoch, at least the square of the number of data sets; None: so many that the data set that
+            is used up first is passed through once.
+        seed: of all orders.
+
+    Raises:
+        SettingError: a weight is not above 0, or a data set is empty.
+
+    Example:
+        >>> sampler = MixtureSampler([100, 10], weights=[3, 1], size=8)
+        >>> sum(index >= 100 for index in sampler)
+        2
+    """
+
+    def __init__(
+        self,
+        datasets: ConcatDataset[object] | Sequence[object],
+        weights: Sequence[float],
+        size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        parts = datasets.datasets if isinstance(datasets, ConcatDataset) else datasets
+        self.lengths = [part if isinstance(part, int) else len(part) for part in parts]  # type: ignore[arg-type]
+        if len(weights) != len(self.lengths) or not all(is_number(each) and each > 0 for each in weights):
+            raise wrong("weights", weights, f"{len(self.lengths)} numbers above 0, one for each data set")
+        if not self.lengths or min(self.lengths) < 1:
+            raise SettingError("a data set of the mixture is empty", field="datasets", got=self.lengths)
+        self.shares = [float(each) / sum(map(float, weights)) for each in weights]
+        whole = int(min(length / share for length, share in zip(self.lengths, self.shares, strict=True)))
+        least = len(self.lengths) ** 2
+        self.size = max(least, whole) if size is None else at_least(least)("size", size)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is of; the Trainer and the Accelerator do."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        begin = self.epoch * self.size
+        drawn = self._sources(begin)
+        order = torch.empty_like(drawn)
+        first = 0
+        for source, length in enumerate(self.lengths):
+            mine = (drawn == source).nonzero().squeeze(1)
+            used = self._used(source, begin)
+            order[mine] = first + self._samples(source, used, mine.numel())
+            first += length
+        yield from order.tolist()
+
+    def _used(self, source: int, position: int) -> int:
+        """Return how many samples of a data set come before a position, over all epochs."""
+        parts = [int(share * position) for share in self.shares]
+        rest = self.shares.index(max(self.shares))  # the largest gets what is left over
+        return position - sum(parts) + parts[rest] if source == rest else parts[source]
+
+    def _sources(self, begin: int) -> torch.Tensor:
+        """Draw the data set of each sample of the epoch: exactly as many of each as come to it, in a drawn order."""
+        end = begin + self.size
+        counts = [self._used(source, end) - self._used(source, begin) for source in range(len(self.lengths))]
+        every = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return every[torch.randperm(self.size, generator=self._dice("sources", self.epoch))]
+
+    def _samples(self, source: int, used: int, count: int) -> torch.Tensor:
+        """Return the next `count` samples of a data set of which `used` were taken, pass after pass."""
+        length, found = self.lengths[source], []
+        while count:
+            number, at = divmod(used, length)
+            some = torch.randperm(length, generator=self._dice(f"pass of {source}", number))[at : at + count]
+            found.append(some)
+            used, count = used + some.numel(), count - some.numel()
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+    def _dice(self, what: str, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(self.seed, what, number))
