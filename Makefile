@@ -94,6 +94,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, trackers, 
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/step_parts.py
+	$(BIN)/python benchmarks/evaluation.py
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py

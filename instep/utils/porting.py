@@ -200,7 +200,7 @@ _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger wit
 ADVICE = {
     "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
     **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
-    "from_compiled": "give the Trainer what torch.compile(module) returned, or write module.compile()",
+    "from_compiled": "use Trainer(compile='module'), or give it what torch.compile(module) returned",
     "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
@@ -440,7 +440,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "use_megatron_lm": _MESH,
         "parallelism_config": _MESH,
         "use_parallelism_config": _MESH,
-        "dynamo": "compile the model in the program: module.compile()",
+        "dynamo": "set it in the program: Trainer(compile=...) or Accelerator(compile=...), docs/compile.md",
         "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
         "downcast_bf16": "use --precision bf16-true",
         "no_tpu": "it is the default; leave it out",

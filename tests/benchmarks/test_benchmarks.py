@@ -104,6 +104,12 @@ def test_step_parts(tmp_path: Path) -> None:
     assert [row["limit_us"] for row in result["results"].values()] == [0.1, 1.0]
 
 
+def test_evaluation(tmp_path: Path) -> None:
+    result = run("evaluation.py", tmp_path, "--quick")
+    assert {"noise", "validate", "validate, one log", "predict"} <= result["added_us"].keys()
+    assert all(alone["median"] > 0 for alone in result["handwritten_us"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_triggers(tmp_path: Path) -> None:
