@@ -198,6 +198,7 @@ PUBLIC = {
         "ShardedBatches",
         "prepare_loader",
         "resolve_limit",
+        "tune_loader",
     ],
     "instep.distributed": [
         "ReplicaDifference",

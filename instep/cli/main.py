@@ -41,6 +41,7 @@ COMMANDS: dict[Command, str] = {
     ("config", "templates"): "config files that come with instep",
     ("env",): "versions, devices, free memory, settings and their sources",
     ("estimate-memory",): "how much memory training takes, by strategy and precision",
+    ("tune-loader",): "how many workers a data loader needs, measured",
     ("merge-weights",): "plain safetensors of any sharded checkpoint",
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",

@@ -23,6 +23,7 @@ _HOME = {
     "ShardedBatches": "sampler",
     "prepare_loader": "loader",
     "resolve_limit": "config",
+    "tune_loader": "tune",
 }
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from instep.data.module import DataModule as DataModule
     from instep.data.sampler import ShardedBatches as ShardedBatches
     from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler
+    from instep.data.tune import tune_loader as tune_loader
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -80,7 +80,7 @@ def find_subject(
             name, make, batch = str(path), lambda: _Weights(files), None
         make_optimizer = make_optimizer or _optimizer_class("AdamW")
     else:
-        made = _imported(what)
+        made = import_path(what)
         name, make = what, lambda: made(**arguments)
     return Subject(name, make, None if weights_only else batch, make_optimizer)
 
@@ -88,7 +88,12 @@ def find_subject(
 # ---- by import path
 
 
-def _imported(path: str) -> Any:
+def import_path(path: str) -> Any:
+    """Import what a path such as package.module:Class or train.py:Class names.
+
+    Raises:
+        SettingError: there is no such thing.
+    """
     module, colon, name = path.partition(":")
     if not colon:
         raise SettingError(
@@ -150,13 +155,18 @@ def _parse_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
         ) from None
 
 
+def training_loader(made: Any) -> Any:
+    """Return the training loader of a DataModule; anything else as it is."""
+    if not hasattr(made, "train_dataloader"):
+        return made
+    made.prepare_data()
+    made.setup("fit")
+    return made.train_dataloader()
+
+
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return the first batch of a DataModule, of what a function returns, or that itself."""
-    made = _imported(data)(**arguments)
-    if hasattr(made, "train_dataloader"):
-        made.prepare_data()
-        made.setup("fit")
-        made = made.train_dataloader()
+    made = training_loader(import_path(data)(**arguments))
     first = next(iter(made)) if isinstance(made, Iterable) and not isinstance(made, Tensor | Mapping | tuple) else made
 
     def make() -> Any:

@@ -1,0 +1,108 @@
+"""Measure how fast a loader gives batches, by workers, prefetching and pinning, and write the setting to use.
+
+WHAT is a function that gives a DataLoader, or a DataModule whose training loader is measured (package.module:Name, or
+train.py:Name). Each setting is measured for --seconds, after its first batch. The fewest workers that are within 5 % of
+the fastest are chosen; with --step-ms the fewest that are faster than the steps. --write makes a YAML file of the
+setting: for a DataModule one that `instep fit --config run.yaml --config FILE` takes, with those of its arguments that
+are called so; for a function the arguments of a DataLoader.
+
+Examples:
+  instep tune-loader train.py:Digits
+  instep tune-loader train:make_loader --workers 0 2 4 8 --step-ms 40
+  instep tune-loader train.py:Digits --write loader.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.cli import output
+from instep.errors import SettingError
+
+if TYPE_CHECKING:
+    from instep.data.tune import LoaderTrial
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("what", metavar="WHAT", help="import path of a function that gives a DataLoader, or of a DataModule")
+    add("--args", metavar="JSON", default="{}", help="its arguments")
+    add("--workers", nargs="+", type=int, metavar="N", help="numbers to try (default: 0, 1, 2, 4 ... processors)")
+    add("--prefetch", nargs="+", type=int, metavar="N", default=[2, 4], help="batches per worker (default: 2 4)")
+    add("--seconds", type=float, metavar="S", default=3.0, help="for each setting (default: 3)")
+    add("--step-ms", type=float, metavar="MS", default=0.0, help="milliseconds of a training step, where known")
+    add("--write", type=Path, metavar="FILE", help="YAML file to make")
+    add("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every setting, print the table, and write the choice."""
+    from instep.cli.memory.subject import import_path, training_loader  # late: loads torch
+    from instep.data.tune import as_rows, tune_loader
+
+    try:
+        arguments_of = json.loads(args.args)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"--args {args.args}: no JSON: {error}", field="args", got=args.args) from None
+    make = import_path(args.what)
+    made = make(**arguments_of)
+    loader = training_loader(made)
+    if not args.json:
+        output.say(f"{args.what}: batches a second, measured for {args.seconds:g} s each")
+    best, found = tune_loader(loader, args.workers, args.prefetch, seconds=args.seconds, step_s=args.step_ms / 1000)
+    if args.json:
+        output.say_json({"best": best.setting, "trials": as_rows(found)})
+    else:
+        columns = ("workers", "prefetch", "pinned", "first batch, s", "batches/s", "")
+        output.table(columns, [_row(trial, trial is best) for trial in found], right=columns[:5])
+        output.say("  ".join(f"{name}={value}" for name, value in best.setting.items()))
+    if args.write is not None:
+        write_setting(args.write, best.setting, None if made is loader else make)
+        output.say(f"written: {args.write}")
+    return 0
+
+
+def _row(trial: LoaderTrial, chosen: bool) -> tuple[Any, ...]:
+    ahead = "" if trial.prefetch_factor is None else trial.prefetch_factor
+    speed = f"{trial.batches_per_s:.1f}"
+    return (
+        trial.num_workers,
+        ahead,
+        "yes" if trial.pin_memory else "no",
+        f"{trial.first_batch_s:.2f}",
+        speed,
+        "<" * chosen,
+    )
+
+
+def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None:
+    """Make a YAML file of a setting.
+
+    Args:
+        path: of the file, which is not there yet.
+        setting: arguments of a `DataLoader`.
+        data_module: the class that takes them; None: none does.
+
+    Raises:
+        SettingError: the file is there, or the class takes none of them.
+    """
+    import yaml  # late: only who writes needs it
+
+    from instep.utils.atomic import create_exclusive
+
+    written: dict[str, Any] = setting
+    if data_module is not None:
+        taken = inspect.signature(data_module).parameters
+        mine = {name: value for name, value in setting.items() if name in taken}
+        if not mine:
+            names = ", ".join(setting)
+            text = f"{data_module.__name__} takes none of {names}: give its constructor the arguments, to pass them on"
+            raise SettingError(text, field="write", got=path)
+        written = {"data": {"init_args": mine}}
+    if not create_exclusive(path, yaml.safe_dump(written, sort_keys=False).encode()):
+        raise SettingError(f"{path} is there already: name another file", field="write", got=path)

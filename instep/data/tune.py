@@ -1,0 +1,144 @@
+"""A search for the number of workers, the prefetching and the pinning with which a loader gives batches fastest."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from instep.data.index import rebuild
+from instep.errors import SettingError
+from instep.utils.checks import at_least, is_number, wrong
+
+_SAME = 0.05  # of the speed: so much is noise, and fewer workers win
+
+
+@dataclass(frozen=True)
+class LoaderTrial:
+    """How fast a loader was with one setting.
+
+    Attributes:
+        num_workers: processes that load; 0 loads in the training process.
+        prefetch_factor: batches that each worker has ready; None without workers.
+        pin_memory: whether batches are put into pinned memory.
+        first_batch_s: seconds to the first batch, with which workers start.
+        batches_per_s: batches a second after that.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    first_batch_s: float
+    batches_per_s: float
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The arguments of a `DataLoader`."""
+        names = ("num_workers", "prefetch_factor", "pin_memory")
+        return {**{name: getattr(self, name) for name in names}, "persistent_workers": self.num_workers > 0}
+
+
+def tune_loader(
+    loader: DataLoader[Any],
+    workers: Sequence[int] | None = None,
+    prefetch: Sequence[int] = (2, 4),
+    pin_memory: Sequence[bool] | None = None,
+    seconds: float = 3.0,
+    step_s: float = 0.0,
+    tell: Callable[[LoaderTrial], Any] = lambda trial: None,
+) -> tuple[LoaderTrial, list[LoaderTrial]]:
+    """Measure a loader with several settings, and choose one.
+
+    Each setting is a loader of its own over the same data. Its first batch, with which the workers start, is timed
+    apart; then batches are taken for `seconds`, over the end of the data if need be.
+
+    Args:
+        loader: a plain `DataLoader`; it is left as it is.
+        workers: numbers to try; None: 0 and powers of 2 up to the processors that this process may use.
+        prefetch: batches per worker to try.
+        pin_memory: what to try; None: True and False where there is a GPU, else False.
+        seconds: to measure each setting for.
+        step_s: seconds that a training step takes: a loader that is faster than the steps is fast enough, and fewer
+            workers win then. 0 looks for the fastest.
+        tell: is called with each result.
+
+    Returns:
+        The setting with the fewest workers among those that are fast enough (within 5 % of the fastest, or faster than
+        the steps); and all that were measured.
+
+    Raises:
+        SettingError: it is no plain `DataLoader`, has no batches, or a setting is wrong.
+
+    Example:
+        >>> data = DataLoader(torch.arange(100), batch_size=10)
+        >>> best, every = tune_loader(data, workers=[0], seconds=0.01)
+        >>> best.num_workers, len(every)
+        (0, 1)
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        raise wrong("loader", type(loader).__name__, "a torch.utils.data.DataLoader, which can be made anew")
+    if not is_number(seconds) or seconds <= 0:
+        raise wrong("seconds", seconds, "a number above 0")
+    if workers is None:
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = [0, *(2**power for power in range(count.bit_length()) if 2**power <= count)]
+    workers = [at_least(0)("workers", each) for each in dict.fromkeys(workers)]
+    pins = pin_memory if pin_memory is not None else (False, True) if torch.cuda.is_available() else (False,)
+    found: list[LoaderTrial] = []
+    for count in workers:
+        for ahead in [at_least(1)("prefetch", each) for each in prefetch] if count else [None]:
+            for pin in pins:
+                found.append(_measure(loader, count, ahead, pin, seconds))
+                tell(found[-1])
+    enough = max(each.batches_per_s for each in found) * (1 - _SAME)
+    if step_s > 0:
+        enough = min(enough, 1 / step_s)
+    good = [each for each in found if each.batches_per_s >= enough]
+    return min(good, key=lambda each: (each.num_workers, each.prefetch_factor or 0, each.pin_memory)), found
+
+
+def _measure(loader: DataLoader[Any], workers: int, ahead: int | None, pin: bool, seconds: float) -> LoaderTrial:
+    changes: dict[str, Any] = {
+        "num_workers": workers,
+        "prefetch_factor": ahead,
+        "pin_memory": pin,
+        "persistent_workers": workers > 0,
+    }
+    if isinstance(loader.dataset, IterableDataset):
+        changes |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is not None:
+        changes |= {"batch_sampler": loader.batch_sampler}
+    else:
+        changes |= {"batch_size": None, "sampler": loader.sampler}
+    tried = rebuild(loader, **changes)
+    begun = time.perf_counter()
+    batches = _endless(tried)
+    if next(batches, None) is None:
+        raise SettingError("the loader has no batches to measure", field="loader")
+    first = time.perf_counter()
+    count, now = 0, first
+    while now - first < seconds:
+        next(batches)
+        count, now = count + 1, time.perf_counter()
+    batches.close()
+    return LoaderTrial(workers, ahead, pin, first - begun, count / (now - first))
+
+
+def _endless(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    while True:
+        given = False
+        for batch in loader:
+            given = True
+            yield batch
+        if not given:
+            return
+
+
+def as_rows(trials: Sequence[LoaderTrial]) -> list[dict[str, Any]]:
+    """Return trials as JSON values."""
+    return [asdict(each) for each in trials]
