@@ -135,7 +135,7 @@ def test_a_file_of_accelerate_is_taken_over(file: Path, tmp_path: Path, capsys: 
     assert yaml.safe_load(file.read_text()) == {
         "accelerator": "gpu", "num_processes": 8, "precision": "bf16", "max_restarts": 1,
     }  # fmt: skip
-    assert "not taken over: dynamo_backend is another launcher's: compile the model in the program" in said
+    assert "not taken over: dynamo_backend is another launcher's: set it in the program: Trainer(compile=...)" in said
     theirs.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\nnum_processes: 8\n")
     before = file.read_text()
     said = instep(capsys, "config", "update", "--from", str(theirs), code=2)

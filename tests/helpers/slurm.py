@@ -49,6 +49,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+FirstJobId={controller_port}
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
