@@ -12,14 +12,17 @@ either is in the other's time; ranks meet before each block, outside the clock. 
 over the mean of its two neighbours; the median over the rounds of a job is one value, and the median over several jobs
 (fresh processes) is reported. The second handwritten block over the first is the noise. Beside the wall time stands the
 added processor time of a rank and step (`process_time`, all threads): the Trainer's block less the mean of its two
-neighbours, and as its noise the second handwritten block less the first. Waiting for the other rank costs none of it.
+neighbours, and as its noise the second handwritten block less the first.
+
+CPU: the same blocks with a model of width 16, whose step takes a tenth of the time, so that its own processor time,
+which differs from block to block by 3 %, does not hide what is added.
 
 Memory: the peak resident memory of fresh processes that train a larger model for a few steps, imports included, as the
 mean over the ranks; contenders in turns. glibc raises the size from which it gives freed memory back as a program runs,
 so peaks of the same program differ by 7 %, by chance; here that size stays at 1 MB, for both.
 
 The bars: 1.05 times the handwritten step, 1.02 times its peak, and 40 (DDP) and 80 (FSDP) microseconds of added
-processor time with `--jobs 20`.
+processor time in the CPU measurement with `--jobs 20`.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ from torch import Tensor, nn
 
 STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_2")
 WORLD = 2
+TURNS = {"step": 1, "cpu": 1, "memory": 2}  # of a job
 STEP_BAR, MEMORY_BAR = 1.05, 1.02
 CPU_BARS_US = {"ddp": 40.0, "fsdp": 80.0}
-MEASURES = ("step", "memory")
+MEASURES = ("step", "cpu", "memory")
 BATCH = 64
-WIDTH, MEMORY_WIDTH, BLOCKS = 128, 1024, 4
+WIDTH, CPU_WIDTH, MEMORY_WIDTH, BLOCKS = 128, 16, 1024, 4
 MEMORY_STEPS = 5
 
 
@@ -200,7 +204,7 @@ def meet() -> tuple[int, int]:
     return time.perf_counter_ns(), time.process_time_ns()
 
 
-def measure_steps(name: str, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+def measure_steps(name: str, rounds: int, steps: int, width: int) -> dict[str, list[tuple[float, float]]]:
     """On every rank: all blocks of one job, in nanoseconds of wall and CPU time per step."""
     from instep import PartialState  # late, as above
 
@@ -208,16 +212,16 @@ def measure_steps(name: str, rounds: int, steps: int) -> dict[str, list[tuple[fl
     rank = PartialState(cpu=True).process_index
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
-    blocks = Rounds(RAW[name](make_net(WIDTH)), make_batch(WIDTH), rounds, steps)
-    fit(name, WIDTH, blocks)
+    blocks = Rounds(RAW[name](make_net(width)), make_batch(width), rounds, steps)
+    fit(name, width, blocks)
     return blocks.times_ns
 
 
-def step_job(name: str, rounds: int, steps: int) -> dict[str, float]:
+def step_job(name: str, rounds: int, steps: int, width: int) -> dict[str, float]:
     """One job: the handwritten step in ms, the medians of both ratios, and the added CPU time with its noise in us."""
     from instep import debug_launcher  # late, as above
 
-    ranks = debug_launcher(measure_steps, (name, rounds, steps), num_processes=WORLD)
+    ranks = debug_launcher(measure_steps, (name, rounds, steps, width), num_processes=WORLD)
 
     def blocks(kind: int) -> list[tuple[float, ...]]:
         """Per round: the handwritten, the Trainer's and the second handwritten block, as means over the ranks."""
@@ -290,13 +294,14 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # the children's
     jobs, rounds, width = (1, 4, WIDTH) if args.quick else (args.jobs, args.rounds, MEMORY_WIDTH)
     names = [name for name in args.strategies if "deepspeed" not in name or find_spec("deepspeed")]
-    progress = harness.Progress(jobs * len(names) * (("step" in args.measure) + 2 * ("memory" in args.measure)))
+    progress = harness.Progress(jobs * len(names) * sum(TURNS[each] for each in args.measure))
     setting = {"processes": WORLD, "jobs": jobs}
     end = "_quick" if args.quick else ""
-    if "step" in args.measure:
-        results = measure_all_steps(names, jobs, rounds, args.steps, progress)
-        more = {"rounds": rounds, "steps_per_block": args.steps, "bar": STEP_BAR}
-        harness.write_results(args.out, f"strategies_step{end}", {**setting, **more, "results": results})
+    for kind, own_width in (("step", WIDTH), ("cpu", CPU_WIDTH)):
+        if kind in args.measure:
+            results = measure_all_steps(names, jobs, rounds, args.steps, own_width, progress)
+            more = {"width": own_width, "rounds": rounds, "steps_per_block": args.steps, "bar": STEP_BAR}
+            harness.write_results(args.out, f"strategies_{kind}{end}", {**setting, **more, "results": results})
     if "memory" in args.measure:
         results = measure_all_memory(names, jobs, width, progress)
         more = {"width": width, "bar": MEMORY_BAR}
@@ -304,13 +309,13 @@ def main() -> None:
 
 
 def measure_all_steps(
-    names: Sequence[str], jobs: int, rounds: int, steps: int, progress: harness.Progress
+    names: Sequence[str], jobs: int, rounds: int, steps: int, width: int, progress: harness.Progress
 ) -> list[dict[str, Any]]:
     """Medians over the jobs."""
     done: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(jobs):
         for name in names:
-            done[name].append(step_job(name, rounds, steps))
+            done[name].append(step_job(name, rounds, steps, width))
             job = done[name][-1]
             progress.step(f"{name}: {job['ratio']:.3f}, noise {job['noise']:.3f}, CPU {job['added_cpu_us']:+.0f} us")
     results = [
@@ -384,7 +389,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What the Trainer adds to the handwritten loop of a strategy.")
     parser.add_argument("--quick", action="store_true", help="1 job, 4 rounds, memory of a small model")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="(default: all)")
-    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES, help="(default: both)")
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES, help="(default: all)")
     parser.add_argument("--jobs", type=int, default=5, help="fresh starts of the processes (default: 5)")
     parser.add_argument("--rounds", type=int, default=30, help="of three blocks, in each job (default: 30)")
     parser.add_argument("--steps", type=int, default=20, help="of a block (default: 20)")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import LeftOutWeights, Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
     from instep.compile import Recompiles
+    from instep.cuda_graphs import CapturedStep
     from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
     from instep.trainer.nonfinite import NonFiniteGuard
@@ -318,6 +319,7 @@ class RunContext:
     preempted: bool = False
     why: str = ""
     recompiles: Recompiles | None = None
+    captured_step: CapturedStep | None = None  # with cuda_graphs=True
     steps_at_start: int = 0
     window_count: int = 0
     manual_steps: int = 0

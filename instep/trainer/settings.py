@@ -207,6 +207,7 @@ class Settings:
     benchmark: Annotated[bool | None, FLAG] = None
     tf32: Annotated[bool | None, FLAG] = None
     compile: Annotated[Any, _compile] = None
+    cuda_graphs: Annotated[bool, FLAG] = False
     gc_every_n_steps: Annotated[int | None, at_least(1, "or None")] = None
     inference_mode: Annotated[bool, FLAG] = True
     use_distributed_sampler: Annotated[bool, FLAG] = True
@@ -382,6 +383,13 @@ def _check_loop(s: Settings, given: Mapping[str, Any]) -> None:
             f"accumulate_grad_batches={s.accumulate_grad_batches} was given too. Use one of them.",
             field="accumulate_grad_batches",
             got=s.accumulate_grad_batches,
+        )
+    if s.cuda_graphs and s.compile is not None and s.compile.scope == "step":
+        raise SettingError(
+            "cuda_graphs=True and compile='step' both take the whole step. Let torch record what it compiles, by "
+            "compile={'scope': 'step', 'mode': 'reduce-overhead'}, or use compile='module' with cuda_graphs=True.",
+            field="cuda_graphs",
+            got=True,
         )
     if "gradient_clip_algorithm" in given and s.gradient_clip_val is None:
         warn_user("gradient_clip_algorithm has no effect without gradient_clip_val")

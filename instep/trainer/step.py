@@ -33,6 +33,7 @@ from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.compile import CompileConfig
+    from instep.cuda_graphs import CapturedStep
 
 Step = Callable[..., Any]
 
@@ -241,8 +242,50 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
             return _whole(ctx, training_step, config, zero_grad, weigh, train)
         say_left_out("forward and backward are two graphs", why)
 
+    if trains and ctx.settings.cuda_graphs:
+        from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
+
+        recorder = recorder_for(ctx.device)
+        by_module = is_overridden(module, "optimizer_step", TrainModule)
+        why = (
+            f"accelerator={ctx.device.type!r} has no CUDA graphs"
+            if recorder is None
+            else f"strategy={strategy.name!r} works around the backward"
+            if not strategy.backward_fits_in_graph or ctx.world_size > 1
+            else "accumulate_grad_batches is more than 1"
+            if ctx.loaders.most_accumulated > 1
+            else "hooks, a guard, a scaler or a profiler run around the backward"
+            if not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"]
+            else "the step takes batches by itself, or optimizers take turns, or the module or a closure steps them"
+            if not full_batches or turn.index is not None or by_module or any(map(wants_closure, turn.optimizers))
+            else ""
+        )
+        if recorder is not None and not why:
+            captured = ctx.captured_step or CapturedStep(module, training_step, buffer, recorder, ctx.device)
+            ctx.captured_step = captured  # for the epochs to come
+            return _replayed(ctx, captured, full_batches, train)
+        warn_user(f"cuda_graphs=True has no effect: {why}.")
+
     ctx.clock.watch("forward", train, "training_step", turn.index)
     return train if turn.index is None else _of_turn(ctx, turn, train)
+
+
+def _replayed(ctx: RunContext, captured: CapturedStep, full_batches: int, train: Step) -> Step:
+    """Make the function that replays forward, loss and backward of a batch of full weight."""
+    log, buffer = ctx.log, ctx.log.buffer
+
+    def train_replayed(batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= full_batches:
+            captured.replayed = False
+            return train(batch, batch_idx)
+        output = captured(batch, batch_idx, train)
+        if captured.replayed:  # else `train` did the rest too
+            if buffer:
+                log.drain()
+            ctx.window_count += 1
+        return output
+
+    return train_replayed
 
 
 def _whole(
@@ -353,6 +396,16 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
             say_left_out("the optimizer's step is not compiled", why)
         else:
             step_plain = compile_optimizer_step(optimizer, config)
+    if plain and ctx.captured_step is not None:
+        from instep.cuda_graphs import CapturedOptimizer, recorder_for, say_left_out, why_not_captured  # late: as above
+
+        captured = ctx.captured_step
+        why = why_not_captured(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
+        if why:
+            say_left_out(type(optimizer).__name__, why)
+        elif (recorder := recorder_for(ctx.device)) is not None:
+            captured.optimizer = captured.optimizer or CapturedOptimizer(optimizer, captured, recorder)
+            step_plain = captured.optimizer
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
     must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
 

@@ -100,6 +100,9 @@ class Trainer:
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
         compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
             step; a `CompileConfig` or a dict of its fields for regions and options.
+        cuda_graphs: record the kernels of a training step once and replay them, which helps where the host's launches
+            are what a step waits for. One CUDA device, batches of one shape; else the reason is said and the step runs
+            the normal way. Python in `training_step` runs while it is recorded, and not in a replay.
         gc_every_n_steps: run Python's garbage collector after every so many optimizer steps, at the same ones on all
             ranks, and at no other time of the training: else each waits for the others' turns. None: as Python does.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
@@ -171,6 +174,7 @@ class Trainer:
         benchmark: bool | None = None,
         tf32: bool | None = None,
         compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
+        cuda_graphs: bool | None = None,
         gc_every_n_steps: int | None = None,
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,

@@ -1,0 +1,331 @@
+"""CUDA graphs of a training step: `Trainer(cuda_graphs=True)` records a step's kernels once and replays them.
+
+A replay launches all kernels of forward, loss and backward at once, and those of the optimizer's step at once, so the
+host is no longer what a step of many small kernels waits for. What the step does in Python happens once, while it is
+recorded. So whatever a replay could not repeat truly makes the step run the normal way, and the reason is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.distributed.nested import iter_leaves, map_leaves
+from instep.utils.rank_zero import rank_zero_info
+from instep.utils.warn import warn_user
+
+T = TypeVar("T")
+WARM_UP = 3  # steps that run the normal way first: torch's recipe, for what libraries and optimizers make at first use
+_MOST = 3  # recordings; what must be recorded anew more often costs more than it saves
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class NotCapturable(Exception):
+    """Reason why a step cannot be recorded."""
+
+
+class Recorder(Protocol):
+    """Warm-up and recording of what runs on a device."""
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run something that will be recorded later, and return its result."""
+        ...
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
+        """Record something without computing it; return where its results will be, and what computes them."""
+        ...
+
+
+class CudaRecorder:
+    """The recorder of a CUDA device.
+
+    Args:
+        device: where the step runs.
+
+    Source: torch's notes on CUDA graphs, "whole-network capture".
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run on a stream beside the current one, as a recording will; both wait for each other."""
+        current = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            result = run()
+        current.wait_stream(self._side)
+        return result
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
+        """Record; the results lie in the graph's own memory, where each replay writes them."""
+        graph = torch.cuda.CUDAGraph()
+        # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+        return result, graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return the recorder of a device; None where there are no CUDA graphs."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class CapturedStep:
+    """Forward, loss and backward of a batch, recorded once and replayed for each batch of the same shapes.
+
+    Args:
+        module: what is trained.
+        training_step: takes the batch and its index, and returns what the user's method does.
+        logged: the list that `self.log` appends `(name, value, ...)` to.
+        recorder: of the module's device.
+        device: the module's.
+
+    Attributes:
+        replayed: whether the last batch was trained on by a replay.
+        optimizer: the recorded step of the optimizer, where there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        training_step: Callable[..., Any],
+        logged: list[Any],
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        self.replayed = False  # whether the last batch was: its gradients are where the recording has them
+        self.optimizer: CapturedOptimizer | None = None
+        self._module, self._training_step, self._logged = module, training_step, logged
+        self._recorder, self._device = recorder, device
+        self._given_up = self._said = False
+        self._left, self._captures = WARM_UP, 0
+        self._replay: Callable[[], Any] | None = None
+
+    def __call__(self, batch: Any, batch_idx: int, plain: Callable[..., Any]) -> Any:
+        """Train on a batch and leave its gradients in the parameters.
+
+        Args:
+            batch: tensors in nested containers, on the device.
+            batch_idx: its number.
+            plain: does the same the normal way.
+
+        Returns:
+            What `training_step` returns, without a graph of autograd.
+        """
+        self.replayed = False
+        if self._given_up:
+            return plain(batch, batch_idx)
+        if self._left:
+            self._left -= 1
+            return self._recorder.warm_up(lambda: plain(batch, batch_idx))
+        if self._replay is not None and self._state() != self._captured_state:
+            self._replay = None  # weights were replaced, frozen or set to evaluation since
+        if self._replay is None and not self._capture(batch, batch_idx):
+            return plain(batch, batch_idx)
+        if (why := self._misfit(batch)) or self._replay is None:
+            self._say(why)
+            return plain(batch, batch_idx)
+        tensors = [leaf for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)]
+        torch._foreach_copy_(self._inputs, tensors, non_blocking=True)
+        self._replay()
+        self.replayed = True
+        for p, gradient in self._gradients:
+            if p.grad is not gradient:
+                p.grad = gradient
+        # Copies: the next replay writes into the same memory, and a callback or the log may keep what it got.
+        self._logged.extend((name, value.clone(), *rest) for name, value, *rest in self._entries)
+        return map_leaves(_copied, self._output)
+
+    def _capture(self, batch: Any, batch_idx: int) -> bool:
+        before = len(self._logged)
+        try:
+            if self._captures == _MOST:
+                raise NotCapturable(f"the model was changed after each of {_MOST} recordings")
+            self._captures += 1
+            self._shapes = _shapes(batch, self._device)
+            static = map_leaves(_copied, batch)
+            self._inputs = [leaf for _, leaf in iter_leaves(static) if isinstance(leaf, Tensor)]
+            parameters = [p for p in self._module.parameters() if p.requires_grad]
+            state = self._state()
+
+            def run() -> tuple[Any, list[Any], list[Tensor | None]]:
+                for p in parameters:
+                    p.grad = None  # so that the backward writes gradients, and adds to none
+                output = self._training_step(static, batch_idx)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise NotCapturable("training_step returned no loss that has gradients")
+                loss.backward()
+                return map_leaves(_detached, output), self._logged[before:], [p.grad for p in parameters]
+
+            (self._output, self._entries, gradients), self._replay = self._recorder.capture(run)
+            self._check_entries()
+        except (NotCapturable, RuntimeError) as error:
+            self._replay, self._given_up = None, True
+            self._say(f"{str(error).strip().splitlines()[0]}; no step is recorded")
+            return False
+        finally:
+            del self._logged[before:]
+        self._gradients = [pair for pair in zip(parameters, gradients, strict=True) if pair[1] is not None]
+        self._captured_state = state
+        rank_zero_info("cuda_graphs: the step is recorded; from here on it is replayed.")
+        return True
+
+    def _check_entries(self) -> None:
+        for name, value, *_ in self._entries:
+            if not isinstance(value, Tensor) or value.device.type != self._device.type:
+                raise NotCapturable(
+                    f"self.log({name!r}, ...) got a {type(value).__name__} that a replay would not compute anew; log "
+                    "it in a hook, or give a tensor on the device"
+                )
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return what a recording takes as given: where weights are, which are trained, and the modules' modes."""
+        module = self._module
+        return (
+            [(p.data_ptr(), p.requires_grad) for p in module.parameters()],
+            [buffer.data_ptr() for buffer in module.buffers()],
+            [each.training for each in module.modules()],
+        )
+
+    def _misfit(self, batch: Any) -> str:
+        """Say in what a batch differs from the recorded one; "" where it does not."""
+        try:
+            shapes = _shapes(batch, self._device)
+        except NotCapturable as error:
+            return str(error)
+        if shapes == self._shapes:
+            return ""
+        for name, found in shapes.items():
+            if found != self._shapes.get(name):
+                return f"batch{name} is {found}, and was {self._shapes.get(name)} when the step was recorded"
+        return "a batch has other parts than the one that was recorded"
+
+    def _say(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            warn_user(f"cuda_graphs: this step runs without its graph, and so will others like it: {why}")
+
+
+class CapturedOptimizer:
+    """An optimizer's step, recorded once and replayed after each backward that was replayed.
+
+    Args:
+        optimizer: for which `why_not_captured` says nothing.
+        step: its gradients' graph.
+        recorder: of the device.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: CapturedStep, recorder: Recorder) -> None:
+        self._optimizer, self._step, self._recorder = optimizer, step, recorder
+        self._plain, self._given_up, self._captures = optimizer.step, False, 0
+        self._replay: Callable[[], Any] | None = None
+
+    def __call__(self) -> None:
+        """Step."""
+        if self._given_up or not self._step.replayed:
+            self._plain()
+            return
+        current = self._replay is not None and self._state() == self._captured_state and self._same_places()
+        if (current or self._capture()) and self._replay is not None:
+            self._replay()
+        else:
+            self._plain()
+
+    def _capture(self) -> bool:
+        try:
+            if self._captures == _MOST:
+                raise NotCapturable(
+                    f"its settings or gradients were changed after each of {_MOST} recordings. A learning rate that "
+                    "changes needs capturable=True and lr=torch.tensor(..., device='cuda')"
+                )
+            self._captures += 1
+            self._captured_state, self._places = self._state(), self._read_places()
+            self._of = self._optimizer.state
+            _, self._replay = self._recorder.capture(self._plain)
+        except (NotCapturable, RuntimeError) as error:
+            self._replay, self._given_up = None, True
+            say_left_out(type(self._optimizer).__name__, str(error).strip().splitlines()[0])
+            return False
+        return True
+
+    def _state(self) -> list[Any]:
+        """Return the settings that a recording takes as given; a tensor stands for the place where its value is."""
+        return [
+            (name, value.data_ptr() if isinstance(value, Tensor) else value)
+            for group in self._optimizer.param_groups
+            for name, value in ((key, len(each) if key == "params" else each) for key, each in group.items())
+        ]
+
+    def _read_places(self) -> list[int]:
+        return [
+            0 if p.grad is None else p.grad.data_ptr()
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    def _same_places(self) -> bool:
+        return self._optimizer.state is self._of and self._read_places() == self._places
+
+
+def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
+    """Say why an optimizer's step is not recorded; "" where it can be.
+
+    Args:
+        optimizer: of the run.
+        scheduled: whether a scheduler changes its settings.
+
+    Example:
+        >>> why_not_captured(torch.optim.Adam([torch.zeros(1)]), scheduled=False)
+        'it needs capturable=True'
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return "it is not one of torch's own"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "hooks run around its step"
+    for group in optimizer.param_groups:
+        if group.get("capturable", True) is False:
+            return "it needs capturable=True"
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.device.type == "cpu" != group["params"][0].device.type:
+            return "its lr is a tensor on the CPU; make it one on the device"
+        if scheduled and not (isinstance(rate, Tensor) and "capturable" in group):
+            return (
+                "a scheduler changes its lr: give lr=torch.tensor(..., device='cuda'), with Adam or another optimizer "
+                "that has capturable=True"
+            )
+    return ""
+
+
+def say_left_out(what: str, why: str) -> None:
+    """Say that part of the step runs the normal way, and why."""
+    warn_user(f"cuda_graphs: the step of {what} runs the normal way, since {why}.")
+
+
+def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
+    """Return what must not change from batch to batch, by the path of each leaf."""
+    found: dict[str, Any] = {}
+    for name, leaf in iter_leaves(batch):
+        if isinstance(leaf, Tensor):
+            if leaf.device.type != device.type:
+                raise NotCapturable(f"batch{name} is a tensor on {leaf.device}, not on {device}")
+            found[name] = (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        elif isinstance(leaf, _PLAIN):
+            found[name] = leaf
+        else:
+            raise NotCapturable(f"batch{name} is a {type(leaf).__name__}, whose changes a replay would not see")
+    return found
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

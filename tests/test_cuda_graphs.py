@@ -1,0 +1,298 @@
+"""`Trainer(cuda_graphs=True)`: what is replayed computes what the normal step does; what cannot be says why.
+
+On a CPU a recorder stands in that computes again at each replay, into the memory of what was recorded, as a graph does.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Trainer, TrainModule
+from instep.callbacks import Callback
+from instep.cuda_graphs import WARM_UP
+from instep.distributed.nested import iter_leaves
+from instep.errors import SettingError
+
+
+class Net(TrainModule):
+    def __init__(self, log: Any = None, scheduled: bool = False, dropout: float = 0.0, device: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
+        self.logged, self.scheduled, self.kind = log, scheduled, device
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self.net(batch[0].reshape(-1, 8)), batch[1])
+        self.log("loss", loss)
+        if self.logged is not None:
+            self.log("other", self.logged)
+        return {"loss": loss, "twice": loss.detach() * 2}
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "cuda":
+            rate = torch.tensor(0.01, device="cuda") if self.scheduled else 0.01
+            optimizer: Any = torch.optim.AdamW(self.parameters(), rate, capturable=True)
+        else:
+            optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        if not self.scheduled:
+            return optimizer
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8), "interval": "step"}]
+
+
+class Seen(Callback):
+    """What a user sees of each step; the tensors are read at the end only."""
+
+    def __init__(self, before: Callable[[int, Any], object] = lambda step, module: None) -> None:
+        self.outputs: list[Any] = []
+        self.before = before
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.before(trainer.global_step, module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append((outputs["loss"], outputs["twice"], trainer.callback_metrics.get("loss")))
+
+
+class Stand:
+    """Recorder on a CPU: counts, and computes again where a graph would be replayed.
+
+    Attributes:
+        module: whose weights and optimizer a recording leaves as they were.
+    """
+
+    def __init__(self) -> None:
+        self.warm_ups, self.captures, self.replays = 0, 0, 0
+        self.module: Any = None
+
+    def warm_up(self, run: Callable[[], Any]) -> Any:
+        self.warm_ups += 1
+        return run()
+
+    def _tensors(self) -> list[Tensor]:
+        trainer = self.module.trainer
+        states = [each for state in trainer.optimizers[0].state.values() for each in state.values()]
+        found = [*self.module.parameters(), *self.module.buffers(), *states]
+        return [each for each in found if isinstance(each, Tensor)]
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
+        self.captures += 1
+        before = [(each, each.detach().clone()) for each in self._tensors()]
+        result = run()
+        with torch.no_grad():
+            for each, value in before:
+                each.copy_(value)
+
+        def replay() -> None:
+            self.replays += 1
+            logged = self.module._log_buffer
+            count = len(logged)
+            again = run()
+            del logged[count:]
+            with torch.no_grad():
+                for (_, ours), (_, new) in zip(iter_leaves(result), iter_leaves(again), strict=True):
+                    if isinstance(ours, Tensor):
+                        ours.copy_(new)
+
+        return result, replay
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    made = Stand()
+    monkeypatch.setattr("instep.cuda_graphs.recorder_for", lambda device: made)
+    return made
+
+
+def data(count: int = 96, batch: int = 8) -> DataLoader[Any]:
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=True)
+
+
+def train(folder: Path, module: Any = None, loader: Any = None, before: Any = None, **settings: Any) -> Any:
+    module, seen = module or Net(), Seen(before) if before else Seen()
+    settings = {"accelerator": "cpu", "max_epochs": 2, "devices": 1, **settings}
+    trainer = Trainer(
+        default_root_dir=folder,
+        callbacks=[seen],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    torch.manual_seed(3)
+    trainer.fit(module, loader or data())
+    outputs = [[None if each is None else float(each) for each in row] for row in seen.outputs]
+    return outputs, {name: each.cpu() for name, each in module.state_dict().items()}
+
+
+def same(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    assert (
+        one[0] == other[0]
+        if not tolerance
+        else np.allclose(np.array(one[0], float), np.array(other[0], float), atol=tolerance, equal_nan=True)
+    )
+    for name, value in one[1].items():
+        torch.testing.assert_close(other[1][name], value, atol=tolerance, rtol=tolerance)
+
+
+def both(folder: Path, stand: Stand, make: Callable[[], Any] = Net, **settings: Any) -> None:
+    plain = train(folder, make(), **settings)
+    assert stand.captures == stand.replays == 0
+    stand.module = make()
+    same(plain, train(folder, stand.module, cuda_graphs=True, **settings))
+
+
+def test_a_replayed_step_is_the_normal_one(tmp_path: Path, stand: Stand) -> None:
+    both(tmp_path, stand, log_every_n_steps=1, gradient_clip_val=0.1)
+    steps = 2 * 12
+    assert (stand.warm_ups, stand.captures, stand.replays) == (WARM_UP, 2, 2 * (steps - WARM_UP))
+
+
+def test_a_batch_of_another_shape_runs_the_normal_way(tmp_path: Path, stand: Stand) -> None:
+    def collate(samples: list[Any]) -> Any:
+        nonlocal count
+        count += 1
+        x, y = (torch.stack(each) for each in zip(*samples, strict=True))
+        return (x[None] if count % 4 == 2 else x), y
+
+    count = 0
+    loader = DataLoader(data().dataset, 8, shuffle=True, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    with pytest.warns(UserWarning, match=r"batch\[0\] is \(\(1, 8, 8\).* and was \(\(8, 8\)"):
+        both(tmp_path, stand, loader=loader)
+    assert stand.captures == 2
+    assert WARM_UP < stand.replays < 2 * (2 * 12 - WARM_UP)
+
+
+def test_the_smaller_last_batch_has_a_weight_of_its_own(tmp_path: Path, stand: Stand) -> None:
+    both(tmp_path, stand, loader=data(100))
+    assert (stand.captures, stand.replays) == (2, 2 * (2 * 12 - WARM_UP))
+
+
+def test_weights_that_are_replaced_or_frozen_are_recorded_anew(tmp_path: Path, stand: Stand) -> None:
+    def change(step: int, module: Any) -> None:
+        if step == 8:
+            module.net[0].weight.data = module.net[0].weight.data.clone() * 0.5
+        if step == 12:
+            module.net[4].bias.requires_grad = False
+            module.net[4].bias.grad = None
+
+    both(tmp_path, stand, before=change)
+    assert stand.captures == 2 * 3  # of the step, and of the optimizer since its gradients moved
+
+
+def test_a_changed_setting_of_the_optimizer_counts(tmp_path: Path, stand: Stand) -> None:
+    def change(step: int, module: Any) -> None:
+        if step >= 8:
+            module.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 / step
+
+    with pytest.warns(UserWarning, match="settings or gradients were changed after each of 3 recordings"):
+        both(tmp_path, stand, before=change)
+    assert stand.captures == 1 + 3
+
+
+def test_an_optimizer_with_a_scheduler_steps_the_normal_way(tmp_path: Path, stand: Stand) -> None:
+    with pytest.warns(UserWarning, match="the step of SGD runs the normal way, since a scheduler changes its lr"):
+        both(tmp_path, stand, lambda: Net(scheduled=True))
+    assert stand.captures == 1
+    assert stand.replays == 2 * 12 - WARM_UP
+
+
+def with_array(samples: list[Any]) -> Any:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x), torch.stack(y), np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "why"),
+    [
+        (lambda: Net(log=1.5), {}, r"self.log\('other', ...\) got a float that a replay would not compute anew"),
+        (Net, {"accumulate_grad_batches": 2}, "has no effect: accumulate_grad_batches is more than 1"),
+        (Net, {"nonfinite": "skip"}, "has no effect: hooks, a guard"),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(
+    make: Callable[[], Any], settings: dict[str, Any], why: str, tmp_path: Path, stand: Stand
+) -> None:
+    stand.module = make()
+    with pytest.warns(UserWarning, match=why):
+        train(tmp_path, stand.module, cuda_graphs=True, max_steps=8, **settings)
+    assert stand.replays == 0
+
+
+def test_an_array_in_a_batch(tmp_path: Path, stand: Stand) -> None:
+    loader = DataLoader(data().dataset, 8, collate_fn=with_array)
+    stand.module = Net()
+    with pytest.warns(UserWarning, match=r"batch\[2\] is a ndarray, whose changes a replay would not see"):
+        train(tmp_path, stand.module, loader, cuda_graphs=True)
+    assert stand.captures == stand.replays == 0
+
+
+def test_a_compiled_step_takes_it_whole() -> None:
+    with pytest.raises(SettingError, match="both take the whole step"):
+        Trainer(accelerator="cpu", cuda_graphs=True, compile="step")
+
+
+def test_without_a_cuda_device_the_run_is_the_same(tmp_path: Path) -> None:
+    plain = train(tmp_path)
+    with pytest.warns(UserWarning, match="cuda_graphs=True has no effect: accelerator='cpu' has no CUDA graphs"):
+        same(plain, train(tmp_path, cuda_graphs=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_on_a_device(scheduled: bool, tmp_path: Path, caplog: Any) -> None:
+    make = lambda: Net(scheduled=scheduled, device="cuda")  # noqa: E731
+    plain = train(tmp_path, make(), accelerator="cuda")
+    with caplog.at_level(logging.INFO), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphed = train(tmp_path, make(), accelerator="cuda", cuda_graphs=True)
+    same(plain, graphed, 1e-5)
+    assert "the step is recorded" in caplog.text
+
+
+@pytest.mark.gpu
+def test_draws_differ_from_replay_to_replay(tmp_path: Path) -> None:
+    outputs, _ = train(tmp_path, Net(dropout=0.5, device="cuda"), accelerator="cuda", cuda_graphs=True)
+    assert len({row[0] for row in outputs}) == len(outputs)
+    assert all(row[1] == pytest.approx(2 * row[0]) for row in outputs)
+
+
+def test_channels_last_stays_through_a_checkpoint(tmp_path: Path) -> None:
+    class Pictures(TrainModule):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 1))
+            if last:
+                self.to(memory_format=torch.channels_last)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 0.01)
+
+    loader = DataLoader(TensorDataset(torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(0))), 4)
+    settings: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    plain = Trainer(max_epochs=2, enable_checkpointing=False, **settings)
+    expected = Pictures(last=False)
+    plain.fit(expected, loader)
+    first = Trainer(max_epochs=1, enable_checkpointing=False, **settings)
+    first.fit(Pictures(last=False), loader)
+    first.save_checkpoint(tmp_path / "plain")
+    resumed = Pictures(last=True)
+    Trainer(max_epochs=2, enable_checkpointing=False, **settings).fit(resumed, loader, ckpt_path=tmp_path / "plain")
+    assert resumed.net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(resumed.net[0].weight, expected.net[0].weight)
