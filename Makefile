@@ -11,6 +11,8 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$(($$(getconf _
 SEED ?= 0
 COUNT ?= 1000
 READERS ?=
+# Of make gpu: a folder of pure-Python wheels for packages that PYTHON lacks.
+WHEELS ?=
 # torch_xla fits a torch of its own, so it has an environment of its own.
 XLA_VENV ?= .venv-xla
 # The trackers bring 250 packages, some of them older than those of the other tests.
@@ -18,7 +20,7 @@ TRACKERS_VENV ?= .venv-trackers
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench gpu soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +102,9 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, trackers, 
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/launch.py
+
+gpu:  ## tests and benchmarks on one GPU, 10 minutes, installing nothing: make gpu PYTHON=python3 WHEELS=folder
+	$(PYTHON) benchmarks/gpu/suite.py $(if $(WHEELS),--wheels $(WHEELS))
 
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short

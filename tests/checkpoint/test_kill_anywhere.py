@@ -205,11 +205,12 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
     strategy: str, tmp_path: Path
 ) -> None:
     """At a few of them; at all with INSTEP_KILL_EVERY=1, which takes a quarter of an hour."""
-    every = int(os.environ.get("INSTEP_KILL_EVERY", "30"))
+    few = 30 if strategy == "fsdp" else 60  # DeepSpeed takes long to start
+    every = int(os.environ.get("INSTEP_KILL_EVERY", few))
     way = Way(strategy=strategy, epochs=1)
     (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every, timeout_s=3500.0)
     print(f"{kills} kills")
-    assert kills >= 4
+    assert kills >= 120 // few
 
 
 # ---- at random instants
@@ -238,7 +239,7 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
     [
         ("fsdp", False, 3),
         ("fsdp", True, 3),
-        pytest.param("deepspeed_stage_2", True, 3, marks=pytest.mark.deepspeed),  # it takes long to start
+        pytest.param("deepspeed_stage_2", True, 1, marks=pytest.mark.deepspeed),  # it takes long to start
     ],
 )
 def test_a_sharded_training_killed_at_random_instants_ends_bit_for_bit_the_same(
