@@ -18,8 +18,10 @@ NAMES = {
     "instep": "instep",
     "accelerator": "instep",
     "lightning": "lightning",
+    "fabric": "lightning",
     "accelerate": "accelerate",
     "ignite": "ignite",
+    "transformers": "transformers",
 }
 """Contenders and the package that each needs; "accelerator" is instep's, "accelerate" the peer's."""
 
