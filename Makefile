@@ -20,7 +20,7 @@ TRACKERS_VENV ?= .venv-trackers
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench bench-quick gpu soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,17 +91,11 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis playwright pytest pytest-timeout pytest-xdist
 	@touch $@
 
-bench: $(VENV)/.bench  ## microseconds per step, import time, memory, trackers, saving, triggers, strategies, launching
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/step_parts.py
-	$(BIN)/python benchmarks/evaluation.py
-	$(BIN)/python benchmarks/trackers.py
-	$(BIN)/python benchmarks/triggers.py
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/launch.py
+bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/benchmarks.md made of their results
+	$(BIN)/python benchmarks/suite.py
+
+bench-quick: $(VENV)/.bench  ## whether all benchmarks run; 6 minutes, the figures mean nothing
+	$(BIN)/python benchmarks/suite.py --quick
 
 gpu:  ## tests and benchmarks on one GPU, 10 minutes, installing nothing: make gpu PYTHON=python3 WHEELS=folder
 	$(PYTHON) benchmarks/gpu/suite.py $(if $(WHEELS),--wheels $(WHEELS))

@@ -56,7 +56,7 @@ def make_loader(kind: str, steps: int, file: str, **settings: Any) -> Any:
         if kind == "collate":
             end = time.thread_time() + 0.004
             while time.thread_time() < end:
-                torch.randn(64, 64) @ torch.randn(64, 64)
+                torch.matmul(torch.randn(64, 64), torch.randn(64, 64))
         return default_collate(samples)
 
     return DataLoader(Samples(), BATCH, shuffle=True, collate_fn=collate, **settings)

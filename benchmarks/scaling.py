@@ -4,9 +4,9 @@
     python benchmarks/scaling.py --quick
 
 **Counted**: one process plays rank 0 of 2 to 1,024 under torch's fake process group, in a fit with DDP. Every `c10d`
-operator that the process calls is counted by a dispatch mode, with the bytes that this rank puts in and gets out. DDP's gradients,
-which the handwritten loop has too, are told apart by a communication hook. The fake group moves nothing, so an
-all-gather is answered as if all ranks had sent what this one did. That shows what ranks do that agree; what a rank
+operator that the process calls is counted by a dispatch mode, with the bytes that this rank puts in and gets out. DDP's
+gradients, which the handwritten loop has too, are told apart by a communication hook. The fake group moves nothing, so
+an all-gather is answered as if all ranks had sent what this one did. That shows what ranks do that agree; what a rank
 answers to others that differ (a stop, an error) is beyond it. Operations of the key-value store are counted where this
 process calls it.
 

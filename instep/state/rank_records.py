@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _LINGER = timedelta(seconds=5)
 _POLL_S = 0.02
+_AT_ONCE = 256  # records that one request asks a store for
 
 ENDED_FILE = "INSTEP_ENDED_FILE"
 """Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
@@ -75,16 +76,25 @@ class RankRecords:
     def read(self, number: int, or_later: bool = False) -> dict[int, str]:
         """Read the records `number` of the ranks that left one; with `or_later` also what has taken its place since."""
         found: dict[int, str] = {}
-        for rank in range(self._world):
-            key = f"{rank}/{number % self._kept}"
-            if self._store.check([key]):  # `get` would wait for it
+        for first in range(0, self._world, _AT_ONCE):
+            ranks = range(first, min(first + _AT_ONCE, self._world))
+            keys = [f"{rank}/{number % self._kept}" for rank in ranks]
+            for rank, key, value in zip(ranks, keys, self._values(keys), strict=True):
+                if value is None:
+                    continue
                 try:
-                    its_number, text = job_secret().verify(f"{self._name}/{key}", self._store.get(key))
+                    its_number, text = job_secret().verify(f"{self._name}/{key}", value)
                 except DistributedError:
                     its_number, text = number, "left a record that was not signed with this job's secret"
                 if its_number == number or (or_later and its_number > number):
                     found[rank] = text
         return found
+
+    def _values(self, keys: list[str]) -> list[bytes | None]:
+        """Return the values of keys, None where there is none; in two requests where all are there."""
+        if getattr(self._store, "has_extended_api", bool)() and self._store.check(keys):
+            return self._store.multi_get(keys)
+        return [self._store.get(key) if self._store.check([key]) else None for key in keys]  # `get` would wait for it
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
         """Wait until all these ranks have read the records `number`: rank 0, which may end now, may hold the store."""

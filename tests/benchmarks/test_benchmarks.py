@@ -207,3 +207,51 @@ def test_the_gpu_suite_says_why_nothing_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finds no CUDA device" in json.loads((tmp_path / "gpt2.json").read_text())["skipped"]
     assert "## save\n\nskipped: torch" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_gpt_to_loss(tmp_path: Path) -> None:
+    result = run("gpt_to_loss.py", tmp_path, "--quick", "--turns", "1")
+    assert [row["loop"] for row in result["results"]] == ["handwritten", "trainer"]  # it fails where losses differ
+    assert all(row["ratio"]["median"] > 0 for row in result["results"])
+
+
+@pytest.mark.slow
+def test_data_path(tmp_path: Path) -> None:
+    result = run("data_path.py", tmp_path, "--quick", "--contenders", "handwritten", "instep", "--kinds", "disk")
+    [row] = result["results"]
+    assert row["settings"]["num_workers"] > 0  # reading it in the main process is slow
+    assert set(row["ratio"]) == {"handwritten", "instep", "noise"}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_scaling_and_that_a_step_has_one_collective_at_any_number_of_ranks(tmp_path: Path) -> None:
+    result = run("scaling.py", tmp_path, "--quick")
+    few, many = (result["counted"][world] for world in ("2", "64"))
+    assert few["parts"] == many["parts"]
+    assert many["parts"]["40 steps"] == {"allreduce": 39, "gradients": 40}
+    assert many["sent"]["40 steps"] == 39 * 16
+    assert result["timed_us"]["2"]["triggers.sync"] > 0
+
+
+def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import page
+
+    results = page.read()
+    assert page.text(results) == (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    less = {name: result for name, result in results.items() if name != "launch"}
+    assert "## The first step" not in page.text(less)
+
+
+def test_the_suite_goes_on_when_one_fails_and_names_it(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import suite
+
+    monkeypatch.setattr(suite, "BENCHMARKS", {"step_parts": (("--nonsense",), 1), "evaluation": (("--help",), 1)})
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--quick", "--only", "step_parts", "evaluation"])
+    assert suite.main() == 1
+    said = capfd.readouterr()
+    assert "== evaluation: status 0" in said.out
+    assert "failed, or missed a bar: step_parts\n" in said.err
