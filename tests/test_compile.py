@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from instep import Accelerator, Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.compile import CompileConfig, compiled_code_in, find_regions
 from instep.errors import SettingError
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import run_command, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
 EAGER = {"backend": "eager"}
@@ -60,6 +62,14 @@ class Stack(TrainModule):
         if not self.scheduled:
             return optimizer
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+class Spread(Stack):
+    def parallelize(self, mesh: Any) -> Any:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        return {"blocks.*.layer": ColwiseParallel(output_layouts=Replicate())}
 
 
 class Losses(Callback):
@@ -155,20 +165,43 @@ def test_a_compiled_run_resumes_a_plain_one_and_the_other_way(tmp_path: Path) ->
 def _on_ranks(strategy: str, compile: Any) -> list[list[float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain, _ = train(strategy=strategy, devices=2)
+        plain, _ = train(Spread(), strategy=strategy, devices=2)
         dynamo.reset()
-        found, trainer = train(strategy=strategy, devices=2, compile=compile)
+        found, trainer = train(Spread(), strategy=strategy, devices=2, compile=compile)
     names = list(trainer.model.state_dict())
     assert names == list(Stack().state_dict())
     return [plain, found]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_two_ranks(strategy: str) -> None:
     for compile in ({"backend": "aot_eager", "scope": "step", "optimizer": False}, {"regions": ["Block"], **EAGER}):
         for plain, found in run_ranks(_on_ranks, 2, strategy, compile):
             assert found == pytest.approx(plain, abs=1e-6)
+
+
+ONCE = """
+import sys
+from torch._dynamo.utils import counters
+from tests.test_compile import train
+
+losses, _ = train(max_epochs=1, compile={"cache_dir": sys.argv[1]})
+print(losses, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_a_restart_finds_what_was_compiled(tmp_path: Path) -> None:
+    expected, _ = train(max_epochs=1)
+    said = [run_command([sys.executable, "-c", ONCE, str(tmp_path / "code")]).stdout.splitlines()[-1] for _ in range(2)]
+    (losses, (hits, misses)), (again, (more_hits, no_misses)) = (
+        (json.loads(line[: line.index("]") + 1]), map(int, line[line.index("]") + 1 :].split())) for line in said
+    )
+    assert losses == again == pytest.approx(expected, rel=1e-5)
+    assert (hits, no_misses) == (0, 0)
+    assert more_hits == misses > 0
 
 
 def test_regions_by_name_class_and_list() -> None:
