@@ -61,7 +61,19 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 # What `make test` leaves out.
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
-    *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes", "bitsandbytes", "inductor", "campaign"),
+    *(
+        "browser",
+        "notebook",
+        "trackers",
+        "plots",
+        "onnx",
+        "optuna",
+        "recipes",
+        "bitsandbytes",
+        "datasets",
+        "inductor",
+        "campaign",
+    ),
 )
 
 
@@ -88,6 +100,7 @@ def _missing() -> dict[str, str | None]:
         "bitsandbytes": None
         if find_spec("bitsandbytes")
         else "bitsandbytes is not installed: pip install instep[quant]",
+        "datasets": None if all(map(find_spec, ("datasets", "litdata"))) else "datasets or litdata is not installed",
         "inductor": None if which("g++") or which("clang++") else "no C++ compiler is installed",
         "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }

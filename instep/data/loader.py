@@ -383,12 +383,13 @@ def _length(items: Any) -> int | None:
 def _stateful_part(loader: Any) -> Stateful | None:
     """Return the loader or data set whose own state is the position; None where there is none."""
     if isinstance(loader, Stateful):
-        if type(loader).__module__.startswith("torchdata.") and type(loader.sampler) is RandomSampler:  # type: ignore[attr-defined]
+        sampler = getattr(loader, "sampler", None)  # torchdata's nodes have none
+        if type(loader).__module__.startswith("torchdata.") and type(sampler) is RandomSampler:
             raise SettingError(
                 "torchdata's StatefulDataLoader resumes wrongly, without a word, with sampler=torch.utils.data."
                 "RandomSampler(...). Use shuffle=True, or torchdata.stateful_dataloader.sampler.RandomSampler",
                 field="sampler",
-                got=loader.sampler,  # type: ignore[attr-defined]
+                got=sampler,
             )
         return loader
     if type(loader) is DataLoader and isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:

@@ -98,6 +98,7 @@ class StreamLoader(PreparedLoader):
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
         self.stateful = stateful
+        self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
         self.rank_state = stateful is not None or self._own_ends
         self._length = _least(length, limit) if length is not None else None
@@ -180,6 +181,8 @@ class StreamLoader(PreparedLoader):
     def _state_now(self) -> StateDict | None:
         if self.stateful is None or (self._iterator is None and self.stateful is self.loader):
             return None  # a loader that was not started yet has no state but its beginning
+        if self._loaded is not None:  # litdata's data set, asked before it has gone on, spoils what it was told
+            return copy.deepcopy(self._loaded)
         return copy.deepcopy(self.stateful.state_dict())
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -216,12 +219,14 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not self.loader:  # a data set: its state does not know of an iterator that is at its end
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        if not state["ahead"]:
+        if not state["ahead"] and self._length is not None and self._limit < self._length:
             return  # cut by a limit: the loader would go on in the middle, and the next epoch begins anew
         self._open()
-        for _ in range(state["ahead"]):
+        for _ in range(max(1, state["ahead"])):
             if self._pull() is _END:
                 break
+        else:  # a loader to which the end of an epoch is the next one's beginning: there it is to stand
+            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -275,6 +280,7 @@ class StreamLoader(PreparedLoader):
         with self._random.at("start"):
             if state is not None and self.stateful is not None:
                 self.stateful.load_state_dict(copy.deepcopy(state))
+                self._loaded = state
             self._iterator, started = start_workers(self.loader)
         if started is not None:
             self._started = started
@@ -313,7 +319,8 @@ class StreamLoader(PreparedLoader):
         assert self._iterator is not None
         number = self._pulled
         if self.stateful is not None:
-            self._snapshots[number] = copy.deepcopy(self.stateful.state_dict())
+            self._snapshots[number] = self._state_now() or {}
+            self._loaded = None
             self._snapshots.pop(number - 3 - self.history, None)  # up to two batches are read ahead
         if self._silent >= QUIET_AFTER and number % WATCH_EVERY:
             batch = next(self._iterator, _END)
