@@ -36,8 +36,9 @@ $(VENV)/.torch: constraints-dev.txt
 
 $(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[$*]'
-# timm wants torchvision, whose wheels fit a torch with CUDA only; tests/helpers/no_torchvision.py stands in for it.
-	$(if $(filter %.dev,$@),$(PIP) --no-deps timm)
+# timm and litdata want torchvision, whose wheels fit a torch with CUDA only; tests/helpers/no_torchvision.py stands in
+# for it in timm, and litdata does without.
+	$(if $(filter %.dev,$@),$(PIP) --no-deps timm litdata)
 	@touch $@
 
 quickstart: $(VENV)/.examples  ## train the digits example, then say where its dashboard is
