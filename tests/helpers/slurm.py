@@ -49,7 +49,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
-FirstJobId={controller_port}
+FirstJobId={first_job}
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -126,7 +126,9 @@ def serve() -> Iterator[Cluster]:
         (folder / "state").mkdir()
         configuration = folder / "slurm.conf"
         configuration.write_text(
-            _CONFIGURATION.format(host=host, controller_port=ports[-1], folder=folder, nodes=nodes)
+            _CONFIGURATION.format(
+                host=host, controller_port=ports[-1], first_job=ports[-1] + 500, folder=folder, nodes=nodes
+            )
         )
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
