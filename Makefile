@@ -95,7 +95,7 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/benchmarks.md made of their results
 	$(BIN)/python benchmarks/suite.py
 
-bench-quick: $(VENV)/.bench  ## whether all benchmarks run; 6 minutes, the figures mean nothing
+bench-quick: $(VENV)/.bench  ## whether all benchmarks run; some minutes, the figures mean nothing
 	$(BIN)/python benchmarks/suite.py --quick
 
 gpu:  ## tests and benchmarks on one GPU, 10 minutes, installing nothing: make gpu PYTHON=python3 WHEELS=folder

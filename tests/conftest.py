@@ -61,19 +61,8 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 # What `make test` leaves out.
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
-    *(
-        "browser",
-        "notebook",
-        "trackers",
-        "plots",
-        "onnx",
-        "optuna",
-        "recipes",
-        "bitsandbytes",
-        "datasets",
-        "inductor",
-        "campaign",
-    ),
+    *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes"),
+    *("bitsandbytes", "datasets", "inductor", "campaign"),
 )
 
 

@@ -320,6 +320,7 @@ class RunContext:
     why: str = ""
     recompiles: Recompiles | None = None
     captured_step: CapturedStep | None = None  # with cuda_graphs=True
+    said: set[str] = field(default_factory=set)  # why the step is not compiled or recorded: each epoch makes it anew
     steps_at_start: int = 0
     window_count: int = 0
     manual_steps: int = 0

@@ -240,34 +240,61 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
         if not why:
             weigh = lambda index: weight_of_full if index < full_batches else scale(source, index, accumulate, origin)  # noqa: E731
             return _whole(ctx, training_step, config, zero_grad, weigh, train)
-        say_left_out("forward and backward are two graphs", why)
+        if first_time(ctx, why):
+            say_left_out("forward and backward are two graphs", why)
 
     if trains and ctx.settings.cuda_graphs:
-        from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
-
-        recorder = recorder_for(ctx.device)
-        by_module = is_overridden(module, "optimizer_step", TrainModule)
-        why = (
-            f"accelerator={ctx.device.type!r} has no CUDA graphs"
-            if recorder is None
-            else f"strategy={strategy.name!r} works around the backward"
-            if not strategy.backward_fits_in_graph or ctx.world_size > 1
-            else "accumulate_grad_batches is more than 1"
-            if ctx.loaders.most_accumulated > 1
-            else "hooks, a guard, a scaler or a profiler run around the backward"
-            if not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"]
-            else "the step takes batches by itself, or optimizers take turns, or the module or a closure steps them"
-            if not full_batches or turn.index is not None or by_module or any(map(wants_closure, turn.optimizers))
-            else ""
-        )
-        if recorder is not None and not why:
-            captured = ctx.captured_step or CapturedStep(module, training_step, buffer, recorder, ctx.device)
-            ctx.captured_step = captured  # for the epochs to come
+        around = bool(not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"])
+        if (captured := _captured_step(ctx, turn, training_step, around)) is not None and full_batches:
             return _replayed(ctx, captured, full_batches, train)
-        warn_user(f"cuda_graphs=True has no effect: {why}.")
 
     ctx.clock.watch("forward", train, "training_step", turn.index)
     return train if turn.index is None else _of_turn(ctx, turn, train)
+
+
+def _captured_step(ctx: RunContext, turn: Turn, training_step: Step, around: bool) -> CapturedStep | None:
+    """Return the recorded step of this run; None, and say why, where there can be none.
+
+    Args:
+        ctx: the run.
+        turn: of its optimizers.
+        training_step: the resolved one.
+        around: whether hooks, a guard, a scaler or a profiler run around the backward.
+    """
+    from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
+
+    recorder, strategy = recorder_for(ctx.device), ctx.strategy
+    own_step = is_overridden(ctx.module, "optimizer_step", TrainModule) or any(map(wants_closure, turn.optimizers))
+    why = (
+        f"accelerator={ctx.device.type!r} has no CUDA graphs"
+        if recorder is None
+        else f"strategy={strategy.name!r} works around the backward"
+        if not strategy.backward_fits_in_graph or ctx.world_size > 1
+        else "accumulate_grad_batches is more than 1"
+        if ctx.loaders.most_accumulated > 1
+        else "hooks, a guard, a scaler or a profiler run around the backward"
+        if around
+        else "the step takes batches by itself, or optimizers take turns, or the module or a closure steps them"
+        if takes_batches(ctx.module.training_step) or turn.index is not None or own_step
+        else ""
+    )
+    if recorder is None or why:
+        _say_no_graphs(ctx, why)
+    elif ctx.captured_step is None:  # else of an earlier epoch
+        ctx.captured_step = CapturedStep(ctx.module, training_step, ctx.log.buffer, recorder, ctx.device)
+    return ctx.captured_step
+
+
+def _say_no_graphs(ctx: RunContext, why: str) -> None:
+    if first_time(ctx, why):
+        warn_user(f"cuda_graphs=True has no effect: {why}.")
+
+
+def first_time(ctx: RunContext, why: str) -> bool:
+    """Tell whether a reason is new in this run, and note it."""
+    new = why not in ctx.said
+    ctx.said.add(why)
+    return new
 
 
 def _replayed(ctx: RunContext, captured: CapturedStep, full_batches: int, train: Step) -> Step:
@@ -392,18 +419,18 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
 
         why = why_not_compiled(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
         why = why if plain else "a scaler, a guard, a profiler or the strategy works around its step"
-        if why:
+        if why and first_time(ctx, why):
             say_left_out("the optimizer's step is not compiled", why)
-        else:
+        elif not why:
             step_plain = compile_optimizer_step(optimizer, config)
     if plain and ctx.captured_step is not None:
         from instep.cuda_graphs import CapturedOptimizer, recorder_for, say_left_out, why_not_captured  # late: as above
 
         captured = ctx.captured_step
         why = why_not_captured(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
-        if why:
+        if why and first_time(ctx, why):
             say_left_out(type(optimizer).__name__, why)
-        elif (recorder := recorder_for(ctx.device)) is not None:
+        elif not why and (recorder := recorder_for(ctx.device)) is not None:
             captured.optimizer = captured.optimizer or CapturedOptimizer(optimizer, captured, recorder)
             step_plain = captured.optimizer
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
@@ -513,6 +540,8 @@ def manual_step(ctx: RunContext) -> Step:
     """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
     at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
     training_step = counting_once(ctx, resolve_step(ctx, "training_step", "batch", "batch_idx"))
+    if ctx.settings.cuda_graphs:
+        _say_no_graphs(ctx, "the module optimizes by itself (automatic_optimization=False)")
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
