@@ -20,7 +20,7 @@ TRACKERS_VENV ?= .venv-trackers
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench bench-quick gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers docs bench bench-quick gpu soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, campaign
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras
+
+docs: $(VENV)/.dev  ## build the site into docs/_build/html: a warning or a dead link is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 check: $(VENV)/.dev  ## lint, formatting, types, import floors, budgets
 	$(BIN)/ruff check
@@ -92,7 +95,7 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis playwright pytest pytest-timeout pytest-xdist
 	@touch $@
 
-bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/benchmarks.md made of their results
+bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/reference/benchmarks.md made of their results
 	$(BIN)/python benchmarks/suite.py
 
 bench-quick: $(VENV)/.bench  ## whether all benchmarks run; some minutes, the figures mean nothing
@@ -108,4 +111,4 @@ soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the m
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environments and what tools have left
-	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

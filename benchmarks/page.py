@@ -1,4 +1,4 @@
-"""`docs/benchmarks.md` and its pictures, made of `results/*.json` alone: what was not measured has no row.
+"""`docs/reference/benchmarks.md` and its pictures, made of `results/*.json` alone: what was not measured has no row.
 
 `text(results)` is the page; a test holds that the page in docs is what the results say.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-PICTURES = PAGE.with_name("pictures")
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
+PICTURES = PAGE.parents[1] / "pictures"
 NAMES = {
     "handwritten": "handwritten loop",
     "instep": "instep",
@@ -38,7 +38,7 @@ def text(results: dict[str, Any]) -> str:
         "# Benchmarks",
         "",
         "Made of `benchmarks/results/*.json` by `python benchmarks/suite.py --page`; `make bench` measures anew. Every",
-        "figure is a median of runs that took turns. [benchmarks/README.md](../benchmarks/README.md) says how each is",
+        "figure is a median of runs that took turns. `benchmarks/README.md` says how each is",
         "measured. A bar is what was asked for before it was measured.",
     ]
     for name, (title, section) in SECTIONS.items():
@@ -89,7 +89,7 @@ def overhead(data: dict[str, Any]) -> Lines:
     yield "What a trainer adds to a step of a handwritten loop (MLP 32-32-1, batch 8, SGD, one thread), in"
     yield "microseconds; for instep its share of that step beside the bar."
     yield ""
-    yield "![microseconds per step over a handwritten loop](pictures/benchmarks-overhead.svg)"
+    yield "![microseconds per step over a handwritten loop](../pictures/benchmarks-overhead.svg)"
     yield ""
     cases = sorted({row["case"] for row in data["results"]}, key=list(SHARES).index)
     yield from table(
@@ -279,7 +279,7 @@ def launch(data: dict[str, Any]) -> Lines:
     """The first step."""
     yield f"Seconds from a command to the first optimizer step of {data['processes']} processes on a CPU."
     yield ""
-    yield "![seconds to the first step](pictures/benchmarks-launch.svg)"
+    yield "![seconds to the first step](../pictures/benchmarks-launch.svg)"
     yield ""
     rows = [
         (

@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, and then the page `docs/benchmarks.md` made of their results.
+"""All benchmarks, one after the other, and then the page `docs/reference/benchmarks.md` made of their results.
 
     python benchmarks/suite.py                  # hours; on an idle machine
     python benchmarks/suite.py --quick          # whether all of it runs: figures go to runs/benchmarks, no page is made
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="All benchmarks, and the page of their results.")
     parser.add_argument("--quick", action="store_true", help="few steps, into runs/benchmarks")
     parser.add_argument("--only", nargs="+", choices=tuple(BENCHMARKS), default=list(BENCHMARKS), metavar="NAME")
-    parser.add_argument("--page", action="store_true", help="measure nothing, make docs/benchmarks.md")
+    parser.add_argument("--page", action="store_true", help="measure nothing, make docs/reference/benchmarks.md")
     return parser.parse_args()
 
 

@@ -45,45 +45,45 @@ from tests.helpers.warm import warm_python
 from tests.launch.ways import UNLAUNCHED
 
 REPO = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))))
+PAGES = ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))))
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
-    ("docs/big_models.md", "from peft import"): "tests/big_models/test_training.py runs the like",
-    ("docs/big_models.md", "from instep.big_models import prepare_pippy"): (
+    ("docs/scale/big_models.md", "from peft import"): "tests/big_models/test_training.py runs the like",
+    ("docs/scale/big_models.md", "from instep.big_models import prepare_pippy"): (
         "tests/big_models/test_pipeline_inference.py runs the like"
     ),
     (
-        "docs/finetuning.md",
+        "docs/train/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
     ): "tests/trainer/test_adapters.py runs the like",
-    ("docs/hardware.md", "# SM_HOSTS is a JSON list"): "needs SageMaker's variables",
-    ("docs/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
-    ("docs/hardware.md", "pip install torch --index-url"): "needs an XPU",
-    ("docs/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
-    ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
-    ("docs/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
-    ("docs/strategies.md", "from instep.strategies import XLAStrategy"): NO_XLA,
-    ("docs/strategies.md", "import torch_xla"): NO_XLA,
+    ("docs/scale/hardware.md", "# SM_HOSTS is a JSON list"): "needs SageMaker's variables",
+    ("docs/scale/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
+    ("docs/scale/hardware.md", "pip install torch --index-url"): "needs an XPU",
+    ("docs/scale/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
+    ("docs/scale/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
+    ("docs/scale/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
+    ("docs/scale/strategies.md", "from instep.strategies import XLAStrategy"): NO_XLA,
+    ("docs/scale/strategies.md", "import torch_xla"): NO_XLA,
 }
 if find_spec("hydra") is None:  # an environment that was made before: make installs it
-    LEFT_OUT["docs/launching.md", "# hydra_train.py"] = "needs hydra-core"
-    LEFT_OUT["docs/launching.md", "python hydra_train.py"] = "the same"
+    LEFT_OUT["docs/scale/launching.md", "# hydra_train.py"] = "needs hydra-core"
+    LEFT_OUT["docs/scale/launching.md", "python hydra_train.py"] = "the same"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
-    LEFT_OUT["docs/low_precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
-    LEFT_OUT["docs/big_models.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
-RUNS = ("docs/checkpoints.md", "docs/config_trainer.md")
+    LEFT_OUT["docs/scale/precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
+    LEFT_OUT["docs/scale/big_models.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
+RUNS = ("docs/recover/checkpoints.md", "docs/command/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
     "instep launch --config run.yaml train.py",
     "instep launch --fsdp_offload_params true train.py",
 )
-ARGUMENTS = {("docs/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
+ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
-    "docs/hardware.md": {"train.py": ""},
-    "docs/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
-    "docs/strategies.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
+    "docs/scale/hardware.md": {"train.py": ""},
+    "docs/scale/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
+    "docs/scale/strategies.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
 }
 
 
@@ -125,15 +125,15 @@ train_loader = _batches()  # for programs that import it
 def names(page: str) -> dict[str, Any]:
     """What the page's blocks find beside what they make themselves."""
     found: dict[str, Any] = {"__name__": "a_page"}
-    if page in ("README.md", "docs/config_trainer.md"):  # these are complete
+    if page in ("README.md", "docs/command/config_trainer.md"):  # these are complete
         return found
     found |= {"F": F, "os": os, "signal": signal, "sys": sys, "torch": torch}
     found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
     found |= {"MyModule": MyModule, "train_loader": _batches(), "val_loader": _batches()}
     found |= {"model": MyModule(), "wider_model": MyModule(outputs=3)}
-    if page == "docs/tuner.md":
+    if page == "docs/train/tuner.md":
         found["data"] = _Data()
-    if page == "docs/accelerator.md":
+    if page == "docs/train/accelerator.md":
         own = Accelerator()
         words: Any = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]
         model = nn.Linear(4, 1)
@@ -172,7 +172,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    text = (REPO / page).read_text()
+    text = re.sub(r"^(`{3,})\{.*?^\1$", "", (REPO / page).read_text(), flags=re.MULTILINE | re.DOTALL)  # Sphinx's own
     found = [Block(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
     assert 2 * len(found) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block is indented, or has no end"
     return found
@@ -238,7 +238,7 @@ def test_every_block_of(
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_blocks_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page = "docs/strategies.md"
+    page = "docs/scale/strategies.md"
     known = names(page)
     for name, text in FILES.get(page, {}).items():
         Path(name).write_text(text)

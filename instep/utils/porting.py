@@ -211,7 +211,7 @@ ADVICE = {
     "MPIEnvironment": _BY_ITSELF,
     **dict.fromkeys(
         ("Fabric", "is_wrapped"),
-        "instep.Accelerator is for handwritten loops; what its methods do stands in docs/accelerator.md",
+        "instep.Accelerator is for handwritten loops; what its methods do stands in docs/train/accelerator.md",
     ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
@@ -221,7 +221,7 @@ ADVICE = {
             "avg_losses_across_data_parallel_group",
         ),
         "instep has no Megatron-LM: use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=)), as "
-        "docs/strategies.md says",
+        "docs/scale/strategies.md says",
     ),
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
@@ -347,8 +347,8 @@ DROPPED = {
 }  # fmt: skip
 """Arguments that say what is so anyway, and why."""
 
-_NO_CLOUD = "instep starts no cloud machines; docs/hardware.md says how it runs on SageMaker's"
-_POD = "start the program on each host of the pod; docs/hardware.md says how"
+_NO_CLOUD = "instep starts no cloud machines; docs/scale/hardware.md says how it runs on SageMaker's"
+_POD = "start the program on each host of the pod; docs/scale/hardware.md says how"
 _IN_DATALOADER_CONFIG = "it is in DataLoaderConfiguration, given as dataloader_config"
 _MESH = (
     "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
@@ -433,20 +433,20 @@ INSTEAD: dict[str, dict[str, str]] = {
         "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
         "deepspeed": "nodes are started by `instep slurm`, mpirun or `instep launch` on each; the rest of it are "
         "arguments of DeepSpeedStrategy",
-        "zero3_": "weights are always built in parts and merged when they are saved (docs/strategies.md)",
+        "zero3_": "weights are always built in parts and merged when they are saved (docs/scale/strategies.md)",
         "gradient_clipping": "use Trainer(gradient_clip_val=...) or accelerator.clip_grad_norm_()",
-        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/strategies.md lists FSDPStrategy's arguments",
+        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/scale/strategies.md lists FSDPStrategy's arguments",
         "megatron_lm": _MESH,
         "use_megatron_lm": _MESH,
         "parallelism_config": _MESH,
         "use_parallelism_config": _MESH,
-        "dynamo": "set it in the program: Trainer(compile=...) or Accelerator(compile=...), docs/compile.md",
+        "dynamo": "set it in the program: Trainer(compile=...) or Accelerator(compile=...), docs/scale/compile.md",
         "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
         "downcast_bf16": "use --precision bf16-true",
         "no_tpu": "it is the default; leave it out",
         "tpu": _POD,
         "vm": _POD,
-        "command": "Google's gcloud runs commands on the hosts of a pod; docs/hardware.md says how",
+        "command": "Google's gcloud runs commands on the hosts of a pod; docs/scale/hardware.md says how",
         "ipex": "leave it out: what it did is in torch itself",
         "mpirun": "use `mpirun -n N python train.py`: instep reads its variables",
         "aws": _NO_CLOUD,
@@ -494,15 +494,15 @@ DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 
 FILES_REFUSED = {
     ("distributed_type", "MEGATRON_LM"): "instep has no Megatron-LM. MeshStrategy has what it is used for: write "
-    "Trainer(strategy=MeshStrategy(tp=, pp=)), as docs/strategies.md says",
+    "Trainer(strategy=MeshStrategy(tp=, pp=)), as docs/scale/strategies.md says",
     ("compute_environment", "AMAZON_SAGEMAKER"): "instep starts no jobs of SageMaker. Start them with its own "
-    "package, and `instep launch` in them, as docs/hardware.md says",
+    "package, and `instep launch` in them, as docs/scale/hardware.md says",
 }
 """Values for which a file of Accelerate's is not taken over, since what is left of it would mean something else."""
 
 COMMANDS_OF_OTHERS = {
-    "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/hardware.md says how",
-    "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2, and docs/porting.md has the arguments that changed",
+    "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/scale/hardware.md says how",
+    "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2, and docs/porting/lightning.md has the arguments that changed",
 }
 """Commands of Accelerate that there are not, and what to do."""
 

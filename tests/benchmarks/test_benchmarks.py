@@ -240,7 +240,7 @@ def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> 
     import page
 
     results = page.read()
-    assert page.text(results) == (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    assert page.text(results) == (BENCHMARKS.parent / "docs" / "reference" / "benchmarks.md").read_text()
     less = {name: result for name, result in results.items() if name != "launch"}
     assert "## The first step" not in page.text(less)
 

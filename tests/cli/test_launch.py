@@ -196,7 +196,7 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_guide_names_options_that_are_there() -> None:
-    guide = (REPO / "docs" / "launching.md").read_text()
+    guide = (REPO / "docs" / "scale" / "launching.md").read_text()
     section = guide.partition("## Options of other launchers")[2].partition("```")[0]
     named = set(re.findall(r"`(--[a-z_-]+)", section))
     assert len(named) > 15

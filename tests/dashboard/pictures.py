@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/dashboard.md: `python -m tests.dashboard.pictures docs/pictures`."""
+"""Makes the pictures of docs/observe/dashboard.md: `python -m tests.dashboard.pictures docs/pictures`."""
 
 from __future__ import annotations
 

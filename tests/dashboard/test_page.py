@@ -92,7 +92,7 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
             page.locator(".facts").get_by_text(str(folder), exact=True).wait_for()
             chart = page.locator(".plot canvas").first
             chart.wait_for()
-            assert browser.drawn_width(chart) > 0.6
+            browser.wait_drawn(chart, 0.6)
             assert overflow(page) <= 0
         tab(page, "Hyperparameters")
         page.get_by_role("cell", name="0.0625").wait_for()

@@ -90,12 +90,19 @@ class Browser:
             context.close()
 
     @staticmethod
-    def drawn_width(locator: Any) -> float:
-        """Return the share of an element's width in which something coloured is drawn, such as a curve's."""
+    def wait_drawn(locator: Any, share: float) -> None:
+        """Wait until something coloured, such as a curve, is drawn in more than a share of an element's width.
+
+        A page has the element, its canvas too, some frames before it draws in it.
+        """
         from PIL import Image  # late, as below
 
-        colours = np.asarray(Image.open(io.BytesIO(locator.screenshot())).convert("RGB")).astype(int)
-        return float(((colours.max(-1) - colours.min(-1)) > 20).any(0).mean())
+        deadline = time.monotonic() + 30.0
+        drawn = 0.0
+        while drawn <= share:
+            assert time.monotonic() < deadline, f"drawn in {drawn:.2f} of the width after 30 s, not in {share}"
+            colours = np.asarray(Image.open(io.BytesIO(locator.screenshot())).convert("RGB")).astype(int)
+            drawn = float(((colours.max(-1) - colours.min(-1)) > 20).any(0).mean())
 
     @staticmethod
     def shoot(page: Any, path: Path, *, whole: bool = False, most_bytes: int = 150_000) -> Path:

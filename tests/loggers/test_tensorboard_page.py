@@ -42,7 +42,7 @@ def test_run_curve_and_hyperparameters_are_on_the_page(tmp_path):
         card.get_by_text("digits/first-run").wait_for()
         chart = card.locator("line-chart .series-view")
         chart.locator("canvas").wait_for()
-        assert browser.drawn_width(chart) > 0.5
+        browser.wait_drawn(chart, 0.5)
         page = browser.open(f"{url}/#hparams")
         for text in ("digits/first-run", "lr", "0.062500", "width", "321.00", "train/curve"):
             page.get_by_text(text, exact=True).first.wait_for()

@@ -1,6 +1,6 @@
 """Every strategy on the same model, and every checkpoint under every other strategy; keeps both tables.
 
-    python -m tests.strategies.parity_table      # writes docs/parity.md
+    python -m tests.strategies.parity_table      # writes docs/scale/parity.md
 
 `test_parity.py` runs the first steps of the first table and a part of the second. XLA has torch and an environment of
 its own (`make venv-xla`), in which this file runs a second time, with `--xla`.
@@ -25,7 +25,7 @@ from tests.helpers.spawn import run_command, run_ranks
 from tests.strategies.tiny_gpt import GLOBAL_BATCH, STEPS, TinyGPT, train
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "parity.md"
+TABLE = ROOT / "docs" / "scale" / "parity.md"
 LIMIT = 1e-5
 SAVED, RESUMED = 3, 3  # steps before a checkpoint, and steps after it that are compared
 XLA = "XLA x1"

@@ -156,7 +156,7 @@ def test_strategies_of_four_processes_agree(runs: Runs) -> None:
 @pytest.mark.slow
 @groups
 def test_checkpoints_load_under_other_strategies(runs: Runs, names: list[str]) -> None:
-    """All by one process, and those of every kind by all; docs/parity.md has every pair."""
+    """All by one process, and those of every kind by all; docs/scale/parity.md has every pair."""
     runs.train(["single process", "FSDP x2", *names])
     runs.load(["single process"], list(runs.losses))
     runs.load([name for name in names if name != "single process"], ["single process", "FSDP x2"])

@@ -60,7 +60,7 @@ def test_trackio(tmp_path: Path) -> None:
             page = browser.open(f"{url}/?project=digits", phone=phone)
             page.get_by_text("loss", exact=True).first.wait_for()
             page.locator("canvas, svg.marks").nth(1).wait_for()
-            assert browser.drawn_width(page.locator("canvas, svg.marks").nth(1)) > 0.3
+            browser.wait_drawn(page.locator("canvas, svg.marks").nth(1), 0.3)
             shoot(browser, page, f"trackio{'-phone' * phone}.webp")
         page = browser.open(f"{url}/runs?project=digits")
         page.get_by_text("-0").last.click()  # Trackio calls it something like "dainty-sunset-0"
