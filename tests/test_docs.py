@@ -50,6 +50,8 @@ PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
+    ("docs/porting/accelerate.md", "from accelerate import Accelerator"): "test_scripts_become_those_beside_them reads it",
+    ("docs/porting/lightning.md", "import lightning as L"): "the same",
     ("docs/scale/big_models.md", "from peft import"): "tests/big_models/test_training.py runs the like",
     ("docs/scale/big_models.md", "from instep.big_models import prepare_pippy"): (
         "tests/big_models/test_pipeline_inference.py runs the like"
@@ -78,6 +80,10 @@ COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
     "instep launch --config run.yaml train.py",
     "instep launch --fsdp_offload_params true train.py",
+)
+COMPLETE = tuple(
+    f"docs/train/{name}.md"
+    for name in ("callbacks", "data", "debug", "evaluation", "metrics", "modules", "optimization")
 )
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
@@ -125,7 +131,7 @@ train_loader = _batches()  # for programs that import it
 def names(page: str) -> dict[str, Any]:
     """What the page's blocks find beside what they make themselves."""
     found: dict[str, Any] = {"__name__": "a_page"}
-    if page in ("README.md", "docs/command/config_trainer.md"):  # these are complete
+    if page in ("README.md", "docs/command/config_trainer.md") or page in COMPLETE:  # these are complete
         return found
     found |= {"F": F, "os": os, "signal": signal, "sys": sys, "torch": torch}
     found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
@@ -133,16 +139,11 @@ def names(page: str) -> dict[str, Any]:
     found |= {"model": MyModule(), "wider_model": MyModule(outputs=3)}
     if page == "docs/train/tuner.md":
         found["data"] = _Data()
-    if page == "docs/train/accelerator.md":
-        own = Accelerator()
-        words: Any = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]
-        model = nn.Linear(4, 1)
-        prepared = own.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(words, batch_size=None))
-        found |= {"accelerator": own, **dict(zip(("model", "optimizer", "loader"), prepared, strict=True))}
-        found |= {"token_loss": lambda model, batch: model(batch["x"]).square().mean(), "resume": False, "epochs": 1}
-        found |= {"discriminator": nn.Bilinear(4, 4, 1), "generator": nn.Conv1d(1, 1, 1)}
-        found["d_optimizer"] = torch.optim.SGD(found["discriminator"].parameters(), 0.1)
-        found["g_optimizer"] = torch.optim.SGD(found["generator"].parameters(), 0.1)
+    if page in ("docs/train/accelerator.md", "docs/train/accelerator_more.md"):
+        pairs, model = TensorDataset(torch.ones(24, 2), torch.ones(24, 1)), nn.Linear(2, 1)
+        found |= {"Accelerator": Accelerator, "DataLoader": DataLoader, "model": model}
+        found |= {"optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+        found |= {"train": DataLoader(pairs, batch_size=3), "test": DataLoader(pairs, batch_size=3)}
     return found
 
 
@@ -255,6 +256,16 @@ def test_what_is_left_out_is_there() -> None:
     assert set(COMPARED) <= set(commands)
     for where in (*RUNS, *FILES, *(page for page, _ in ARGUMENTS)):
         assert where in PAGES
+
+
+@pytest.mark.parametrize("page", ["docs/porting/accelerate.md", "docs/porting/lightning.md"])
+def test_scripts_become_those_beside_them(page: str) -> None:
+    from instep.cli.migrate.rewrite import migrate  # late: needs libcst
+
+    theirs, ours = [block.code for block in blocks(page) if block.language == "python"][:2]
+    new, findings, _ = migrate(theirs)
+    assert new == ours
+    assert not findings
 
 
 def _do(code: str, known: dict[str, Any], page: str, folder: Path) -> str:
