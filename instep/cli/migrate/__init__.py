@@ -123,5 +123,5 @@ def _print(files: list[dict[str, Any]], written: bool, todo: int) -> None:
     done = "changed" if written else "would change; --write does it"
     output.say(
         f"{output.count(len(changed), 'file')} {done}. {output.count(todo, 'place')} left to do by hand; "
-        "what means something else is in docs/porting/lightning.md and docs/train/accelerator.md"
+        "what means something else is in docs/porting/lightning.md and docs/porting/accelerate.md"
     )
