@@ -91,6 +91,7 @@ FILES = {  # what a page takes for granted
     "docs/scale/hardware.md": {"train.py": ""},
     "docs/scale/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
     "docs/scale/deepspeed.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
+    "docs/scale/xla.md": {"xla_train.py": ""},
 }
 
 
