@@ -82,9 +82,9 @@ COMPARED = (  # what their commands print does not depend on the machine
     "instep launch --config run.yaml train.py",
     "instep launch --fsdp_offload_params true train.py",
 )
-COMPLETE = tuple(
-    f"docs/train/{name}.md"
-    for name in ("callbacks", "data", "data_at_scale", "debug", "evaluation", "metrics", "modules", "optimization")
+COMPLETE = (  # pages of docs/train that take nothing for granted
+    *("callbacks", "data", "data_at_scale", "debug", "evaluation"),
+    *("manual_optimization", "metrics", "modules", "optimization"),
 )
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
@@ -133,7 +133,7 @@ train_loader = _batches()  # for programs that import it
 def names(page: str) -> dict[str, Any]:
     """What the page's blocks find beside what they make themselves."""
     found: dict[str, Any] = {"__name__": "a_page"}
-    if page in ("README.md", "docs/command/config_trainer.md") or page in COMPLETE:  # these are complete
+    if page in ("README.md", "docs/command/config_trainer.md") or Path(page).stem in COMPLETE:  # these are complete
         return found
     found |= {"F": F, "os": os, "signal": signal, "sys": sys, "torch": torch}
     found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
