@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +122,12 @@ def test_the_docstring_of_fit_is_what_runs(accumulate: int, interval: str):
 def test_the_docstring_holds_without_a_sanity_check():
     calls = run_instep("fit", max_epochs=2, gradient_clip_val=1.0, num_sanity_val_steps=0)
     assert names_in_order(calls) == shown(1, "step", sanity=False)
+
+
+def test_the_guide_shows_the_docstrings_loop():
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "loop.md").read_text()
+    loop = textwrap.dedent("\n".join(Pseudocode(Trainer.fit.__doc__ or "", {}, {}).lines))
+    assert loop in page.replace("\n\n", "\n")
 
 
 def test_a_callback_comes_before_the_module_and_a_datamodule_before_both():
