@@ -433,9 +433,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
         "deepspeed": "nodes are started by `instep slurm`, mpirun or `instep launch` on each; the rest of it are "
         "arguments of DeepSpeedStrategy",
-        "zero3_": "weights are always built in parts and merged when they are saved (docs/scale/strategies.md)",
+        "zero3_": "weights are always built in parts and merged when they are saved (docs/scale/deepspeed.md)",
         "gradient_clipping": "use Trainer(gradient_clip_val=...) or accelerator.clip_grad_norm_()",
-        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/scale/strategies.md lists FSDPStrategy's arguments",
+        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/scale/fsdp.md lists FSDPStrategy's arguments",
         "megatron_lm": _MESH,
         "use_megatron_lm": _MESH,
         "parallelism_config": _MESH,
