@@ -235,7 +235,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             algorithm = _ALGORITHM("gradient_clip_algorithm", gradient_clip_algorithm)
         limit = asked.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         if limit is not None and limit > 0:
-            self.trainer.strategy.gradients.clip(parameters_of(_bare(optimizer)), limit, algorithm)
+            gradients, bare = self.trainer.strategy.gradients, _bare(optimizer)
+            gradients.unscale(bare)  # in manual optimization nothing has done so yet
+            gradients.clip(parameters_of(bare), limit, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step one scheduler; `metric` is the monitored value, or None."""

@@ -524,6 +524,18 @@ def test_manual_optimization_equals_a_handwritten_loop():
     assert trainer.global_step == 8
 
 
+def test_manual_clipping_takes_the_gradient_scaler_out_first():
+    class Scaled(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            trainer.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    module = Manual()
+    scaled = copy.deepcopy(module)
+    quiet(max_epochs=2).fit(module, loader())
+    quiet(max_epochs=2, callbacks=[Scaled()]).fit(scaled, loader())
+    assert_same(weights(module), weights(scaled))
+
+
 class Gan(TrainModule):
     automatic_optimization = False
 
