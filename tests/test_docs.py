@@ -52,10 +52,6 @@ NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
     ("docs/porting/accelerate.md", "from accelerate import Accelerator"): "test_scripts_become_those_beside_them reads it",
     ("docs/porting/lightning.md", "import lightning as L"): "the same",
-    ("docs/scale/big_models.md", "from peft import"): "tests/big_models/test_training.py runs the like",
-    ("docs/scale/big_models.md", "from instep.big_models import prepare_pippy"): (
-        "tests/big_models/test_pipeline_inference.py runs the like"
-    ),
     (
         "docs/train/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
@@ -75,7 +71,10 @@ if find_spec("hydra") is None:  # an environment that was made before: make inst
     LEFT_OUT["docs/scale/launching.md", "python hydra_train.py"] = "the same"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
     LEFT_OUT["docs/scale/precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
-    LEFT_OUT["docs/scale/big_models.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
+    LEFT_OUT["docs/scale/quantization.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
+if find_spec("peft") is None or find_spec("transformers") is None or find_spec("bitsandbytes") is None:  # the same
+    LEFT_OUT["docs/scale/big_models_training.md", "# lora.py"] = "needs peft and transformers"
+    LEFT_OUT["docs/scale/quantization.md", "# qlora.py"] = "needs peft, transformers and bitsandbytes"
 RUNS = ("docs/recover/checkpoints.md", "docs/command/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
@@ -88,6 +87,7 @@ COMPLETE = (  # pages of docs/train that take nothing for granted
 )
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
+    "docs/recover/hangs.md": {"train.py": ""},
     "docs/scale/hardware.md": {"train.py": ""},
     "docs/scale/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
     "docs/scale/deepspeed.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
