@@ -259,24 +259,33 @@ def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[floa
 
 TEXT = """# Strategies agree
 
-Made by `python -m tests.strategies.parity_table`, on a CPU with torch {torch}. Do not edit.
+This page shows that a run has the same losses under every strategy, and that every strategy loads the
+checkpoints of every other one. Read it before you change the strategy of a run. [Strategies](strategies.md)
+says what each one does.
 
-The same transformer ({parameters:,} parameters, tied embeddings, no dropout), seed and {batch} samples per optimizer
-step everywhere, in float32: AdamW behind a warm-up, gradients clipped at a norm of 1.0, two micro-batches per step and
-process. `tests/strategies/test_parity.py` holds every row to 1e-5.
+All rows train the same transformer ({parameters:,} parameters, tied embeddings, no dropout) in float32, from
+the same seed, with {batch} samples per optimizer step. The optimizer is AdamW with a warm-up. Gradients are
+clipped at a norm of 1.0. Each process runs two micro-batches per step. `tests/strategies/test_parity.py` holds
+every row to 1e-5.
+
+`python -m tests.strategies.parity_table` makes this page, here on a CPU with torch {torch}. Change its words in
+that file.
 
 ## Losses of {steps} steps
 
-The largest difference to one process's losses, which start near 4.97 and end near 4.10. Sums of floating-point numbers
-depend on their order: where it is the same, the losses are, bit for bit. XLA runs on one device, with torch 2.9.
+Each row has the largest difference between its losses and those of one process. The losses of one process start
+near 4.97 and end near 4.10. The sum of floating-point numbers depends on their order. Two strategies that add
+in the same order have the same losses, bit for bit: the last column names such a pair. `x2` means two
+processes. XLA runs on one device, with torch 2.9.
 
 {parity}
 
 ## Checkpoints under other strategies
 
-Saved after step {saved} and loaded by a fresh run, which trains {resumed} more steps: the largest difference of their
-losses to those of one process that nobody stopped. The first of them tells of the weights, the others of the
-optimizer's state too. Rows saved, columns loaded. The largest of all is {worst:.1e}.
+The strategy of the row saves a checkpoint after step {saved}. The strategy of the column loads it into a new
+run and trains {resumed} more steps. The cell has the largest difference between their losses and those of one
+process that never stopped. The first loss depends on the loaded weights, the others on the loaded optimizer
+state too. The largest difference of all is {worst:.1e}.
 
 {matrix}
 """
