@@ -60,15 +60,15 @@ LEFT_OUT = {  # by page and the block's first line
     ("docs/scale/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
     ("docs/scale/hardware.md", "pip install torch --index-url"): "needs an XPU",
     ("docs/scale/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
-    ("docs/scale/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
-    ("docs/scale/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
+    ("docs/scale/clusters.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
+    ("docs/scale/clusters.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
     ("docs/scale/xla.md", "# xla_train.py"): NO_XLA,
     ("docs/scale/xla.md", "from instep.strategies import XLAStrategy"): NO_XLA,
     ("docs/scale/xla.md", "import torch_xla"): NO_XLA,
 }
 if find_spec("hydra") is None:  # an environment that was made before: make installs it
-    LEFT_OUT["docs/scale/launching.md", "# hydra_train.py"] = "needs hydra-core"
-    LEFT_OUT["docs/scale/launching.md", "python hydra_train.py"] = "the same"
+    LEFT_OUT["docs/scale/hydra.md", "# hydra_train.py"] = "needs hydra-core"
+    LEFT_OUT["docs/scale/hydra.md", "python hydra_train.py"] = "the same"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
     LEFT_OUT["docs/scale/precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
     LEFT_OUT["docs/scale/quantization.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"
@@ -89,7 +89,9 @@ ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_s
 FILES = {  # what a page takes for granted
     "docs/recover/hangs.md": {"train.py": ""},
     "docs/scale/hardware.md": {"train.py": ""},
-    "docs/scale/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
+    "docs/scale/clusters.md": {"train.py": ""},
+    "docs/scale/restarts.md": {"train.py": ""},
+    "docs/scale/launching.md": {"run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
     "docs/scale/deepspeed.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
     "docs/scale/xla.md": {"xla_train.py": ""},
 }
