@@ -17,6 +17,7 @@ A block that cannot run here stands in LEFT_OUT, with the reason.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -274,6 +275,26 @@ def test_scripts_become_those_beside_them(page: str) -> None:
     new, findings, _ = migrate(theirs)
     assert new == ours
     assert not findings
+
+
+def test_the_messages_in_troubleshooting_are_the_programs() -> None:
+    page = (REPO / "docs/reference/troubleshooting.md").read_text()
+    messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert 25 <= len(messages) == page.partition("## Messages of torch")[0].count("\n### ")
+    texts = "\n".join(text for path in sorted((REPO / "instep").rglob("*.py")) for text in _texts(path))
+    for message in messages:
+        parts = [re.escape(part) for part in message.split("...") if part]
+        assert re.search(".*".join(parts), texts), f"nothing prints {message!r}"
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the texts of a module, each in one line; `...` stands for what an f-string fills in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            yield "".join(map(str, parts)).replace("\n", " ")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.replace("\n", " ")
 
 
 def _do(code: str, known: dict[str, Any], page: str, folder: Path) -> str:
