@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import Accelerator, DataModule, Trainer, TrainModule
+from instep import Accelerator, Trainer, TrainModule
 from instep.cli.main import find, load, main, make_parser
 from instep.strategies import DDPStrategy, registry
 from tests.helpers.spawn import run_command
@@ -123,13 +123,6 @@ def _batches(size: int = 3) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4)), batch_size=size)
 
 
-class _Data(DataModule):
-    batch_size = 3
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return _batches(self.batch_size)
-
-
 train_loader = _batches()  # for programs that import it
 
 
@@ -142,8 +135,6 @@ def names(page: str) -> dict[str, Any]:
     found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
     found |= {"MyModule": MyModule, "train_loader": _batches(), "val_loader": _batches()}
     found |= {"model": MyModule(), "wider_model": MyModule(outputs=3)}
-    if page == "docs/train/tuner.md":
-        found["data"] = _Data()
     if page in ("docs/train/accelerator.md", "docs/train/accelerator_more.md"):
         pairs, model = TensorDataset(torch.ones(24, 2), torch.ones(24, 1)), nn.Linear(2, 1)
         found |= {"Accelerator": Accelerator, "DataLoader": DataLoader, "model": model}
