@@ -1,9 +1,11 @@
-"""The tests that README.md of this folder, and the page of faults, name are there."""
+"""The tests that README.md of this folder, and the page of faults, name are there; CITATION.cff has the version."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import instep
 
 TESTS = Path(__file__).parent
 PATH, NAME = r"(?:[\w]+/)*test_\w+\.py", r"test_\w+"
@@ -21,6 +23,11 @@ def test_what_holds_a_fault_is_there() -> None:
     assert sorted(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE))) == list(range(1, 27))
     proved = [number for line in re.findall(r"^- \*\*([\d, ]+):", page, re.MULTILINE) for number in line.split(", ")]
     assert sorted(map(int, proved)) == list(range(1, 27))
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (TESTS.parent / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [instep.__version__]
 
 
 def _named(text: str) -> int:
