@@ -17,6 +17,8 @@ WHEELS ?=
 XLA_VENV ?= .venv-xla
 # The trackers bring 250 packages, some of them older than those of the other tests.
 TRACKERS_VENV ?= .venv-trackers
+OLDEST_VENV ?= .venv-oldest
+OLDEST_PYTHON ?= python3.10
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
@@ -93,6 +95,20 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_PIP) torch
 	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis playwright pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-oldest: $(OLDEST_VENV)/.ready  ## run the tests with the oldest versions that pyproject.toml allows, on Python 3.10
+	PYTHONDONTWRITEBYTECODE= $(OLDEST_VENV)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not extras'
+
+# torch 2.6 needs what is listed here beside CUDA, since it is installed without its dependencies.
+$(OLDEST_VENV)/.ready: constraints-oldest.txt pyproject.toml scripts/cuda_stand_ins.py
+	@echo 'Installing into $(OLDEST_VENV); this takes some minutes.'
+	test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torch==2.6.0'
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+		filelock fsspec jinja2 networkx numpy sympy==1.13.1 typing_extensions
+	$(OLDEST_VENV)/bin/python scripts/cuda_stand_ins.py
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/reference/benchmarks.md made of their results

@@ -28,6 +28,7 @@ processor time in the CPU measurement with `--jobs 20`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import socket
@@ -49,6 +50,7 @@ STEP_BAR, MEMORY_BAR = 1.05, 1.02
 CPU_BARS_US = {"ddp": 40.0, "fsdp": 80.0}
 MEASURES = ("step", "cpu", "memory")
 BATCH = 64
+BOUNDARY_S = 0.05  # docs/concepts/triggers.md
 WIDTH, CPU_WIDTH, MEMORY_WIDTH, BLOCKS = 128, 16, 1024, 4
 MEMORY_STEPS = 5
 
@@ -137,8 +139,15 @@ def raw_deepspeed_stage_2(net: nn.Module) -> Callable[[Any], None]:
 RAW = {"ddp": raw_ddp, "fsdp": raw_fsdp, "deepspeed_stage_2": raw_deepspeed_stage_2}
 
 
-def fit(name: str, width: int, batches: Any) -> None:
-    """The same by the Trainer, with nothing but the loop."""
+def fit(name: str, width: int, batches: Any, trigger_every: int | None = None) -> None:
+    """The same by the Trainer, with nothing but the loop.
+
+    Args:
+        name: the strategy.
+        width: of the model.
+        batches: the training data.
+        trigger_every: what a run would settle on by itself; to give where something else runs between its steps.
+    """
     from instep import Trainer, TrainModule  # late: a handwritten loop's memory is without it
 
     class Module(TrainModule):
@@ -157,7 +166,14 @@ def fit(name: str, width: int, batches: Any) -> None:
         from instep.strategies import FSDPStrategy  # late: loads what only FSDP needs
 
         strategy = FSDPStrategy(wrap="Block")
-    trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, use_distributed_sampler=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=1,
+        barebones=True,
+        use_distributed_sampler=False,
+        trigger_every=trigger_every,
+    )
     trainer.fit(Module(), batches)
 
 
@@ -213,8 +229,23 @@ def measure_steps(name: str, rounds: int, steps: int, width: int) -> dict[str, l
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     blocks = Rounds(RAW[name](make_net(width)), make_batch(width), rounds, steps)
-    fit(name, width, blocks)
+    fit(name, width, blocks, trigger_every=steps_between_boundaries(blocks))
     return blocks.times_ns
+
+
+def steps_between_boundaries(blocks: Rounds) -> int:
+    """The steps between two agreements on triggers, for a run of such steps alone.
+
+    The Trainer counts the time between two agreements. Here handwritten blocks are in it too, so it would take its
+    steps for three times as long as they are, and agree three times as often.
+    """
+    for _ in range(2):  # the first is warm-up
+        start = meet()[0]
+        for _ in range(blocks.steps):
+            blocks.step(blocks.batch)
+        step_s = torch.tensor((time.perf_counter_ns() - start) / 1e9 / blocks.steps)
+    torch.distributed.broadcast(step_s, 0)  # alike on all ranks
+    return max(1, math.ceil(BOUNDARY_S / float(step_s)))
 
 
 def step_job(name: str, rounds: int, steps: int, width: int) -> dict[str, float]:

@@ -11,7 +11,10 @@ from typing import Any
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
+sys.path.insert(0, str(DOCS.parent / "scripts"))
+
 import instep  # noqa: E402  # after the path
+from public_api import ROOMS, public_names  # noqa: E402
 
 project, author, copyright = "instep", "the instep developers", "the instep developers"  # noqa: A001  # Sphinx's name
 version = release = instep.__version__
@@ -51,45 +54,6 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Source", "notes_style"), ("Sources", "notes_style")]
-
-ROOMS = {  # the public modules, in the reference's order: what each page is about
-    "instep": "Names that most programs need.",
-    "instep.trainer": "The module, the Trainer, and what it says of its state.",
-    "instep.callbacks": "Plug-ins that the Trainer calls.",
-    "instep.loggers": "Where metrics go.",
-    "instep.profilers": "Where time goes.",
-    "instep.data": "Loaders, samplers, data modules.",
-    "instep.optim": "Parameter groups.",
-    "instep.schedules": "Learning-rate schedules by name.",
-    "instep.tuner": "Searches for a learning rate and a batch size.",
-    "instep.compile": "Settings of `torch.compile`.",
-    "instep.strategies": "How a module is spread over devices, and precision.",
-    "instep.state": "Who am I: process, run, gradients.",
-    "instep.distributed": "Collectives on nested data, and triggers.",
-    "instep.accelerator": "The same for a handwritten loop.",
-    "instep.big_models": "Models larger than the memory.",
-    "instep.checkpoint": "The format on disk.",
-    "instep.runs": "Run folders, read only.",
-    "instep.launch.engine": "Starting ranks from a program.",
-    "instep.errors": "Every exception that instep raises.",
-    "instep.types": "Protocols and types.",
-    "instep.utils": "Small helpers.",
-}
-
-
-def public_names(room: str) -> list[str]:
-    """Return the names that a room shows: its `__all__`, else its own public classes and functions."""
-    module = import_module(room)
-    listed = getattr(module, "__all__", None)
-    if listed is not None:
-        return [name for name in listed if not name.startswith("__")]
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == room
-    ]
 
 
 def entry(room: str, name: str) -> list[str]:

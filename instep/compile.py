@@ -21,6 +21,8 @@ from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, wrong
 from instep.utils.rank_zero import rank_zero_info
 
+__all__ = ["CompileConfig"]
+
 SCOPES = ("module", "step")
 _NAME = Check(lambda value: isinstance(value, str) and value != "", 'a name such as "inductor"')
 _REGIONS = Check(

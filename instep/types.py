@@ -23,9 +23,13 @@ T = TypeVar("T")
 class Stateful(Protocol):
     """Anything that can be saved and restored: tensors and JSON values only."""
 
-    def state_dict(self) -> StateDict: ...
+    def state_dict(self) -> StateDict:
+        """Return what must survive a restart: tensors and JSON values."""
+        ...
 
-    def load_state_dict(self, state_dict: StateDict) -> Any: ...
+    def load_state_dict(self, state_dict: StateDict) -> Any:
+        """Take up what `state_dict` returned."""
+        ...
 
 
 class Word(str, Enum):

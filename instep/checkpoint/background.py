@@ -38,7 +38,7 @@ _ABORT_S = 5.0  # until a thread has noticed that its group is gone
 class PendingSave:
     """A save under way.
 
-    Args:
+    Attributes:
         path: the checkpoint's folder, once it was read back and verified: only then it counts.
         error: what went wrong; with a path, afterwards: an older checkpoint could not be deleted.
         weights_only: a run cannot go on from it; for who started the save to say.

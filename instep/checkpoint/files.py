@@ -337,6 +337,7 @@ class LocalFiles(Files):
         return found
 
     def remove_tree(self, folder: Path) -> None:
+        """Delete a folder and all below it; what is gone already is no error."""
         for here, folders, found in os.walk(folder, topdown=False):
             for name in found:
                 self._before("unlink", Path(here, name))

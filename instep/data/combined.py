@@ -142,6 +142,7 @@ class CombinedLoader(BatchSource):
 
     @property
     def flattened(self) -> list[Any]:
+        """The user's own loaders, in order; may be set to as many others."""
         return list(self._loaders)
 
     @flattened.setter
@@ -158,6 +159,7 @@ class CombinedLoader(BatchSource):
 
     @property
     def limits(self) -> list[int | float] | None:
+        """Batches to take from each loader, as a number or a share of it; None for all. May be set."""
         return None if self._limits is None else list(self._limits)
 
     @limits.setter

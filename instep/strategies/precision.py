@@ -245,9 +245,11 @@ class Precision:
         return None if self.dtype is None else _DefaultDtype(self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the gradient scaler's state; empty where there is no scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; without a scaler nothing is loaded."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 

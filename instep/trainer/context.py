@@ -114,6 +114,7 @@ class TrainerState:
         return self.status in ("finished", "interrupted")
 
     def begin(self, fn: str) -> None:
+        """Note that the Trainer runs "fit", "validate", "test" or "predict"; it calls this itself."""
         self.status, self.fn = TrainerStatus.RUNNING, TrainerFn(fn)
         self.stage = RunningStage("train" if fn == "fit" else fn)
 

@@ -398,10 +398,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def global_rank(self) -> int:
+        """This process's rank among all of the run; 0 outside of a run."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
+        """This process's rank among those of its machine; 0 outside of a run."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
@@ -411,6 +413,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def loggers(self) -> list[Any]:
+        """The Trainer's loggers; an empty list outside of a run."""
         return [] if self._trainer is None else self._trainer.loggers
 
     @property

@@ -1,0 +1,162 @@
+"""The public interface as text: every public name with its signature, and what its docstrings lack.
+
+    python scripts/public_api.py            # prints the interface; --write keeps it in tests/data/public_api.txt
+    python scripts/public_api.py --missing  # names without a docstring, or with one out of order
+
+A change of that file is a change of the interface: it belongs in the changelog (tests/test_public_api.py holds it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+KEPT = Path(__file__).parents[1] / "tests" / "data" / "public_api.txt"
+
+ROOMS = {  # the public modules, in the reference's order: what each is about
+    "instep": "Names that most programs need.",
+    "instep.trainer": "The module, the Trainer, and what it says of its state.",
+    "instep.callbacks": "Plug-ins that the Trainer calls.",
+    "instep.loggers": "Where metrics go.",
+    "instep.profilers": "Where time goes.",
+    "instep.data": "Loaders, samplers, data modules.",
+    "instep.optim": "Parameter groups.",
+    "instep.schedules": "Learning-rate schedules by name.",
+    "instep.tuner": "Searches for a learning rate and a batch size.",
+    "instep.compile": "Settings of `torch.compile`.",
+    "instep.strategies": "How a module is spread over devices, and precision.",
+    "instep.state": "Which process this is: process, run, gradients.",
+    "instep.distributed": "Collectives on nested data, and triggers.",
+    "instep.accelerator": "The same for a handwritten loop.",
+    "instep.big_models": "Models larger than the memory.",
+    "instep.checkpoint": "The format on disk.",
+    "instep.runs": "Run folders, read only.",
+    "instep.launch.engine": "Starting ranks from a program.",
+    "instep.launchers.ray": "Starting ranks as actors of Ray.",
+    "instep.errors": "Every exception that instep raises.",
+    "instep.types": "Protocols and types.",
+    "instep.utils": "Small helpers.",
+}
+SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Source")
+
+
+def public_names(room: str) -> list[str]:
+    """Return the names that a room shows: its `__all__`, else its own public classes and functions."""
+    module = import_module(room)
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return [name for name in listed if not name.startswith("__")]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == room
+    ]
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods and properties that a class defines itself, in the order of its source."""
+    for name, value in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if inspect.isfunction(value) or isinstance(value, (property, classmethod, staticmethod)):
+            yield name, value
+
+
+def entries() -> Iterator[tuple[str, Any]]:
+    """Yield every public name and member once, under the first room that shows it."""
+    seen: set[int] = set()
+    for room in [*list(ROOMS)[1:], "instep"]:
+        for name in public_names(room):
+            value = getattr(import_module(room), name)
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield f"{room}.{name}", value
+            if inspect.isclass(value):
+                yield from ((f"{room}.{name}.{member}", each) for member, each in members(value))
+
+
+def signature(value: Any) -> str:
+    """Return how it is called; what it is, where it is not called."""
+    if isinstance(value, property):
+        return ": property"
+    function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+    if not callable(function):
+        return f": {type(value).__name__}"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "(...)"
+    shown = (re.sub(r" at 0x[0-9a-f]+", "", str(p.replace(annotation=inspect.Parameter.empty))) for p in parameters)
+    return f"({', '.join(shown)})"
+
+
+def interface() -> str:
+    """Return the whole interface, a line for each name."""
+    return "\n".join(f"{name}{signature(value)}" for name, value in entries()) + "\n"
+
+
+def faults() -> Iterator[str]:
+    """Yield what is missing in docstrings: all of one, an argument that it names wrongly, an order of its own."""
+    for name, value in entries():
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if (
+            not (callable(function) or isinstance(function, property))
+            or getattr(function, "__name__", "") == "<lambda>"
+        ):
+            continue
+        text = inspect.getdoc(function)
+        if not text:
+            yield f"{name}: no docstring"
+            continue
+        found = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
+        if found != sorted(found, key=SECTIONS.index):
+            yield f"{name}: sections in the order {', '.join(found)}"
+        if inspect.isfunction(function) or inspect.isclass(function):
+            yield from (f"{name}: Args names {wrong!r}, which is no argument" for wrong in strangers(function, text))
+
+
+def strangers(function: Any, text: str) -> list[str]:
+    """Return what a docstring's Args name beside the arguments."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
+    if section is None:
+        return []
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
+        return []  # what they take is named too
+    named = [
+        each for line in re.findall(r"^    ([\w*][\w*, ]*):", section[1], re.MULTILINE) for each in line.split(", ")
+    ]
+    return [each for each in named if each.strip("* ") not in parameters]
+
+
+def main() -> int:
+    """Print or keep the interface."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="keep it in tests/data/public_api.txt")
+    parser.add_argument("--missing", action="store_true", help="print what docstrings lack")
+    args = parser.parse_args()
+    if args.missing:
+        found = list(faults())
+        print("\n".join(found))
+        return int(bool(found))
+    if args.write:
+        KEPT.write_text(interface())
+    else:
+        print(interface(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
