@@ -22,7 +22,7 @@ OLDEST_PYTHON ?= python3.10
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers docs bench bench-quick gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest docs release-check bench bench-quick gpu soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test-all: $(VENV)/.dev  ## run what make test leaves out
 
 docs: $(VENV)/.dev  ## build the site into docs/_build/html: a warning or a dead link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+release-check: $(VENV)/.dev  ## build sdist and wheel, and try them in fresh environments of three Pythons; 15 minutes, GBs
+	$(PIP) build twine
+	$(BIN)/python scripts/release_check.py
 
 check: $(VENV)/.dev  ## lint, formatting, types, import floors, budgets
 	$(BIN)/ruff check

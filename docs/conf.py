@@ -13,10 +13,11 @@ sys.path.insert(0, str(DOCS.parent))
 
 sys.path.insert(0, str(DOCS.parent / "scripts"))
 
-import instep  # noqa: E402  # after the path
 from public_api import ROOMS, public_names  # noqa: E402
 
-project, author, copyright = "instep", "the instep developers", "the instep developers"  # noqa: A001  # Sphinx's name
+import instep  # noqa: E402  # after the path
+
+project, author, copyright = "instep", "the instep developers", "the instep developers"  # Sphinx's name
 version = release = instep.__version__
 
 extensions = [

@@ -135,10 +135,8 @@ def strangers(function: Any, text: str) -> list[str]:
         return []
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
         return []  # what they take is named too
-    named = [
-        each for line in re.findall(r"^    ([\w*][\w*, ]*):", section[1], re.MULTILINE) for each in line.split(", ")
-    ]
-    return [each for each in named if each.strip("* ") not in parameters]
+    lines = re.findall(r"^    ([\w*][\w*, ]*):", section[1], re.MULTILINE)
+    return [each for line in lines for each in line.split(", ") if each.strip("* ") not in parameters]
 
 
 def main() -> int:

@@ -502,7 +502,7 @@ FILES_REFUSED = {
 
 COMMANDS_OF_OTHERS = {
     "tpu-config": "Google's gcloud runs a command on all hosts of a pod; docs/scale/hardware.md says how",
-    "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2, and docs/porting/accelerate.md has the arguments that changed",
+    "to-fsdp2": "it is not needed: strategy 'fsdp' is FSDP2; docs/porting/accelerate.md has the arguments that changed",
 }
 """Commands of Accelerate that there are not, and what to do."""
 
