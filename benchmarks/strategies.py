@@ -239,6 +239,7 @@ def steps_between_boundaries(blocks: Rounds) -> int:
     The Trainer counts the time between two agreements. Here handwritten blocks are in it too, so it would take its
     steps for three times as long as they are, and agree three times as often.
     """
+    step_s = torch.zeros(())
     for _ in range(2):  # the first is warm-up
         start = meet()[0]
         for _ in range(blocks.steps):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 sys.path.insert(0, str(DOCS.parent / "scripts"))
 
-from public_api import ROOMS, public_names  # noqa: E402
+from public_api import ROOMS, public_names  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 import instep  # noqa: E402  # after the path
 

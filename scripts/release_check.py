@@ -100,3 +100,5 @@ def pythons(asked: Sequence[str]) -> Iterator[tuple[str, Path]]:
         for file in (folder / f"python3.{minor}" for folder in folders):
             # A version manager's shim may be there without its Python.
             if file.exists() and subprocess.run([file, "-c", ""], capture_output=True).returncode == 0:
+                there[f"3.{minor}"] = file
+                break
