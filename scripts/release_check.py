@@ -102,3 +102,91 @@ def pythons(asked: Sequence[str]) -> Iterator[tuple[str, Path]]:
             if file.exists() and subprocess.run([file, "-c", ""], capture_output=True).returncode == 0:
                 there[f"3.{minor}"] = file
                 break
+    for name in asked:
+        found = max(there, key=lambda each: int(each.partition(".")[2])) if name == "newest" else name
+        if found not in there:
+            raise Failed(f"there is no Python {found} on this machine")
+        if found != "{}.{}".format(*sys.version_info):
+            yield found, there[found]
+
+
+def try_out(name: str, python: Path, package: Path, folder: Path) -> tuple[str, ...]:
+    """Install a package into a fresh environment and use it there, away from the repository."""
+    start = time.monotonic()
+    run(python, "-m", "venv", folder)
+    own = folder / "bin" / "python"
+    pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if name == "{}.{}".format(*sys.version_info):
+        run(*pip, "-c", REPO / "constraints-dev.txt", "torch")
+    else:
+        run(*pip, "--no-deps", "torch")
+        run(*pip, *TORCH_NEEDS)
+        run(own, REPO / "scripts" / "cuda_stand_ins.py")
+    if "+cpu" not in run(own, "-c", "import torch; print(torch.__version__)"):
+        run(*pip, "--no-deps", package)  # pip would get the CUDA packages that torch lacks
+        run(*pip, *requirements(own, "examples"))
+    else:
+        run(*pip, f"{package}[examples]")
+    work = folder / "work"
+    work.mkdir()
+    shutil.copy(REPO / "examples" / "digits.py", work)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "INSTEP", "VIRTUAL_ENV"))}
+    home = run(own, "-c", "import instep; print(instep.__file__)", cwd=work, env=env).strip()
+    if REPO in Path(home).parents:
+        raise Failed(f"instep was imported from the repository: {home}")
+    run(own, "-c", f"from instep import {', '.join(NAMES)}", cwd=work, env=env)
+    said = run(own, "digits.py", "--root", "runs", "--max-epochs", "6", cwd=work, env=env)
+    found = re.findall(r"test accuracy ([\d.]+)%", said)
+    if not found or float(found[-1]) < 90.0:
+        raise Failed(f"digits: no accuracy over 90 % on {name} from {package.name}:\n{said[-1500:]}")
+    run(folder / "bin" / "instep", "checkpoint", "verify", "runs", cwd=work, env=env)
+    run(folder / "bin" / "instep", "env", cwd=work, env=env)
+    torch = run(own, "-c", "import torch; print(torch.__version__)").strip()
+    kind = "wheel" if package.suffix == ".whl" else "sdist"
+    return name, torch, kind, f"{found[-1]} %", f"{time.monotonic() - start:.0f} s"
+
+
+def requirements(python: Path, extra: str) -> list[str]:
+    """What instep needs in this environment beside torch, with an extra."""
+    code = (
+        "from importlib.metadata import requires; from packaging.requirements import Requirement as R\n"
+        f"all = map(R, requires('instep')); env = {{'extra': '{extra}'}}\n"
+        "print(*(str(R(f'{r.name}[{\",\".join(r.extras)}]{r.specifier}')) for r in all if r.name != 'torch' "
+        "and (r.marker is None or r.marker.evaluate(env) or r.marker.evaluate({'extra': ''}))), sep='\\n')"
+    )
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "packaging")
+    return run(python, "-c", code).split("\n")[:-1]
+
+
+def main() -> int:
+    """Check all, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", nargs="*", default=["3.10", "newest"], help="besides this one (%(default)s)")
+    args = parser.parse_args()
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            print(f"instep {version()}")
+            packages = build(Path(folder, "dist"))
+            for name, python in pythons(args.pythons):
+                for package in packages:
+                    place = Path(folder, f"{name}-{package.suffix[1:]}")
+                    try:
+                        rows.append(try_out(name, python, package, place))
+                        print("  ".join(rows[-1]), flush=True)
+                    except Failed as failed:
+                        problems.append(f"Python {name}, {package.name}: {failed}")
+                    shutil.rmtree(place, ignore_errors=True)
+        except Failed as failed:
+            problems.append(str(failed))
+    print("\n| Python | torch | from | digits, accuracy | seconds |\n|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
