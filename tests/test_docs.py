@@ -51,7 +51,7 @@ PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
-    ("docs/porting/accelerate.md", "from accelerate import Accelerator"): "test_scripts_become_those_beside_them reads it",
+    ("docs/porting/accelerate.md", "from accelerate import Accelerator"): "test_scripts_become_those_beside_them",
     ("docs/porting/lightning.md", "import lightning as L"): "the same",
     (
         "docs/train/finetuning.md",
@@ -77,11 +77,13 @@ if find_spec("bitsandbytes") is None:  # an extra of the development environment
 if find_spec("peft") is None or find_spec("transformers") is None or find_spec("bitsandbytes") is None:  # the same
     LEFT_OUT["docs/scale/big_models_training.md", "# lora.py"] = "needs peft and transformers"
     LEFT_OUT["docs/scale/quantization.md", "# qlora.py"] = "needs peft, transformers and bitsandbytes"
-RUNS = ("docs/recover/checkpoints.md", "docs/command/config_trainer.md")
+RUNS = ("docs/command/checkpoints.md", "docs/recover/checkpoints.md", "docs/command/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
     "instep launch --config run.yaml train.py",
     "instep launch --fsdp_offload_params true train.py",
+    "instep checkpoint diff instep_runs/version_0/checkpoints/step-00000020-1 "
+    "instep_runs/version_0/checkpoints/step-00000060-1",
 )
 COMPLETE = (  # pages of docs/train that take nothing for granted
     *("callbacks", "data", "data_at_scale", "debug", "evaluation"),
@@ -91,6 +93,7 @@ ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_s
 FILES = {  # what a page takes for granted
     "docs/recover/hangs.md": {"train.py": ""},
     "docs/scale/hardware.md": {"train.py": ""},
+    "docs/command/cli.md": {"train.py": ""},
     "docs/scale/clusters.md": {"train.py": ""},
     "docs/scale/restarts.md": {"train.py": ""},
     "docs/scale/launching.md": {"run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
