@@ -177,9 +177,9 @@ def _print(result: dict[str, Any], everything: bool) -> None:
         for kind in ("values", "ignored")
     )
     tensors = [f"{tensor['file']} {tensor['name']}: {tensor['difference']}" for tensor in result["tensors"]]
-    for what, lines in (("values", values), ("tensors", tensors)):
+    for what, lines in (("value", values), ("tensor", tensors)):
         if lines:
-            output.say(f"\n{len(lines)} {what} differ")
+            output.say(f"\n{output.count(len(lines), what)} differ{'s' if len(lines) == 1 else ''}")
         for line in lines if everything else lines[:_MANY]:
             output.say(f"  {line}")
         if len(lines) > _MANY and not everything:
@@ -188,7 +188,9 @@ def _print(result: dict[str, Any], everything: bool) -> None:
         output.say("\nof the run's name, folders, command, log and clock, which do not count")
         for line in ignored:
             output.say(f"  {line}")
-    output.say(f"\n{result['equal_tensors']} tensors are equal bit for bit, {len(tensors)} are not")
+    equal: int = result["equal_tensors"]
+    same = f"{output.count(equal, 'tensor')} {'is' if equal == 1 else 'are'} equal bit for bit"
+    output.say(f"\n{same}, {len(tensors)} {'is' if len(tensors) == 1 else 'are'} not")
     output.say("the checkpoints are the same" if result["same"] else "the checkpoints differ")
 
 

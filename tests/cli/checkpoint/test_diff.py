@@ -40,7 +40,9 @@ def test_what_differs(run_folder: Path, instep: Command) -> None:
         "global_step",
         "schedulers.0.last_epoch",
     }
-    assert "model.safetensors linear.weight: max abs 1, 6 of 6 elements" in instep("diff", a, b).out
+    said = instep("diff", a, b).out
+    assert "\n1 tensor differs\n  model.safetensors linear.weight: max abs 1, 6 of 6 elements\n" in said
+    assert "equal bit for bit, 1 is not\n" in said
 
 
 def test_only_the_run_differs(tmp_path: Path, instep: Command) -> None:
