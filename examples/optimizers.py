@@ -1,6 +1,6 @@
 """Train one small net on scikit-learn's handwritten digits with many optimizers and learning-rate schedules.
 
-    python examples/optimizers.py                                    # a table of all optimizers: about a minute
+    python examples/optimizers.py                                    # a table of all optimizers: some seconds each
     python examples/optimizers.py --optimizer muon --schedule wsd    # one of them
     python examples/optimizers.py --devices 2                        # the same steps on two processes
     python examples/optimizers.py --smoke                            # one epoch each, to see that it works

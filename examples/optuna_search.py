@@ -1,6 +1,6 @@
 """Search a learning rate and a dropout for scikit-learn's digits with Optuna; bad trials are pruned early.
 
-    python examples/optuna_search.py                    # 12 trials; half a minute
+    python examples/optuna_search.py                    # 12 trials; some seconds
     python examples/optuna_search.py --smoke            # 3 trials of 2 epochs; seconds
     torchrun --nproc-per-node 2 examples/optuna_search.py
 
