@@ -78,6 +78,14 @@ def param_groups(
     Raises:
         SettingError: an entry matches no parameter, no parameter is left, or an entry has an option that no optimizer
             of torch.optim takes and that is not among `defaults`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+        >>> groups = param_groups(model, {biases_and_norms: {"weight_decay": 0.0}}, lr=1e-3, weight_decay=0.05)
+        >>> [(group["name"], group["weight_decay"], len(group["params"])) for group in groups]
+        [('rest', 0.05, 1), ('biases_and_norms', 0.0, 3)]
+        >>> optimizer = torch.optim.AdamW(groups)
     """
     return _grouped(_module(module), _rules(options, defaults), frozen, defaults)
 

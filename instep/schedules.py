@@ -104,16 +104,25 @@ class _OneCycle:
 
 
 class Schedule(LambdaLR):
-    """Learning-rate schedule that is counted in optimizer steps: what the functions of this room return.
+    """Learning-rate schedule that is counted in optimizer steps. The functions of this module return one.
 
-    The Trainer steps it once per optimizer step, unless the dict in `configure_optimizers` says another interval.
+    The Trainer steps a schedule once per optimizer step, unless the dict in `configure_optimizers` says another
+    interval. Make one yourself for a curve that no function here has.
 
     Args:
-        optimizer: its groups' rates at this moment are those that the curve multiplies.
-        curve: takes the number of steps done, and returns the part; its attributes are JSON values.
+        optimizer: the learning rates of its groups at this moment are multiplied by the curve.
+        curve: function of the number of steps done that returns a factor. Where it is an object, its attributes are
+            JSON values.
 
     Raises:
-        SettingError: `optimizer` is none.
+        SettingError: `optimizer` is no optimizer.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> schedule = Schedule(optimizer, lambda step: 0.5 ** (step // 10))  # half the rate every 10 steps
+        >>> [schedule.rate_at(step) for step in (0, 9, 10, 20)]
+        [1.0, 1.0, 0.5, 0.25]
     """
 
     interval: ClassVar[str] = "step"
@@ -200,6 +209,13 @@ def linear(
 
     Raises:
         SettingError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> schedule = linear(optimizer, 100, warmup_steps=10)
+        >>> [round(schedule.rate_at(step), 2) for step in (0, 5, 10, 55, 100)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
 
     Source: `get_linear_schedule_with_warmup` of transformers, which has the same values.
     """
@@ -303,6 +319,13 @@ def inverse_sqrt(
     Raises:
         SettingError: an argument is out of range.
 
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> schedule = inverse_sqrt(optimizer, warmup_steps=100)
+        >>> [round(schedule.rate_at(step), 3) for step in (0, 50, 100, 200, 400)]
+        [0.0, 0.5, 1.0, 0.707, 0.5]
+
     Source: Vaswani et al., arXiv:1706.03762; `get_inverse_sqrt_schedule` of transformers has the same values.
     """
     warmup = _whole("inverse_sqrt", warmup_steps)
@@ -335,6 +358,13 @@ def one_cycle(
 
     Raises:
         SettingError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> schedule = one_cycle(optimizer, 100, div_factor=10.0)
+        >>> [round(schedule.rate_at(step), 2) for step in (0, 29, 64, 99)]
+        [0.1, 1.0, 0.5, 0.0]
 
     Source: Smith and Topin, arXiv:1708.07120. torch's `OneCycleLR` has the same rates.
     """

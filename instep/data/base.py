@@ -135,7 +135,7 @@ class DataShard(NamedTuple):
 
 
 class PreparedLoader(BatchSource):
-    """One loader, made ready for this rank by `prepare_loader`.
+    """Batches of this rank from one loader. `prepare_loader` makes it.
 
     Args:
         loader: the user's loader.
@@ -146,6 +146,15 @@ class PreparedLoader(BatchSource):
         loader: the user's loader, untouched.
         dataset: its data set, or None.
         batch_size: samples per rank and batch, None when unknown.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from instep.data import prepare_loader
+        >>> source = prepare_loader(DataLoader(range(6), batch_size=2))
+        >>> isinstance(source, PreparedLoader), source.batch_size
+        (True, 2)
+        >>> [batch.tolist() for batch in source]
+        [[0, 1], [2, 3], [4, 5]]
     """
 
     def __init__(self, loader: Any, shard: DataShard, *, frozen: bool = False) -> None:

@@ -248,15 +248,20 @@ class ShardedBatchSampler(ShardedSampler):
 
 
 class ShardedBatches(ShardedSampler):
-    """Whole batches for this rank, from a list of batches that a user's sampler made.
+    """Sampler that spreads whole batches over the ranks, for a user's own `batch_sampler`.
 
     In step t rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, those without one
     replay the step's first batch with weight 0.
 
     Args:
-        draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
+        draw: function of (seed, epoch, cycle) that returns the list of batches, alike on all ranks.
         seed, rank, world_size, drop_last, even: as in `ShardedBatchSampler`.
         single: the items are single keys, not batches of keys: their sizes are unknown.
+
+    Example:
+        >>> batches = [[0, 1], [2], [3, 4], [5]]
+        >>> list(ShardedBatches(lambda seed, epoch, cycle: batches, seed=0, rank=1, world_size=2))
+        [[2], [5]]
     """
 
     def __init__(

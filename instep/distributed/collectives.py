@@ -135,6 +135,10 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
     Raises:
         SettingError: the operation is unknown.
+
+    Example:
+        >>> all_reduce_(torch.tensor([1.0, 2.0]), "mean")  # one process: its own values
+        tensor([1., 2.])
     """
     if op not in REDUCTIONS:
         raise one_of("op", op, REDUCTIONS)
@@ -163,6 +167,10 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         SettingError: there is no such rank.
         DataError: a leaf is no tensor.
         DistributedError: ranks disagree; the text says which and in what.
+
+    Example:
+        >>> broadcast({"weight": torch.tensor([1.0, 2.0])}, from_process=0)
+        {'weight': tensor([1., 2.])}
     """
     check_rank(from_process)
     state = _check_alike(f"broadcast(from_process={from_process})", data)
@@ -196,6 +204,10 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
     Raises:
         DataError: a leaf is no tensor.
         DistributedError: ranks differ in names, dtypes or numbers of dimensions; the text says which and in what.
+
+    Example:
+        >>> pad_across_processes(torch.ones(3, 2)).shape  # one process: its tensor is the longest
+        torch.Size([3, 2])
     """
     if isinstance(data, torch.Tensor) and data.is_nested:
         warn_user("pad_across_processes leaves a torch.nested tensor as it is: make it a padded tensor first")

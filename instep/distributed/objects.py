@@ -51,12 +51,29 @@ def check_rank(from_process: int) -> None:
 
 
 def control_group() -> ProcessGroup | None:
-    """Return the CPU (gloo) group of all processes for control messages; None for one process."""
+    """Return the CPU (gloo) group of all processes, which control messages use; None for one process.
+
+    Example:
+        >>> control_group() is None  # a process alone
+        True
+    """
     return PartialState().control_group
 
 
 def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -> None:
-    """Wait until every process is here: `PartialState.wait_for_everyone`. A collective."""
+    """Wait until every process has called this. A collective, the same as `PartialState.wait_for_everyone`.
+
+    Args:
+        name: name of what is waited for. All processes give the same name, or none.
+        timeout_s: seconds to wait, at most the process group's time-out; None waits almost that long.
+
+    Raises:
+        SettingError: the time-out is not above 0, or longer than the process group's.
+        DistributedError: a process waits under another name, or did not come. The text says which process.
+
+    Example:
+        >>> wait_for_everyone("data is ready")
+    """
     PartialState().wait_for_everyone(name, timeout_s)
 
 
@@ -97,6 +114,10 @@ def broadcast_object(obj: Any, from_process: int = 0) -> Any:
 
     Raises:
         SettingError, RemoteError: as `broadcast_object_list`.
+
+    Example:
+        >>> broadcast_object({"run": "digits-7"})  # every rank gets rank 0's
+        {'run': 'digits-7'}
     """
     return broadcast_object_list([obj], from_process)[0]
 
@@ -117,6 +138,11 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
             job's secret. None is changed.
         Exception: what pickling raised, on `from_process`.
         RemoteError: on the others, where pickling raised.
+
+    Example:
+        >>> settings = ["digits-7", 0.1]
+        >>> broadcast_object_list(settings)
+        ['digits-7', 0.1]
     """
     check_rank(from_process)
     group = control_group()

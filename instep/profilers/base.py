@@ -172,7 +172,15 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """The profiler of a Trainer that has none: it measures nothing."""
+    """Profiler that measures nothing: a Trainer without `profiler=` has it.
+
+    Example:
+        >>> profiler = PassThroughProfiler()
+        >>> with profiler.profile("my_step"):  # as any profiler, so that code need not ask whether there is one
+        ...     total = 1 + 1
+        >>> profiler.summary()
+        ''
+    """
 
     off = True
     _nothing = nullcontext()

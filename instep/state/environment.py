@@ -29,6 +29,11 @@ class ProcessEnvironment:
         num_nodes: nodes in the job.
         launcher: who set the variables; "none" for a process started by hand.
         restart_count: how often this node's agent has restarted its workers.
+
+    Example:
+        >>> from instep.state import read_environment
+        >>> read_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).rank
+        3
     """
 
     rank: int = 0

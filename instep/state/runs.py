@@ -43,16 +43,22 @@ class GradientRecord:
 
 
 class Run:
-    """One fit, validate, test or predict of a Trainer, or one Accelerator.
+    """Record of one run: one fit, validate, test or predict of a Trainer, or one Accelerator.
 
     Args:
-        name: what it is called in errors, such as "Trainer.fit".
+        name: name of the run in errors, such as "Trainer.fit".
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         plugin: the strategy, with its settings.
         num_steps: micro-batches of one accumulation window.
 
     Attributes:
         gradient: the record that the owner of the run writes.
+
+    Example:
+        >>> run = push_run(Run("my loop", mixed_precision="bf16", num_steps=4))
+        >>> run
+        Run('my loop', mixed_precision='bf16', num_steps=4)
+        >>> pop_run(run)
     """
 
     __slots__ = ("gradient", "mixed_precision", "name", "plugin")
@@ -94,12 +100,27 @@ def pop_run(run: Run) -> None:
 
     A run that is not on top (an Accelerator freed inside a fit) leaves the ones above it alone. A run that has ended
     already stays ended.
+
+    Args:
+        run: the run that `push_run` returned.
+
+    Example:
+        >>> outer, inner = push_run(Run("outer")), push_run(Run("inner"))
+        >>> pop_run(inner)
+        >>> active_run().name
+        'outer'
+        >>> pop_run(outer)
     """
     _runs[:] = [other for other in _runs if other is not run]
 
 
 def active_run() -> Run | None:
-    """Return the run on top, or None outside any run."""
+    """Return the run that was begun last and has not ended; None outside any run.
+
+    Example:
+        >>> active_run() is None
+        True
+    """
     return _runs[-1] if _runs else None
 
 

@@ -21,13 +21,26 @@ class Stepped(Protocol):
 
 
 class Gradients:
-    """The gradients of one run, of which a strategy that spreads them has a class of its own (`gradients_class`).
+    """Gradients of one run: methods that scale, clip and apply them.
 
-    In each optimizer step, in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`,
+    A strategy that spreads its gradients over ranks names a subclass of this as its `gradients_class`. In each
+    optimizer step the calls come in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`,
     `step`. All but `scale` and `step` may be left out.
 
     Args:
-        strategy: whose module has the gradients; `Strategy.connect` makes this object anew for each run.
+        strategy: the strategy whose module has the gradients. `Strategy.connect` makes a new object of this class for
+            each run.
+
+    Example:
+        >>> from instep.strategies import DDPStrategy
+        >>> class Counted(Gradients):
+        ...     steps = 0
+        ...
+        ...     def step(self, optimizer, closure=None, **kwargs):
+        ...         super().step(optimizer, closure, **kwargs)
+        ...         self.steps += 1
+        >>> class CountedDDP(DDPStrategy):  # for Trainer(strategy=CountedDDP())
+        ...     gradients_class = Counted
     """
 
     def __init__(self, strategy: Stepped) -> None:

@@ -73,7 +73,12 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return all names that `Trainer(strategy=...)` takes; those of other packages last."""
+    """Return all names that `Trainer(strategy=...)` takes: built-in, registered, then those of other packages.
+
+    Example:
+        >>> {"auto", "ddp", "fsdp"} <= set(strategy_names())
+        True
+    """
     return tuple(dict.fromkeys(["auto", *_BUILT_IN, *_registered, *(entry.name for entry in _entries())]))
 
 
@@ -113,17 +118,27 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
 def resolve_strategy(
     strategy: str | Strategy, world_size: int, device_type: str = "cpu", options: Mapping[str, Any] | None = None
 ) -> Strategy:
-    """Return the strategy for a name or an instance.
+    """Return the strategy for a name or an instance, as `Trainer(strategy=...)` does.
 
     Args:
-        strategy: `auto` is "xla" on such a device, else "single_device" with one process and "ddp" with more.
+        strategy: one of `strategy_names()`, or an instance, which is returned as it is. "auto" means "xla" on an XLA
+            device, else "single_device" with one process and "ddp" with more.
         world_size: the number of processes.
         device_type: torch's name of their devices' kind.
         options: more arguments for the strategy of that name.
 
+    Returns:
+        The strategy.
+
     Raises:
         SettingError: the name is unknown, options are not the strategy's or come with an instance, or it cannot run
             with so many processes.
+
+    Example:
+        >>> resolve_strategy("auto", world_size=4).name
+        'ddp'
+        >>> resolve_strategy("fsdp", world_size=4, options={"cpu_offload": True}).cpu_offload
+        True
     """
     if isinstance(strategy, str):
         strategy = check_name(strategy)

@@ -42,6 +42,12 @@ class RichProgressBarTheme:
         metrics: of the metrics.
         metrics_text_delimiter: text between two metrics.
         metrics_format: format of a metric's value.
+
+    Example:
+        >>> theme = RichProgressBarTheme(progress_bar="green", metrics_format=".2e")
+        >>> bar = RichProgressBar(theme=theme)
+        >>> bar.theme.metrics_format
+        '.2e'
     """
 
     description: str | Style = ""
