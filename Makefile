@@ -17,12 +17,14 @@ WHEELS ?=
 XLA_VENV ?= .venv-xla
 # The trackers bring 250 packages, some of them older than those of the other tests.
 TRACKERS_VENV ?= .venv-trackers
+NEWEST_VENV ?= .venv-newest
+NEWEST_PYTHON ?= python3.13
 OLDEST_VENV ?= .venv-oldest
 OLDEST_PYTHON ?= python3.10
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest docs release-check bench bench-quick gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest test-newest docs release-check bench bench-quick gpu soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,15 +106,25 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 test-oldest: $(OLDEST_VENV)/.ready  ## run the tests with the oldest versions that pyproject.toml allows, on Python 3.10
 	PYTHONDONTWRITEBYTECODE= $(OLDEST_VENV)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not extras'
 
-# torch 2.6 needs what is listed here beside CUDA, since it is installed without its dependencies.
+# PyPI's torch wants 3 GB of CUDA packages; cuda_stand_ins.py makes it run without them.
 $(OLDEST_VENV)/.ready: constraints-oldest.txt pyproject.toml scripts/cuda_stand_ins.py
 	@echo 'Installing into $(OLDEST_VENV); this takes some minutes.'
 	test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torch==2.6.0'
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
-		filelock fsspec jinja2 networkx numpy sympy==1.13.1 typing_extensions
 	$(OLDEST_VENV)/bin/python scripts/cuda_stand_ins.py
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
+	@touch $@
+
+test-newest: $(NEWEST_VENV)/.ready  ## run the tests with the newest versions that there are, on the newest Python
+	PYTHONDONTWRITEBYTECODE= $(NEWEST_VENV)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not extras'
+
+# Without the CUDA packages, as above.
+$(NEWEST_VENV)/.ready: pyproject.toml scripts/cuda_stand_ins.py
+	@echo 'Installing into $(NEWEST_VENV); this takes some minutes.'
+	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch
+	$(NEWEST_VENV)/bin/python scripts/cuda_stand_ins.py
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/reference/benchmarks.md made of their results
@@ -131,4 +143,4 @@ soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the m
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environments and what tools have left
-	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

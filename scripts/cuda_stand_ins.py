@@ -3,7 +3,8 @@
 torch_xla fits one version of torch each, and PyPI has that version for CUDA only, with some 3 GB of NVIDIA packages
 beside it. Without these `import torch` fails: the dynamic linker misses their libraries. This makes one small library,
 under the names of all that are missing, in torch's own folder. It has every function that torch asks them for, and each
-returns 100: CUDA's "no device was detected". So torch finds no GPU, and never calls another one of them.
+returns 100: CUDA's "no device was detected". So torch finds no GPU, and never calls another one of them. And it takes
+these packages out of what torch's metadata ask for, so that pip brings them with no other package either.
 
     pip install --no-deps torch==2.9.0
     python scripts/cuda_stand_ins.py     # of the environment that torch was installed in
@@ -29,6 +30,7 @@ NAME = "libno_cuda.so"
 
 _CUDA_LIBRARY = re.compile(r"lib(?:cu|nv|nccl)[\w.-]*\.so[\w.]*")
 _CUDA_FUNCTION = re.compile(r"_*p?(?:cu|nv|nccl)\w*")  # torch's own are C++, with names that begin with _Z
+_CUDA_PACKAGE = re.compile(r"Requires-Dist: (?:nvidia|cuda|triton)", re.IGNORECASE)
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 _VERSION_OF = re.compile(r"File: (\S+)|Name: (\S+)\s+Flags")
 
@@ -81,12 +83,23 @@ def compile_library(target: Path, functions: dict[str, set[str]]) -> None:
         subprocess.run([*command, "-o", str(target), str(source)], check=True)
 
 
+def forget_cuda_packages(site_packages: Path) -> int:
+    """Take NVIDIA's packages and triton out of the requirements of the installed torch; returns how many."""
+    (metadata,) = site_packages.glob("torch-*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not _CUDA_PACKAGE.match(line)]
+    metadata.write_text("".join(kept))
+    return len(lines) - len(kept)
+
+
 def main() -> None:
     """Make what is missing in this environment's torch."""
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if absent:
         raise SystemExit(f"{', '.join(absent)} not found. On Debian: apt-get install gcc binutils")
     folder = torch_folder()
+    if count := forget_cuda_packages(folder.parents[1]):
+        print(f"{folder.parents[1]}: torch asks for {count} packages less")
     libraries = [path for path in sorted(folder.glob("lib*.so*")) if not path.is_symlink() and path.name != NAME]
     missing = {name for name in missing_libraries(libraries) if not (folder / name).exists()}
     if not missing:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing_extensions")
 NAMES = ("Accelerator", "Callback", "DataModule", "PartialState", "Trainer", "TrainModule")
 
 
@@ -120,13 +119,8 @@ def try_out(name: str, python: Path, package: Path, folder: Path) -> tuple[str, 
         run(*pip, "-c", REPO / "constraints-dev.txt", "torch")
     else:
         run(*pip, "--no-deps", "torch")
-        run(*pip, *TORCH_NEEDS)
         run(own, REPO / "scripts" / "cuda_stand_ins.py")
-    if "+cpu" not in run(own, "-c", "import torch; print(torch.__version__)"):
-        run(*pip, "--no-deps", package)  # pip would get the CUDA packages that torch lacks
-        run(*pip, *requirements(own, "examples"))
-    else:
-        run(*pip, f"{package}[examples]")
+    run(*pip, f"{package}[examples]")
     work = folder / "work"
     work.mkdir()
     shutil.copy(REPO / "examples" / "digits.py", work)
@@ -144,18 +138,6 @@ def try_out(name: str, python: Path, package: Path, folder: Path) -> tuple[str, 
     torch = run(own, "-c", "import torch; print(torch.__version__)").strip()
     kind = "wheel" if package.suffix == ".whl" else "sdist"
     return name, torch, kind, f"{found[-1]} %", f"{time.monotonic() - start:.0f} s"
-
-
-def requirements(python: Path, extra: str) -> list[str]:
-    """What instep needs in this environment beside torch, with an extra."""
-    code = (
-        "from importlib.metadata import requires; from packaging.requirements import Requirement as R\n"
-        f"all = map(R, requires('instep')); env = {{'extra': '{extra}'}}\n"
-        "print(*(str(R(f'{r.name}[{\",\".join(r.extras)}]{r.specifier}')) for r in all if r.name != 'torch' "
-        "and (r.marker is None or r.marker.evaluate(env) or r.marker.evaluate({'extra': ''}))), sep='\\n')"
-    )
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "packaging")
-    return run(python, "-c", code).split("\n")[:-1]
 
 
 def main() -> int:
