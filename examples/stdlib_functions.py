@@ -75,7 +75,7 @@ class Functions(Dataset[dict[str, Tensor]]):
 
 
 def make_model(dropout: float) -> Any:
-    """A BERT of two layers, 240,000 parameters, freshly initialised."""
+    """A BERT of two layers, 240,000 parameters, freshly initialized."""
     config = BertConfig(
         vocab_size=2000,
         hidden_size=64,

@@ -36,8 +36,8 @@ class Word(str, Enum):
     """Enum of words: each member is a str, and prints as its word.
 
     Example:
-        >>> Colour = Word("Colour", {"RED": "red"})
-        >>> f"{Colour.RED}", Colour.RED == "red"
+        >>> Color = Word("Color", {"RED": "red"})
+        >>> f"{Color.RED}", Color.RED == "red"
         ('red', True)
     """
 

@@ -1,4 +1,4 @@
-"""Models larger than the memory: empty weights, device maps, offload, quantisation. A name is loaded on first use."""
+"""Models larger than the memory: empty weights, device maps, offload, quantization. A name is loaded on first use."""
 
 from typing import TYPE_CHECKING
 

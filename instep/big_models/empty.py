@@ -22,7 +22,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build modules whose parameters have shapes and dtypes and take no memory.
 
     As `init_on_device("meta")`. Such a model cannot compute: give it values by `load_checkpoint_and_dispatch`, or by
-    `module.to_empty(device=...)` and an initialisation of your own.
+    `module.to_empty(device=...)` and an initialization of your own.
 
     Args:
         include_buffers: whether buffers have no values either. They are kept by default, because buffers that are

@@ -42,7 +42,7 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
     """Get the pages of tensors into memory, and wait for them; the interpreter runs on in other threads.
 
     Args:
-        tensors: contiguous, on the CPU, over mapped files; neighbours are read together.
+        tensors: contiguous, on the CPU, over mapped files; neighbors are read together.
     """
     pieces = [
         (at, min(_AT_ONCE, end - at))
@@ -68,7 +68,7 @@ def will_need(tensors: Iterable[Tensor]) -> None:
 
 
 def _joined(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return the spans of addresses of tensors, neighbours joined."""
+    """Return the spans of addresses of tensors, neighbors joined."""
     joined: list[tuple[int, int]] = []
     for begin, size in sorted(map(_span, tensors)):
         if joined and begin <= joined[-1][1]:

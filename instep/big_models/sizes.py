@@ -14,7 +14,7 @@ from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import SettingError
 
 Dtype = torch.dtype | str
-# Quantisations that are no dtypes: bitsandbytes' 4 bits have a float32 scale for 64 elements.
+# Quantizations that are no dtypes: bitsandbytes' 4 bits have a float32 scale for 64 elements.
 _BITS = {"fp8": 8, "fp4": 4 + 32 / 64, "nf4": 4 + 32 / 64}
 
 
@@ -48,7 +48,7 @@ def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
 def dtype_byte_size(dtype: Dtype) -> float:
     """Return the bytes of one element: 4 for float32, 1 for fp8 and bool, a half for int4, 0.5625 for nf4.
 
-    Elements of less than a byte are counted as packed, which is how quantised weights are held.
+    Elements of less than a byte are counted as packed, which is how quantized weights are held.
 
     Args:
         dtype: torch's, or its name, such as "bfloat16" or "int4"; also "fp8", "fp4" and "nf4".
@@ -218,9 +218,19 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make parameters one again, whose names were found by `find_tied_parameters`.
+    """Tie parameters again that `find_tied_parameters` found to be tied.
 
     The first of a group that has values takes all its names; a group without values is left as it is.
+
+    Args:
+        model: the model, changed in place.
+        tied_params: groups of names, as `find_tied_parameters` returns them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> retie_parameters(model, [["0.weight", "1.weight"]])
+        >>> model[0].weight is model[1].weight
+        True
     """
     for group in tied_params:
         found = [model.get_parameter(name) for name in group]

@@ -109,7 +109,7 @@ class ResumeReport:
         path: the checkpoint.
         parts: what was asked for and loaded: "weights", "optimizer", "schedulers", "position", "callbacks", "loggers".
         loaded: how many entries of the module's state dict were loaded.
-        missing: names in the module that the checkpoint does not have; they are as initialised.
+        missing: names in the module that the checkpoint does not have; they are as initialized.
         unexpected: names in the checkpoint that the module does not have.
         other_shape: name -> shape in the checkpoint and in the module, of what was left out for it.
         left_out: what else did not fit, of optimizers, schedulers and callbacks; for people.
@@ -140,7 +140,7 @@ class ResumeReport:
         for what, names in (
             ("not in the checkpoint", self.missing),
             ("only in the checkpoint", self.unexpected),
-            ("of another shape, left as initialised", shapes),
+            ("of another shape, left as initialized", shapes),
             ("left out", self.left_out),
         ):
             if names:

@@ -1,6 +1,6 @@
 """Output of commands: tables for people, JSON for programs.
 
-On a terminal tables are rich's; elsewhere they are aligned text without colours, boxes or line breaks.
+On a terminal tables are rich's; elsewhere they are aligned text without colors, boxes or line breaks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def options(
     """Draw metrics one below the other, with a line for each run.
 
     Args:
-        curves: by metric: the run's name, the number of its colour, and the curve.
+        curves: by metric: the run's name, the number of its color, and the curve.
         log: the values on a logarithmic axis.
         by_time: over the time of day instead of steps, for curves that have it.
     """

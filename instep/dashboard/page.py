@@ -49,7 +49,7 @@ class View:
         self._source, self._tensorboard, self._asked = source, tensorboard, asked
         self._runs: list[Run] = []
         self._open: Run | None = None
-        self._picked: dict[Path, int] | None = None  # with the number of its colour
+        self._picked: dict[Path, int] | None = None  # with the number of its color
         self._metrics: list[str] | None = None
         self._panel: Panel | None = None
         self._shown: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 One actor holds the place of one rank, a bundle of a placement group. Those on one node belong together: the first of
 them runs the node's agent, as `instep launch` would there, so that local ranks, restarts, signals and exit codes are
-those of any other job, and a GPU of one rank is seen by its neighbours.
+those of any other job, and a GPU of one rank is seen by its neighbors.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class SwanLabLogger(Logger):
 
     Args:
         project: the project. None: SWANLAB_PROJ_NAME, else the working directory's name.
-        workspace: the user or organisation.
+        workspace: the user or organization.
         experiment_name: the run's name.
         description: a text about the run.
         log_dir: where SwanLab makes its folders. None: `swanlog` in the run folder.

@@ -139,7 +139,7 @@ class PyTorchProfiler(Profiler):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:
-        """Learn how many steps there will be, and the module, whose parts are labelled."""
+        """Learn how many steps there will be, and the module, whose parts are labeled."""
 
         def expected(step: str) -> float:
             if step == "training_step":
@@ -257,7 +257,7 @@ class PyTorchProfiler(Profiler):
         return "\n".join(texts)
 
     def teardown(self, stage: str | None) -> None:
-        """End a run: nothing is recorded or labelled any more.
+        """End a run: nothing is recorded or labeled any more.
 
         Raises:
             Exception: what went wrong when a trace was written.

@@ -182,7 +182,7 @@ class ProcessMethods:
     # Waiting for each other.
 
     def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
-        """Wait until every process is here. A collective; the device is not synchronised.
+        """Wait until every process is here. A collective; the device is not synchronized.
 
         Args:
             name: what is waited for. All processes must give the same, or none.

@@ -552,7 +552,7 @@ def check_sync_batchnorm(device_type: str) -> None:
     if device_type not in _SYNC_BATCHNORM_DEVICES:
         raise SettingError(
             f"sync_batchnorm=True: torch's SyncBatchNorm works on {', '.join(_SYNC_BATCHNORM_DEVICES)}, and this is "
-            f"{device_type}. Leave it out (each rank then normalises by its own batch), or use layers that do not look "
+            f"{device_type}. Leave it out (each rank then normalizes by its own batch), or use layers that do not look "
             "at the batch, such as GroupNorm or LayerNorm.",
             field="sync_batchnorm",
             got=True,

@@ -32,7 +32,7 @@ class MeshStrategy(PipelinedStrategy):
     """Tensor, context and pipeline parallelism and sharded data parallelism, in any product.
 
     Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that those that talk
-    most are neighbours. Every size is a number of processes; one of them may be -1, which takes what is left.
+    most are neighbors. Every size is a number of processes; one of them may be -1, which takes what is left.
 
     Args:
         dp_replicate: copies of the weights, each reading its own part of the data.
@@ -245,7 +245,8 @@ class MeshStrategy(PipelinedStrategy):
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
         if self._context is not None and name != "predict_step":  # which may generate: it gets whole sequences
-            step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type: ignore[arg-type]
+            step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type:
+            ignore[arg-type]
         if self.sizes["tp"] == 1:
             return step
         return lambda *args: map_leaves(tensor_parallel.plain, step(*args))

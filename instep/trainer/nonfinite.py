@@ -167,7 +167,7 @@ class NonFiniteGuard:
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
         check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
-        # torch's fused SGD leaves its momentum uninitialised when the first step is one that is left out.
+        # torch's fused SGD leaves its momentum uninitialized when the first step is one that is left out.
         new = self._leaves_out and any(self._known.get(id(o)) != len(_with_gradients(o)) for o in optimizers)
         if new or any(self._host_decides[id(optimizer)] for optimizer in optimizers):
             check.bad = bool(found.item())

@@ -151,7 +151,7 @@ def _too_deep() -> ValueError:
 
 
 def clean(text: str, kept: str = "\n\t") -> str:
-    """Write what a terminal would obey as escapes: a stranger's text must not colour, move or type.
+    """Write what a terminal would obey as escapes: a stranger's text must not color, move or type.
 
     Args:
         text: anybody's.

@@ -169,7 +169,7 @@ def test_what_was_left_out_is_printed(saved: Any, tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "weights: 2 of 6 entries" in printed
     assert "not in the checkpoint (2): extra.weight, extra.bias" in printed
-    assert "of another shape, left as initialised (2): layer.weight [1, 4] there, [2, 4] here" in printed
+    assert "of another shape, left as initialized (2): layer.weight [1, 4] there, [2, 4] here" in printed
     assert "goes on at epoch 2 done, step 8" in printed
 
 
@@ -309,7 +309,7 @@ def test_auto_cannot_count_anew_in_the_same_folder(tmp_path: Path):
 def test_evaluation_says_what_it_left_out(saved: Any, tmp_path: Path):
     module = Net(width=2)
     module.strict_loading = False
-    with pytest.warns(UserWarning, match=r"of another shape, left as initialised \(2\): layer\.weight"):
+    with pytest.warns(UserWarning, match=r"of another shape, left as initialized \(2\): layer\.weight"):
         quiet(default_root_dir=tmp_path).validate(module, loader(3), ckpt_path=saved[0], verbose=False)
     with pytest.warns(UserWarning, match=r"of another shape"):
         Net.load_from_checkpoint(saved[0], strict=False, width=2)

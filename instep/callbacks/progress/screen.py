@@ -137,7 +137,7 @@ class Notebook(Lines):
 
 
 def html(view: View, columns: int = _COLUMNS) -> str:
-    """Draw a view as HTML, in the colours of the page that it is in."""
+    """Draw a view as HTML, in the colors of the page that it is in."""
     from rich.console import Console  # slow to import, and only needed where it is drawn
 
     console = Console(file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_jupyter=False)

@@ -96,7 +96,7 @@ class Curve:
 
 
 def _means(points: Sequence[float], count: int) -> list[float]:
-    """Reduce points to at most so many means of neighbours."""
+    """Reduce points to at most so many means of neighbors."""
     if len(points) <= count:
         return list(points)
     edges = [len(points) * i // count for i in range(count + 1)]

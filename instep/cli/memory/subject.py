@@ -103,7 +103,7 @@ def import_path(path: str) -> Any:
             got=path,
         )
     folder = os.path.abspath(os.path.dirname(module)) if module.endswith(".py") else os.getcwd()
-    sys.path.insert(0, folder)  # stays: the module may import its neighbours later
+    sys.path.insert(0, folder)  # stays: the module may import its neighbors later
     try:
         found: Any = import_module(os.path.basename(module).removesuffix(".py"))
     except ImportError as error:

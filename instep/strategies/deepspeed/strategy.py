@@ -189,7 +189,7 @@ class DeepSpeedStrategy(Strategy):
         options: other entries of `zero_optimization`, such as `reduce_bucket_size`.
 
     Raises:
-        SettingError: an entry of the configuration cannot be honoured, or contradicts the run.
+        SettingError: an entry of the configuration cannot be honored, or contradicts the run.
         MissingPackageError: deepspeed is not installed.
 
     Example:
