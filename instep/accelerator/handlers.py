@@ -84,7 +84,14 @@ def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class KwargsHandler:
-    """Base of `Accelerator(kwargs_handlers=[...])`: one object of a class at most."""
+    """Base of the settings that `Accelerator(kwargs_handlers=[...])` takes. It takes at most one object of each class.
+
+    Example:
+        >>> GradScalerKwargs(init_scale=1024.0).to_kwargs()
+        {'init_scale': 1024.0}
+        >>> isinstance(GradScalerKwargs(), KwargsHandler)
+        True
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,7 +109,7 @@ class KwargsHandler:
 
 @dataclass(frozen=True)
 class AutocastKwargs(KwargsHandler):
-    """How autocast computes; for `Accelerator(kwargs_handlers=...)` and for one `accelerator.autocast(handler)`.
+    """Settings of autocast, for `Accelerator(kwargs_handlers=[...])` or one `accelerator.autocast(handler)`.
 
     Args:
         enabled: False computes in the weights' dtype inside.
@@ -129,7 +136,7 @@ class DDPCommunicationHookType(Word):
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How gradients are averaged over processes; `options()` are the arguments of the strategy "ddp".
+    """Settings for averaging gradients over processes; `options()` are the arguments of the strategy "ddp".
 
     Args:
         broadcast_buffers: take the first rank's buffers at each forward.
@@ -143,6 +150,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Raises:
         SettingError: a value is wrong, or hook, wrapper and state do not go together.
+
+    Example:
+        >>> from instep.accelerator import Accelerator
+        >>> handler = DistributedDataParallelKwargs(bucket_cap_mb=50, comm_hook="bf16")
+        >>> handler.to_kwargs()
+        {'bucket_cap_mb': 50.0, 'comm_hook': 'bf16'}
+        >>> accelerator = Accelerator(kwargs_handlers=[handler])
+        >>> accelerator.end_training()
     """
 
     broadcast_buffers: Annotated[bool, FLAG] = True
@@ -170,14 +185,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class GradScalerKwargs(KwargsHandler):
-    """How gradients are scaled in float16 autocast; `options()` are torch's `GradScaler`'s.
+    """Settings for scaling gradients in float16 autocast; `options()` are the arguments of torch's `GradScaler`.
 
     Args:
         init_scale: the first factor of the loss.
-        growth_factor: what it is multiplied by after `growth_interval` steps without an overflow; above 1.
-        backoff_factor: what it is multiplied by after an overflow; between 0 and 1.
+        growth_factor: number above 1 that multiplies the factor after `growth_interval` steps without an overflow.
+        backoff_factor: number between 0 and 1 that multiplies the factor after an overflow.
         growth_interval: in optimizer steps.
         enabled: False trains without scaling.
+
+    Example:
+        >>> handler = GradScalerKwargs(init_scale=1024.0, growth_interval=500)
+        >>> handler.to_kwargs()
+        {'init_scale': 1024.0, 'growth_interval': 500}
     """
 
     init_scale: Annotated[float, above_zero("above 0")] = 65536.0
@@ -189,7 +209,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process group is made; `options()` are those of `PartialState`.
+    """Settings for making the process group; `options()` are arguments of `PartialState`.
 
     Args:
         backend: torch's name, such as "gloo"; None takes the device's.
@@ -224,6 +244,16 @@ class ProfileKwargs(KwargsHandler):
         with_flops: estimate operations of matrix products and convolutions.
         with_modules: note which module called.
         output_trace_dir: write a Chrome trace per rank into this folder; None writes none.
+
+    Example:
+        >>> import torch
+        >>> from instep.accelerator import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> with accelerator.profile(ProfileKwargs(activities=["cpu"], record_shapes=True)) as profiler:
+        ...     product = torch.ones(8, 8) @ torch.ones(8, 8)
+        >>> "aten::mm" in [event.key for event in profiler.key_averages()]
+        True
+        >>> accelerator.end_training()
     """
 
     activities: Annotated[tuple[str, ...] | list[str] | None, _activities] = None
@@ -239,7 +269,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """Settings for accumulating gradients, for `Accelerator(gradient_accumulation_plugin=...)`.
 
     Args:
         num_steps: micro-batches of one window.
@@ -247,6 +277,14 @@ class GradientAccumulationPlugin:
             as the window had. False: one scheduler step per optimizer step.
         sync_with_dataloader: a window ends with its loader, full or not.
         sync_each_batch: reduce gradients at every backward: more communication, less memory under sharding.
+
+    Example:
+        >>> from instep.accelerator import Accelerator
+        >>> plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        >>> accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        >>> accelerator.gradient_accumulation_steps
+        4
+        >>> accelerator.end_training()
     """
 
     num_steps: Annotated[int, at_least(1)] = 1
@@ -260,7 +298,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Where an Accelerator writes, and how many checkpoints it keeps.
+    """Settings for where an Accelerator writes, and how many checkpoints it keeps.
 
     Args:
         project_dir: the folder of checkpoints; None: the Accelerator's `project_dir`, or only where a call names one.
@@ -271,6 +309,11 @@ class ProjectConfiguration:
 
     Raises:
         SettingError: a value is wrong.
+
+    Example:
+        >>> project = ProjectConfiguration("runs/digits", automatic_checkpoint_naming=True, total_limit=3)
+        >>> project.project_dir, project.logging_dir
+        ('runs/digits', 'runs/digits')
     """
 
     project_dir: Annotated[PathLike | None, PATH] = None

@@ -273,17 +273,29 @@ def _skip_unprepared(loader: Any, num_batches: int) -> Any:
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Make a loader whose passes leave out the first batches of their epoch.
+    """Make a loader whose passes leave out the first batches of each epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
     already skips nothing twice. Which samples count stays known, so `gather_for_metrics` is exact.
 
     Args:
-        loader: what `prepare` returned for a loader; of any other the first batches of each pass are left out.
+        loader: a loader that `prepare` returned. Of any other loader, the first batches of each pass are left out.
         num_batches: batches to leave out.
+
+    Returns:
+        The loader.
 
     Raises:
         SettingError: the number is negative.
+
+    Example:
+        >>> import torch
+        >>> from instep.accelerator import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), batch_size=2))
+        >>> [batch.tolist() for batch in skip_first_batches(loader, 1)]
+        [[2, 3], [4, 5]]
+        >>> accelerator.end_training()
     """
     at_least(0)("num_batches", num_batches)
     prepared = type(loader) is AcceleratedLoader

@@ -108,9 +108,9 @@ def check_device(field: str, device: Device) -> None:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map gives a device to each weight of a model.
+    """Check that a device map gives a device to each weight of a model.
 
-    Names of the map that the model does not have, and tied parameters on several devices, are warned of.
+    Warn of names in the map that the model does not have, and of tied parameters on several devices.
 
     Args:
         model: the model.
@@ -118,6 +118,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
     Raises:
         SettingError: parameters or buffers have no device; the text has their names.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> check_device_map(model, {"0": "cpu", "1": "disk"})
+        >>> check_device_map(model, {"0": "cpu"})
+        Traceback (most recent call last):
+        ...
+        instep.errors.SettingError: ...
     """
     weights = list(model.state_dict())
     known = {*weights, *(name for name, _ in model.named_modules(remove_duplicate=False))}
@@ -172,8 +180,8 @@ def get_balanced_memory(
 ) -> dict[int | str, int]:
     """Lower `max_memory` so that `infer_auto_device_map` gives accelerators equal shares of a model.
 
-    The last one keeps its limit, so that nothing is offloaded because shares are not quite equal. Of a single
-    accelerator whose memory was asked for, not set, 90 % are given.
+    The last accelerator keeps its limit, so that nothing is offloaded because shares are not quite equal. Where
+    `max_memory` is None, a single accelerator gets 90 % of its free memory.
 
     Args:
         model: the model; its tensors may be on the meta device.
@@ -181,13 +189,18 @@ def get_balanced_memory(
         no_split_module_classes: as for `infer_auto_device_map`.
         dtype: as for `infer_auto_device_map`.
         special_dtypes: as for `infer_auto_device_map`.
-        low_zero: whether the first accelerator gets only what the others cannot take.
+        low_zero: give the first accelerator only what the others cannot take.
 
     Returns:
         Bytes by device.
 
     Raises:
-        SettingError: as of `get_max_memory`.
+        SettingError: as for `get_max_memory`.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))  # 161,600 bytes
+        >>> get_balanced_memory(model, {0: "1MB", 1: "1MB"})
+        {0: 131300, 1: 1000000}
 
     Source: the name and the shares are Accelerate's.
     """

@@ -407,7 +407,13 @@ class _Stays:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and of those within, and undo what they did: offloaded weights get their values.
+    """Remove the hooks of a module and of the modules within, and undo what they did: offloaded weights come back.
+
+    Example:
+        >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 2)))
+        >>> remove_hook_from_submodules(model)
+        >>> model[0].weight.device
+        device(type='cpu')
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -424,17 +430,22 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Leave all weights of a model in main memory; each module's come to the device for its forward.
+    """Offload all weights of a model to main memory; each module's weights come to the device for its forward.
 
     Args:
         model: changed in place.
-        execution_device: where modules compute; None: where the first weight is.
-        offload_buffers: whether buffers are offloaded too.
+        execution_device: device where modules compute; None: where the first weight is.
+        offload_buffers: offload buffers too.
         state_dict: values by full name; None: the model's own.
         preload_module_classes: as for `dispatch_model`.
 
     Returns:
         The model.
+
+    Example:
+        >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        >>> model[0].weight.device, model(torch.ones(1, 2)).device
+        (device(type='meta'), device(type='cpu'))
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -452,13 +463,13 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Write all weights of a model to a folder; each module's come to the device for its forward.
+    """Offload all weights of a model to a folder; each module's weights come to the device for its forward.
 
     Args:
         model: changed in place.
-        offload_dir: an ordinary safetensors file is written there; the folder is refused where it holds another model.
-        execution_device: where modules compute; None: where the first weight is.
-        offload_buffers: whether buffers are offloaded too.
+        offload_dir: folder for an ordinary safetensors file. A folder that holds another model is refused.
+        execution_device: device where modules compute; None: where the first weight is.
+        offload_buffers: offload buffers too.
         preload_module_classes: as for `dispatch_model`.
 
     Returns:
@@ -466,6 +477,13 @@ def disk_offload(
 
     Raises:
         CheckpointError: the folder holds another model's weights, or cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = disk_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), folder)
+        ...     print(model[0].weight.device, model(torch.ones(1, 2)).device)
+        meta cpu
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -545,7 +563,11 @@ def _offloading(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Tell whether weights of a module's own are offloaded between its forwards.
+    """Tell whether a module's own weights are offloaded between its forwards.
+
+    Example:
+        >>> has_offloaded_params(nn.Linear(2, 2)), has_offloaded_params(cpu_offload(nn.Linear(2, 2)))
+        (False, True)
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -567,11 +589,19 @@ def offloaded_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have a module's own weights on a device, outside of its forward.
+    """Bring a module's own weights to a device, for code that reads them outside of the forward. A context.
 
     Args:
-        module: whose weights may be offloaded.
-        execution_device: where to; None: where an offloaded module computes, and else where the weights are.
+        module: the module. Its weights may be offloaded.
+        execution_device: the device; None: the device where an offloaded module computes, else where the weights are.
+
+    Example:
+        >>> model = cpu_offload(nn.Sequential(nn.Linear(2, 2)))
+        >>> with align_module_device(model[0]):
+        ...     model[0].weight.device
+        device(type='cpu')
+        >>> model[0].weight.device
+        device(type='meta')
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -606,13 +636,19 @@ def set_module_tensor_to_device(
 
     Args:
         module: the module.
-        tensor_name: full name in the module.
-        device: where to.
+        tensor_name: full name of the parameter or buffer in the module.
+        device: the device.
         value: the new value, of the same shape; needed where the old one is on the meta device.
-        dtype: of the value; None: its own for a buffer, that of the old one for a parameter.
+        dtype: dtype of the new value. With None, a parameter keeps the dtype it had, and a buffer gets that of `value`.
 
     Raises:
         UsageError: the module has no such tensor, the value is missing, or it has another shape.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, device="meta")
+        >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2))
+        >>> layer.weight.device, layer.bias.device
+        (device(type='cpu'), device(type='meta'))
 
     Source: the function of this name in Hugging Face Accelerate.
     """

@@ -24,7 +24,7 @@ _counting = threading.Lock()  # of forwards that use a hook's weights, in all th
 
 
 class ModelHook:
-    """Base of what runs around the forward of a module, with its keyword arguments.
+    """Base of hooks, which run around the forward of a module and may change its arguments and its output.
 
     Example:
         >>> class Doubled(ModelHook):
@@ -60,10 +60,17 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks of one module, each of which runs in turn.
+    """Hook that runs several hooks of one module, one after the other.
 
     Args:
-        hooks: in their order.
+        hooks: the hooks, in the order in which they run.
+
+    Example:
+        >>> class AddOne(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return output + 1
+        >>> add_hook_to_module(nn.Identity(), SequentialHook(AddOne(), AddOne()))(torch.zeros(2))
+        tensor([2., 2.])
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -144,15 +151,23 @@ def _hooked(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook around the forward of a module.
+    """Add a hook to a module, to run around its forward.
 
     Args:
         module: the module, changed in place.
-        hook: the hook; in place of one that the module has.
-        append: whether it runs after the one that the module has, instead.
+        hook: the hook. It replaces one that the module has.
+        append: keep the hook that the module has, and run the new one after it.
 
     Returns:
         The module.
+
+    Example:
+        >>> class Doubled(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return 2 * output
+        >>> layer = add_hook_to_module(nn.Identity(), Doubled())
+        >>> add_hook_to_module(layer, Doubled(), append=True)(torch.ones(2))
+        tensor([4., 4.])
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -182,10 +197,15 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Args:
         module: the module, changed in place.
-        recurse: whether those of the modules within are removed too.
+        recurse: remove the hooks of the modules within too.
 
     Returns:
         The module.
+
+    Example:
+        >>> layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
+        >>> remove_hook_from_module(layer).weight.device
+        device(type='cpu')
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -261,15 +281,21 @@ class AlignDevicesHook(ModelHook):
     """Hook that brings inputs and weights to the device where a module computes.
 
     Args:
-        execution_device: where the module computes; None: nothing is moved.
-        offload: whether the module's weights are on the meta device but for its forward. They are given by
-            `weights_map` then, and are put where they lie, without a copy, where that is on the device.
-        io_same_device: whether outputs go to the device of the inputs.
-        weights_map: weights by the module's own names; None: those it has, in main memory.
-        offload_buffers: whether buffers are offloaded too, but for those that are in no state dict.
-        place_submodules: whether weights of modules within are meant too.
+        execution_device: device where the module computes; None: nothing is moved.
+        offload: leave the module's weights on the meta device except during its forward. `weights_map` then gives their
+            values, which are used without a copy where they lie on the execution device already.
+        io_same_device: bring outputs to the device of the inputs.
+        weights_map: weights by their names in the module; None: the weights that it has, in main memory.
+        offload_buffers: offload buffers too, except those that are in no state dict.
+        place_submodules: treat the weights of the modules within in the same way.
         skip_keys: keyword arguments that are not moved.
-        tied_params_map: what hooks of one model share, so that a weight that is tied is one on each device.
+        tied_params_map: one dict for all hooks of a model, so that each device holds a tied weight once.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer = add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
+        >>> layer.weight.device, layer(torch.ones(1, 2)).device
+        (device(type='meta'), device(type='cpu'))
 
     Source: the class of this name in Hugging Face Accelerate.
     """
@@ -517,16 +543,22 @@ def attach_align_device_hook(
     """Add an `AlignDevicesHook` to each module that has weights of its own.
 
     Args:
-        module: the module and those within.
+        module: the module. It and the modules within get hooks.
         execution_device: as for the hook, as are `offload`, `offload_buffers`, `skip_keys`, `tied_params_map`.
         offload: as for the hook.
-        weights_map: weights by full name.
+        weights_map: weights by full name; None: the weights that the module has, in main memory.
         offload_buffers: as for the hook.
         module_name: full name of the module.
         skip_keys: as for the hook.
-        preload_module_classes: names of classes that get all weights within them at the begin of their forward, because
-            it uses weights of modules that it does not call.
+        preload_module_classes: names of classes whose forward uses weights of modules that it does not call. They get
+            all weights within them when their forward begins.
         tied_params_map: as for the hook.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> attach_align_device_hook(model, "cpu", offload=True)
+        >>> model[1].weight.is_meta, model(torch.ones(1, 2)).shape
+        (True, torch.Size([1, 2]))
 
     Source: the function of this name in Hugging Face Accelerate.
     """
@@ -571,8 +603,13 @@ class CpuOffload(ModelHook):
     """Hook that brings a whole model to a device for its first forward, where it stays until it is offloaded.
 
     Args:
-        execution_device: where the model computes; None: the accelerator, where there is one.
-        prev_module_hook: of the model that leaves the device when this one comes.
+        execution_device: device where the model computes; None: the accelerator if there is one, else the CPU.
+        prev_module_hook: hook of the model that leaves the device when this one comes.
+
+    Example:
+        >>> model = add_hook_to_module(nn.Linear(2, 2), CpuOffload("cpu"))
+        >>> model(torch.ones(1, 2)).shape
+        torch.Size([1, 2])
 
     Source: the class of this name in Hugging Face Accelerate.
     """
@@ -600,11 +637,19 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` gives: it offloads the model, or removes the hook.
+    """Handle of one model that `cpu_offload_with_hook` returns: it offloads the model, or removes its hook.
 
     Args:
         model: the model.
         hook: its hook.
+
+    Example:
+        >>> from instep.big_models import cpu_offload_with_hook
+        >>> model, handle = cpu_offload_with_hook(nn.Linear(2, 2))
+        >>> handle.offload()
+        >>> next(model.parameters()).device
+        device(type='cpu')
+        >>> handle.remove()
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
@@ -633,12 +678,17 @@ class LayerwiseCastingHook(ModelHook):
     For inference: weights that are converted back lose what the narrower dtype cannot hold.
 
     Args:
-        storage_dtype: in which weights are kept, such as float8_e4m3fn.
-        compute_dtype: in which the module computes.
-        non_blocking: whether the host goes on while a device converts.
+        storage_dtype: dtype in which weights are kept, such as `torch.float8_e4m3fn`.
+        compute_dtype: dtype in which the module computes.
+        non_blocking: let the host go on while a device converts.
 
     Raises:
-        SettingError: a dtype is none of floating-point numbers.
+        SettingError: a dtype is not one of floating-point numbers.
+
+    Example:
+        >>> layer = add_hook_to_module(nn.Linear(2, 2), LayerwiseCastingHook(torch.bfloat16, torch.float32))
+        >>> layer(torch.ones(1, 2)).dtype, layer.weight.dtype
+        (torch.float32, torch.bfloat16)
 
     Source: the class of this name in Hugging Face Accelerate.
     """

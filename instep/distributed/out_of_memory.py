@@ -58,10 +58,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give torch's cached memory back to the accelerator, where there is one.
+    """Give the memory that torch caches back to the accelerator. Do nothing without an accelerator.
 
     Args:
         garbage_collection: collect reference cycles first, which may hold tensors.
+
+    Example:
+        >>> clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
         gc.collect()
