@@ -33,6 +33,8 @@ _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_CHARACTERS = 4000  # of an error: each has 12 bytes at most, and readers take LEASE_BYTES of all
 _SHORT = 300
+_TRACEBACK = "Traceback (most recent call last):"
+_FROM_WORKER = f"Original {_TRACEBACK}"
 _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
@@ -78,8 +80,14 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def in_short(text: str) -> str:
-    """Return the beginning of an error's first line: its whole text stands elsewhere."""
-    line = text.strip().partition("\n")[0]
+    """Return the beginning of an error's first line: its whole text stands elsewhere.
+
+    Of an error that a loader's worker raised, which torch passes on with the worker's traceback, it is that error's.
+    """
+    line, _, rest = text.strip().partition("\n")
+    if rest.startswith(_FROM_WORKER):
+        trace = rest.rpartition(_TRACEBACK)[2].split("\n")[1:]
+        line = next((found for found in trace if found.strip() and not found.startswith(" ")), line)
     return line if len(line) <= _SHORT else f"{line[:_SHORT]} ..."
 
 

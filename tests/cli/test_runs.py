@@ -134,6 +134,25 @@ def test_show_of_a_crash_says_what_it_did_the_cause_by_rank_and_how_it_goes_on(
     assert (answer["metrics"]["loss"]["last"], answer["step"], answer["hparams"]["lr"]) == (0.25, 41, 0.1)
 
 
+def test_why_of_a_loader_that_failed_is_the_workers_own_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = "Traceback (most recent call last):"
+    trace = (
+        f'{header}\n  File "train.py", line 9, in __getitem__\n    raise ValueError\nValueError: bad sample\nsee it\n'
+    )
+    cause = f"ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal {trace}"
+    run = write_run(tmp_path / "version_0", status="failed", error=cause)
+    assert f"why: {cause.strip()}\n" in said(capsys, "show", run), "it stands nowhere else"
+    (run / "failures").mkdir()
+    failure = {"rank": 0, "message": cause, "traceback": f"{header}\n  in main\n{cause}"}
+    (run / "failures/rank-0.json").write_text(json.dumps(failure))
+    shown = said(capsys, "show", run)
+    assert "why: ValueError: bad sample\n" in shown
+    assert shown.count("raise ValueError") == 1
+    assert "Caught" not in said(capsys, "ls", tmp_path)
+
+
 def test_show_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "version_0")
     path = CheckpointStore(run / "checkpoints").save(10, writes(1.0, 10))

@@ -20,6 +20,7 @@ from typing import Any
 from instep.cli import output
 from instep.cli.runs.chosen import find, names, number, settings
 from instep.errors import UsageError
+from instep.health.run_status import in_short
 from instep.runs import Run
 from instep.runs.status import STATES
 
@@ -78,7 +79,7 @@ def _iso(run: Run) -> str:
 def _row(run: Run, values: list[Any]) -> tuple[Any, ...]:
     status = run.status
     cells = [number(value) if isinstance(value, float) else value for value in values]
-    why = status.cause.strip().partition("\n")[0]
+    why = in_short(status.cause)
     why = why if len(why) <= 100 else f"{why[:97]}..."
     return (run.name, status.state, status.step, status.epoch, *cells, output.age(_iso(run)), why)
 

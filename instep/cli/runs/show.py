@@ -81,7 +81,9 @@ def _print_state(one: Run) -> None:
     status, said = one.status, one.status.said
     output.say(f"{one.folder}: {status.state}")
     if status.cause:
-        output.say(f"why: {status.cause.strip()}")
+        below = any(failure.get("traceback") for failure in status.failures[:1])
+        whole = not (below and "Traceback (most recent call last):" in status.cause)
+        output.say(f"why: {status.cause.strip() if whole else in_short(status.cause)}")
     done = "" if status.state == "finished" else _doing(status.progress)
     if done:
         seen = f", {_ago(status.progress.get('time'))}"
