@@ -115,9 +115,10 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        names = dict(enumerate(gather_texts(_quoted(name), groups.control)))
+        texts = gather_texts(_call(name), groups.control)  # others, in a collective, read it too
+        doing = {rank: f"in {', '.join(text.splitlines())}" for rank, text in enumerate(texts)}
         raise DistributedError(
-            f"the processes wait for different things: {_by_name(names)}. Every process must come to the same "
+            f"the processes wait for different things: {_by_name(doing)}. Every process must come to the same "
             f"wait_for_everyone()."
         )
 
@@ -164,6 +165,10 @@ def _limit(groups: Groups, timeout_s: float | None) -> float:
 
 def _quoted(name: str | None) -> str:
     return "without a name" if name is None else f"under {name!r}"
+
+
+def _call(name: str | None) -> str:
+    return f"wait_for_everyone({'' if name is None else repr(name)})"
 
 
 def _by_name(names: dict[int, Any]) -> str:

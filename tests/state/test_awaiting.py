@@ -30,10 +30,12 @@ def _different_calls() -> list[str]:
 
 @pytest.mark.dist
 def test_ranks_that_come_to_different_calls_learn_it_and_can_go_on() -> None:
-    for first, second, then in run_ranks(_different_calls, 2):
+    of_rank_0, of_rank_1 = run_ranks(_different_calls, 2)
+    assert "rank 0 in wait_for_everyone('the save'); rank 1 in gather_object" in of_rank_0[1]
+    assert "rank 0: wait_for_everyone('the save')\n  rank 1: gather_object" in of_rank_1[1]
+    for first, _, then in (of_rank_0, of_rank_1):
         assert "rank 0: gather_object" in first
         assert "rank 1: gather, tensor: torch.float32 (3,)" in first
-        assert "under 'the save'" in second
         assert then == "no error"
 
 

@@ -101,8 +101,8 @@ def _different_names() -> list[str]:
 def test_waiting_under_different_names_is_an_error_that_names_both_on_every_rank() -> None:
     for names, none in run_ranks(_different_names, 3):
         assert names.startswith("DistributedError")
-        assert "rank 0, 2 under 'saving'; rank 1 under 'loading'" in names
-        assert "rank 0 without a name; rank 1, 2 under 'saving'" in none
+        assert "rank 0, 2 in wait_for_everyone('saving'); rank 1 in wait_for_everyone('loading')" in names
+        assert "rank 0 in wait_for_everyone(); rank 1, 2 in wait_for_everyone('saving')" in none
 
 
 def _one_ends() -> str:
