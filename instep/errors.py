@@ -215,7 +215,20 @@ class Preempted(SystemExit):
 
 
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
-    """The error for a value outside a closed set, with the nearest allowed value where the spelling is close."""
+    """Make the error for a value outside a closed set. The error names the nearest allowed value, if one is close.
+
+    Args:
+        field: name of the argument.
+        got: the value.
+        allowed: the values that the argument may have.
+
+    Returns:
+        The error, to be raised.
+
+    Example:
+        >>> print(one_of("mode", "mim", ("min", "max")))
+        mode='mim' is not known. Use one of: min, max. Did you mean 'min'?
+    """
     from instep.utils.porting import OTHER_NAMES  # late: only an error reads these tables
 
     names, text = [str(value) for value in allowed], str(got)

@@ -21,7 +21,20 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be saved and restored: tensors and JSON values only."""
+    """Protocol of anything that can be saved and restored. Its state holds tensors and JSON values only.
+
+    Example:
+        >>> class Counter:
+        ...     count = 0
+        ...
+        ...     def state_dict(self):
+        ...         return {"count": self.count}
+        ...
+        ...     def load_state_dict(self, state_dict):
+        ...         self.count = state_dict["count"]
+        >>> isinstance(Counter(), Stateful)
+        True
+    """
 
     def state_dict(self) -> StateDict:
         """Return what must survive a restart: tensors and JSON values."""

@@ -36,12 +36,24 @@ _ABORT_S = 5.0  # until a thread has noticed that its group is gone
 
 
 class PendingSave:
-    """A save under way.
+    """Save that is under way. `BackgroundSaver.start` returns it.
 
     Attributes:
-        path: the checkpoint's folder, once it was read back and verified: only then it counts.
-        error: what went wrong; with a path, afterwards: an older checkpoint could not be deleted.
-        weights_only: a run cannot go on from it; for who started the save to say.
+        path: the checkpoint's folder, once it was read back and verified; None before.
+        error: the error that ended the save. Where `path` is set too, the save is good, and an older checkpoint could
+            not be deleted.
+        weights_only: a run cannot go on from this checkpoint. Whoever starts the save sets this.
+
+    Example:
+        >>> import tempfile
+        >>> from instep.checkpoint import CheckpointStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saver = BackgroundSaver()
+        ...     recorder = saver.record(lambda writer: writer.state("trainer", {"epoch": 3}))
+        ...     pending = saver.start(CheckpointStore(folder), 1200, recorder)
+        ...     print(pending.wait(timeout_s=60), pending.path.name)
+        ...     saver.close()
+        True step-00001200-1
     """
 
     weights_only = False

@@ -206,10 +206,24 @@ class LocalOut(OutFile):
 
 
 class LocalFiles(Files):
-    """A file system with an atomic rename.
+    """Operations of a store on a file system with an atomic rename.
 
-    A save is written to a hidden sibling, which is renamed at the end. Operations: mkdir, create, write, fsync,
-    fsync_folder, rename, unlink, rmdir.
+    A save is written to a hidden sibling, which is renamed at the end. The operations are named mkdir, create, write,
+    fsync, fsync_folder, rename, unlink and rmdir.
+
+    Args:
+        trace: function that is called before each operation with its name, its path, and the bytes of a write or the
+            target of a rename. An error that `trace` raises is raised by the operation.
+
+    Example:
+        >>> import tempfile
+        >>> from instep.checkpoint import CheckpointStore
+        >>> seen = []
+        >>> files = LocalFiles(trace=lambda operation, path, detail: seen.append(operation))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = CheckpointStore(folder, files).save(10, lambda writer: writer.json("note.json", "hello"))
+        >>> "rename" in seen
+        True
     """
 
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:

@@ -27,17 +27,29 @@ WEIGHT_SETS = ("live", "averaged")
 
 
 class Reader:
-    """Reader of the files of one checkpoint. Local to this process.
+    """Reader of the files of one checkpoint. It is local to this process.
 
     Args:
         path: the checkpoint's folder.
-        verify: hold each file against its checksum when it is first read. False is for a checkpoint that this job has
+        verify: compare each file with its checksum when it is first read. False is for a checkpoint that this job has
             verified already.
-        manifest: the folder's, where it was read already.
+        manifest: the folder's manifest, where it was read already.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
         CorruptCheckpointError: the manifest is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from instep.checkpoint import CheckpointStore
+        >>> def write(writer):
+        ...     writer.tensors("model.safetensors", {"weight": torch.ones(2)})
+        ...     writer.state("trainer", {"epoch": 3})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     reader = Reader(CheckpointStore(folder).save(1200, write))
+        ...     reader.weights(), reader.state("trainer")
+        ({'weight': tensor([1., 1.])}, {'epoch': 3})
     """
 
     def __init__(self, path: Path, verify: bool = True, manifest: Manifest | None = None) -> None:

@@ -19,9 +19,13 @@ class Saved:
     """Facts about a checkpoint that a policy decides by.
 
     Args:
-        key: tells it from the others; its path, for instance.
+        key: text that no other checkpoint has, such as its path.
         step: the optimizer step it was saved at.
-        score: the monitored metric; None where nobody measured it, which is not ranked at all. nan is ranked last.
+        score: the monitored metric. None means not measured: the checkpoint is not ranked at all. nan is ranked last.
+
+    Example:
+        >>> Saved("runs/best-1", step=100, score=0.25)
+        Saved(key='runs/best-1', step=100, score=0.25)
     """
 
     key: str
@@ -30,7 +34,7 @@ class Saved:
 
 
 class Retention(ABC):
-    """A policy. Write your own by overriding `kept`, in a frozen dataclass.
+    """Policy for which checkpoints to keep. Write your own by overriding `kept`, in a frozen dataclass.
 
     Example:
         >>> saved = [Saved("a", 10, 0.3), Saved("b", 20, 0.1), Saved("c", 30, 0.2), Saved("d", 40, 0.4)]
@@ -67,7 +71,12 @@ class Retention(ABC):
 
 @dataclass(frozen=True)
 class KeepAll(Retention):
-    """Delete nothing."""
+    """Policy that deletes nothing.
+
+    Example:
+        >>> KeepAll().to_delete([Saved("a", 10), Saved("b", 20)])
+        []
+    """
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
         return {one.key for one in saved}
@@ -75,10 +84,14 @@ class KeepAll(Retention):
 
 @dataclass(frozen=True)
 class KeepNewest(Retention):
-    """Keep the newest ones.
+    """Policy that keeps the newest checkpoints.
 
     Args:
-        count: how many.
+        count: number of checkpoints to keep.
+
+    Example:
+        >>> KeepNewest(2).to_delete([Saved("a", 10), Saved("b", 20), Saved("c", 30)])
+        ['a']
     """
 
     count: int
@@ -92,10 +105,14 @@ class KeepNewest(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Keep the first one at or after every multiple of so many steps, for ever.
+    """Policy that keeps, for ever, the first checkpoint at or after every multiple of so many steps.
 
     Args:
-        steps: optimizer steps.
+        steps: optimizer steps from one multiple to the next.
+
+    Example:
+        >>> KeepEvery(20).to_delete([Saved("a", 10), Saved("b", 20), Saved("c", 30), Saved("d", 40)])
+        ['a', 'c']
     """
 
     steps: int
@@ -112,11 +129,18 @@ class KeepEvery(Retention):
 
 @dataclass(frozen=True)
 class KeepBest(Retention):
-    """Keep the best scores; of equal ones the older. nan is worse than anything, and fills an empty place only.
+    """Policy that keeps the checkpoints with the best scores. Of equal scores the older checkpoint is kept.
+
+    A score of nan is worse than any number: such a checkpoint is kept only where there are not enough others.
 
     Args:
-        count: how many.
-        mode: "min" or "max".
+        count: number of checkpoints to keep.
+        mode: "min" where a lower score is better, "max" where a higher one is.
+
+    Example:
+        >>> saved = [Saved("a", 10, 0.9), Saved("b", 20, 0.4), Saved("c", 30, 0.6)]
+        >>> KeepBest(1, mode="max").to_delete(saved)  # "c" is the newest, which is never deleted
+        ['b']
     """
 
     count: int
@@ -133,10 +157,17 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepAny(Retention):
-    """Keep what any of several policies keeps; made by `|`.
+    """Policy that keeps what any of several policies keeps. `a | b` makes one.
 
     Args:
-        policies: two or more.
+        policies: two or more policies.
+
+    Example:
+        >>> saved = [Saved("a", 10, 0.1), Saved("b", 20, 0.3), Saved("c", 30, 0.2)]
+        >>> (KeepBest(1) | KeepNewest(1)).to_delete(saved)
+        ['b']
+        >>> KeepBest(1) | KeepNewest(1)
+        KeepAny(policies=(KeepBest(count=1, mode='min'), KeepNewest(count=1)))
     """
 
     policies: tuple[Retention, ...]

@@ -211,16 +211,26 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Tell whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
+    """Tell whether a path is a folder with a manifest that can be read.
+
+    The other files are not read: `CheckpointStore.verify` reads them.
+
+    Args:
+        path: a path or URL.
+
+    Example:
+        >>> is_checkpoint("no/such/folder")
+        False
+    """
     return read_or_say(to_path(path))[0] is not None
 
 
 def find_checkpoint(path: Location) -> Path:
-    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without number.
+    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without its number.
 
     Args:
-        path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". As Lightning's users write
-            it, ".ckpt" may follow, and "runs/last.ckpt" is the newest in "runs" where none has that name.
+        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". ".ckpt" may follow, as
+            Lightning's users write it: "runs/last.ckpt" is the newest checkpoint in "runs" where none has that name.
 
     Returns:
         A folder whose manifest can be read.
@@ -228,6 +238,14 @@ def find_checkpoint(path: Location) -> Path:
     Raises:
         CheckpointNotFoundError: there is none; the text says what lies there.
         CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
+
+    Example:
+        >>> import tempfile
+        >>> from instep.checkpoint import CheckpointStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = CheckpointStore(folder).save(1200, lambda writer: writer.json("note.json", "hello"))
+        ...     find_checkpoint(f"{folder}/step-00001200").name
+        'step-00001200-1'
     """
     path = to_path(path).absolute()
     manifest, problem = read_or_say(path)

@@ -287,6 +287,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises:
         CorruptCheckpointError: the file is not a whole safetensors file.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "x.safetensors")
+        ...     record = write_tensors(file, {"a": torch.ones(2)})
+        ...     read_tensors(file)
+        {'a': tensor([1., 1.])}
     """
     tensors, metadata = _read_stored(path)
     with reading(path, "has metadata that does not fit its tensors"):

@@ -55,7 +55,13 @@ def load_weights(path: Location, which: str | None = None) -> dict[str, Tensor]:
         CheckpointError: it cannot be read without running code, or holds no state dict.
 
     Example:
-        >>> model.load_state_dict(load_weights("runs/checkpoints/best"))  # doctest: +SKIP
+        >>> import tempfile
+        >>> import torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"state_dict": torch.nn.Linear(2, 1).state_dict()}, f"{folder}/model.ckpt")
+        ...     weights = load_weights(f"{folder}/model.ckpt")
+        >>> torch.nn.Linear(2, 1).load_state_dict(weights)
+        <All keys matched successfully>
     """
     path = to_path(path)
     if path.is_file():
@@ -80,11 +86,29 @@ def _check_plain(path: Path, which: str | None) -> None:
 
 
 def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """Open the weights that `load_weights` would read, each left there until it, or a box of it, is read.
+    """Open the weights that `load_weights` would read, and leave each in its file until it, or a box of it, is read.
 
     Args:
-        path: what is neither a checkpoint nor a safetensors file is read whole.
+        path: as for `load_weights`, but a `Path`. A file that is neither of a checkpoint nor safetensors is read whole.
         which: as for `load_weights`.
+
+    Returns:
+        Name -> `StoredTensor`, or tensor where the file was read whole.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or no weights in it.
+        CorruptCheckpointError: the checkpoint is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from instep.checkpoint import CheckpointStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights = {"weight": torch.arange(6.0)}
+        ...     path = CheckpointStore(folder).save(10, lambda writer: writer.tensors("model.safetensors", weights))
+        ...     stored = stored_weights(path)["weight"]
+        ...     stored.shape, stored.read((slice(2, 4),))
+        (torch.Size([6]), tensor([2., 3.]))
     """
     foreign = _stored_in(path) if path.is_file() else _stored_folder(path)
     if foreign is None:
@@ -175,15 +199,15 @@ def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
-    """Make one safetensors file of a checkpoint's weights, which anybody reads without instep.
+    """Make one safetensors file of a checkpoint's weights, which can be read without instep.
 
-    One tensor at a time is in memory, where they lie in safetensors files. Tied weights are written under each of their
-    names, so that `load_state_dict` misses none. Every file that is read is verified where it has a checksum, and the
-    new one is there whole or not at all.
+    Weights in safetensors files are read one tensor at a time. Tied weights are written under each of their names, so
+    that `load_state_dict` misses none. Every file that is read is verified where it has a checksum, and the new one is
+    there whole or not at all.
 
     Args:
-        path: what `load_weights` reads, of one rank or of many.
-        file: what is written; it must not exist.
+        path: as for `load_weights`. One rank or many may have written the checkpoint.
+        file: the new file; it must not exist.
         which: as for `load_weights`.
 
     Returns:
@@ -195,28 +219,48 @@ def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
         CheckpointError: the file is there already, or cannot be written.
 
     Example:
-        >>> merge("runs/checkpoints/best", "model.safetensors")  # doctest: +SKIP
-        >>> safetensors.torch.load_file("model.safetensors")  # doctest: +SKIP
+        >>> import tempfile
+        >>> import torch
+        >>> from safetensors.torch import load_file
+        >>> from instep.checkpoint import CheckpointStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights = {"weight": torch.ones(2)}
+        ...     path = CheckpointStore(folder).save(10, lambda writer: writer.tensors("model.safetensors", weights))
+        ...     load_file(merge(path, f"{folder}/model.safetensors"))
+        {'weight': tensor([1., 1.])}
     """
     weights = stored_weights(to_path(path), which)
     return write_new(local_path(file), lambda part: write_plain(weights, part))
 
 
 def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str | None = None) -> Path:
-    """Write a checkpoint's weights as safetensors files with an index, as the Hugging Face hub has large models.
+    """Write a checkpoint's weights as several safetensors files with an index, as on the Hugging Face hub.
 
     Args:
         path: as for `merge`.
-        folder: what is made; it must not exist.
-        max_bytes: of tensors in each file; a tensor that is larger has a file of its own. Where all fit into one, it is
-            `model.safetensors`, without an index.
+        folder: the new folder; it must not exist.
+        max_bytes: most bytes of tensors in a file. A larger tensor gets a file of its own. Where all fit into one file,
+            it is `model.safetensors`, without an index.
         which: as for `load_weights`.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointNotFoundError: as for `merge`, as are the others.
+        CheckpointNotFoundError, CorruptCheckpointError, CheckpointError: as for `merge`.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from instep.checkpoint import CheckpointStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights = {"a": torch.ones(2), "b": torch.ones(2)}  # 8 bytes each
+        ...     path = CheckpointStore(folder).save(10, lambda writer: writer.tensors("model.safetensors", weights))
+        ...     for file in sorted(merge_in_parts(path, f"{folder}/hub", max_bytes=8).iterdir()):
+        ...         print(file.name)
+        model-00001-of-00002.safetensors
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json
     """
     weights = stored_weights(to_path(path), which)
     files, index = parts_of(weights, max_bytes)

@@ -99,11 +99,27 @@ class BaseWriter(ABC):
 class Writer(BaseWriter):
     """Writer of one rank's files into a checkpoint that is being saved.
 
+    `CheckpointStore.save` makes it, and gives it to your function.
+
     Args:
-        folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.
+        folder: the hidden folder that is being written. Every other file that is put there becomes part of the
+            checkpoint too.
         files: the file operations.
-        rank: this process.
+        rank: the rank of this process.
         world_size: the number of ranks that save.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from instep.checkpoint import CheckpointStore
+        >>> def write(writer):
+        ...     writer.tensors("model.safetensors", {"weight": torch.ones(2)})
+        ...     writer.state("trainer", {"epoch": 3})
+        ...     writer.json(f"rank-{writer.rank}.json", {"batches": 7})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = CheckpointStore(folder).save(1200, write)
+        ...     sorted(file.name for file in path.iterdir())
+        ['manifest.json', 'model.safetensors', 'rank-0.json', 'trainer.json']
     """
 
     def __init__(self, folder: Path, files: Files, rank: int, world_size: int) -> None:

@@ -11,16 +11,16 @@ __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes"]
 
 
 def run(spec: LaunchSpec) -> int:
-    """Be the agent: run the command as `spec.nproc` ranks, and return when all have ended.
+    """Run a command as `spec.nproc` ranks, as the agent of this node, and return when all ranks have ended.
 
-    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and 2 are passed on to the ranks, which then
-    have `spec.shutdown_s` seconds to save and end; a second signal cuts that short. When a rank fails the others end
-    within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
+    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks. These
+    then have `spec.shutdown_s` seconds to save and end; a second signal cuts that short. When a rank fails, the others
+    end within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
 
-    Call it from the main thread, so that signals can be handled.
+    Call this from the main thread, so that signals can be handled.
 
     Args:
-        spec: what to run.
+        spec: the command, the ranks and the nodes.
 
     Returns:
         The exit code for this process: 0 done, 75 preempted (all ranks saved and can be resumed), 76 hung, else 1.
@@ -29,6 +29,8 @@ def run(spec: LaunchSpec) -> int:
         UsageError: this process is a rank itself.
 
     Example:
+        >>> import sys
+        >>> from instep.launch.engine import LaunchSpec, run
         >>> sys.exit(run(LaunchSpec(nproc=2, command=("train.py",))))  # doctest: +SKIP
     """
     here = read_environment()
@@ -43,5 +45,10 @@ def run(spec: LaunchSpec) -> int:
 
 
 def is_worker() -> bool:
-    """Tell whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand."""
+    """Tell whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand.
+
+    Example:
+        >>> is_worker()
+        False
+    """
     return read_environment().launcher != "none"

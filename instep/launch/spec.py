@@ -21,7 +21,7 @@ _RDZV_CONF = (
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """The job of one agent: its ranks, its nodes, and how they meet, restart and end.
+    """Description of the job of one agent: its ranks, its nodes, and how they meet, restart and end.
 
     Args:
         nproc: ranks on this node.
@@ -30,24 +30,30 @@ class LaunchSpec:
         node_rank: this node's number; node 0 hosts the rendezvous. "c10d" numbers the nodes itself.
         master_addr: node 0's address.
         master_port: the port on node 0 where agents meet; needed for more than one node under "static".
-        max_restarts: how often all ranks are started again after a failure or a hang. A preempted job never is.
+        max_restarts: how often all ranks are started again after a failure or a hang. A preempted job is never
+            restarted.
         shutdown_s: seconds the ranks get to save after a signal, or once one of them was preempted.
-        run_id: the same on all nodes; by default a random one.
+        run_id: text that is the same on all nodes; random by default.
         env: more environment variables for the ranks.
-        min_nodes: go on with at least so many of `num_nodes`, when nodes are lost or late; by default all are needed.
-            Needs "c10d".
-        rdzv_backend: how the agents meet: "static", a fixed set of numbered nodes, or "c10d", whoever comes.
+        min_nodes: least number of nodes to go on with when nodes are lost or late; by default all of `num_nodes`. Needs
+            "c10d".
+        rdzv_backend: how the agents meet: "static" for a fixed set of numbered nodes, "c10d" for any nodes that come.
         rdzv_endpoint: `HOST:PORT` where the agents meet under "c10d"; HOST is one of the nodes.
         rdzv_conf: torchrun's settings of the rendezvous under "c10d", such as `join_timeout` and `last_call_timeout`.
         local_addr: this node's address for the others; by default its host name.
         secret_file: a file of mode 0600 with the secret by which the agents of several nodes know each other; by
-            default what INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE says.
+            default the one of INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE.
         log_dir: a folder for what the ranks print: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
         tee: with `log_dir`: print it too, each line with its rank; True or the ranks on this node.
         cpu_affinity: give each rank its own share of the cores, of one NUMA node where there are several.
         hang_timeout_s: seconds without a step after which a rank counts as hung; None: never.
-        executable: what is run; by default this Python.
+        executable: the program that is run; by default this Python.
         python: `executable` is a Python interpreter.
+
+    Example:
+        >>> spec = LaunchSpec(nproc=2, command=("train.py", "--lr", "0.1"), max_restarts=3, hang_timeout_s=600.0)
+        >>> spec.nproc, spec.num_nodes, spec.rdzv_backend
+        (2, 1, 'static')
     """
 
     nproc: int
@@ -140,10 +146,10 @@ def spec_for_nodes(
     env: Mapping[str, str] | None = None,
     grace_period_s: float = 30.0,
 ) -> LaunchSpec:
-    """Make the spec of this node's agent, for a program that is started once on each node.
+    """Make the `LaunchSpec` of this node's agent, for a program that is started once on each node.
 
-    With several nodes the environment says who this one is and where they meet: `NODE_RANK`, `MASTER_ADDR` and
-    `MASTER_PORT`, as torchrun's users know them.
+    With several nodes the environment names this node and the place where they meet: `NODE_RANK`, `MASTER_ADDR` and
+    `MASTER_PORT`, as for torchrun.
 
     Args:
         nproc: ranks on each node.
@@ -151,6 +157,16 @@ def spec_for_nodes(
         command: the arguments after the Python executable.
         env: more environment variables for the ranks.
         grace_period_s: seconds that the ranks have after a signal.
+
+    Returns:
+        The spec.
+
+    Raises:
+        UsageError: there are several nodes, and a variable is missing.
+
+    Example:
+        >>> spec_for_nodes(nproc=4, num_nodes=1, command=("train.py",)).nproc
+        4
     """
     shutdown_s = grace_period_s + SHUTDOWN_MARGIN_S
     if num_nodes == 1:

@@ -31,14 +31,26 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, as it was when it was looked at.
+    """Run folder, as it was when `find_runs` looked at it.
 
     Args:
-        name: its path from the folder that was searched.
-        folder: its absolute path.
-        status: whether it goes on, how it ended and why.
-        updated: when the newest of its files was changed, seconds since 1970.
-        stamp: of these files; a run with the same one is not read again.
+        name: path of the run folder from the folder that was searched.
+        folder: absolute path of the run folder.
+        status: whether the run goes on, or how it ended and why.
+        updated: time when the newest of its files was changed, in seconds since 1970.
+        stamp: times and sizes of these files; a run with the same stamp is not read again.
+
+    Example:
+        >>> import tempfile
+        >>> from instep.loggers import JSONLinesLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = JSONLinesLogger()
+        ...     logger.start(folder)
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.finalize()
+        ...     run = find_runs(folder)[0]
+        ...     run.status.state, run.metrics().curves["loss"].last
+        ('unknown', 0.5)
     """
 
     name: str
@@ -126,14 +138,24 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
 
     Args:
         folder: where to search.
-        before: what an earlier search found: a run whose files are the same is not read again.
+        before: runs that an earlier search found. A run whose files are the same is not read again.
+
+        Returns:
+            The runs.
 
     Raises:
         UsageError: there is no such folder.
 
     Example:
-        >>> find_runs(".", before=[])  # doctest: +SKIP
-        [Run(name='instep_runs/version_0', ...)]
+        >>> import tempfile
+        >>> from instep.loggers import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = CSVLogger()
+        ...     logger.start(f"{folder}/version_0")
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.finalize()
+        ...     [run.name for run in find_runs(folder)]
+        ['version_0']
     """
     root = Path(folder).absolute()
     if not root.is_dir():

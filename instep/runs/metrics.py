@@ -155,12 +155,26 @@ class _Buckets:
 
 
 class MetricsReader:
-    """Reader of a run's metrics, which reads on from where it was: `read` of a run that grows costs what was added.
+    """Reader of the metrics of a run that may still grow. Each `read` reads only what was added since the one before.
 
     Args:
         folder: the run folder.
-        names: the metrics; None for all that the first logger with rows has. Those of other ranks are "rank-1/loss".
-        max_points: of a curve.
+        names: the metrics; None for all that the first logger with rows has. Metrics of other ranks have names such as
+            "rank-1/loss".
+        max_points: most points of a curve.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from instep.loggers import JSONLinesLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger, reader = JSONLinesLogger(), MetricsReader(Path(folder))
+        ...     logger.start(folder)
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.log_metrics({"loss": 0.25}, step=2)
+        ...     logger.finalize()
+        ...     reader.read().curves["loss"].values
+        [0.5, 0.25]
     """
 
     def __init__(self, folder: Path, names: Sequence[str] | None = None, max_points: int = 1000) -> None:

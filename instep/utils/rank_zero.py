@@ -50,22 +50,63 @@ rank_zero_only = _RankZeroOnly()
 
 
 def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Warn on rank 0 alone; `stacklevel` and the other arguments are those of `warnings.warn`."""
+    """Warn on rank 0 alone.
+
+    Args:
+        message, kwargs: as for `warnings.warn`.
+        stacklevel: 2 names the line of this call in the warning, 3 the line of the call around it, and so on.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     rank_zero_warn("the loader is slow")
+        >>> str(caught[0].message)
+        'the loader is slow'
+    """
     _library().rank_zero_warn(message, stacklevel=stacklevel + _INNER, **kwargs)
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Warn of something deprecated on rank 0 alone; arguments as for `rank_zero_warn`."""
+    """Warn of something deprecated on rank 0 alone.
+
+    Args:
+        message, stacklevel, kwargs: as for `rank_zero_warn`; the category is `DeprecationWarning`.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     rank_zero_deprecation("use `lr` in place of `rate`")
+        >>> caught[0].category.__name__
+        'DeprecationWarning'
+    """
     rank_zero_warn(message, stacklevel + 1, **{"category": DeprecationWarning, **kwargs})
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger; arguments as for `logging.info`."""
+    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger.
+
+    Args:
+        message, args, kwargs: as for `logging.info`.
+        stacklevel: 2 names the line of this call in the record, 3 the line of the call around it, and so on.
+
+    Example:
+        >>> rank_zero_info("training on %d samples", 1797)
+    """
     _library().rank_zero_info(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
 
 
 def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message of level DEBUG on rank 0 alone; as `rank_zero_info`."""
+    """Log a message of level DEBUG on rank 0 alone, by lightning-utilities' logger.
+
+    Args:
+        message, args, kwargs: as for `logging.debug`.
+        stacklevel: 2 names the line of this call in the record, 3 the line of the call around it, and so on.
+
+    Example:
+        >>> rank_zero_debug("batch %d has %d tokens", 3, 512)
+    """
     _library().rank_zero_debug(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
 
 
