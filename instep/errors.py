@@ -38,16 +38,16 @@ EXIT_HUNG = 76
 
 
 class InstepError(Exception):
-    """The base of every error below."""
+    """Base of every error of instep. Catch it to catch all of them, except `Preempted`."""
 
 
 class SettingError(InstepError, ValueError):
-    """A setting is wrong.
+    """Raised when an argument or a setting has a wrong value. Give the value that the message asks for.
 
     Args:
         message: what was wrong, what was expected and what to do.
-        field: the argument's name, when one argument is to blame.
-        got: its value.
+        field: the argument's name; None where several arguments do not go together.
+        got: the value of that argument.
     """
 
     def __init__(self, message: str, *, field: str | None = None, got: Any = None) -> None:
@@ -57,27 +57,36 @@ class SettingError(InstepError, ValueError):
 
 
 class UsageError(InstepError, RuntimeError):
-    """A method was called where it cannot work."""
+    """Raised when a method is called where it cannot work. Call it at the place that the message names."""
 
 
 class StateError(UsageError):
-    """A state singleton was asked for something else than it holds."""
+    """Raised when a state singleton, such as `PartialState`, is asked for other settings than it has, or holds nothing.
+
+    Build the state once, with all its settings, before anything else uses it.
+    """
 
 
 class HookError(InstepError, TypeError):
-    """A hook is missing, has a wrong signature, or returned what it must not."""
+    """Raised when a hook of yours is missing, has a wrong signature, or returned a wrong value. Fix that hook."""
 
 
 class LogError(InstepError, ValueError):
-    """`self.log` got a wrong value, or arguments that contradict an earlier call under the same name."""
+    """Raised when `self.log` gets a wrong value, or arguments that contradict an earlier call under the same name.
+
+    Log a number or a tensor with one element, with the same arguments each time.
+    """
 
 
 class DataError(InstepError, ValueError):
-    """A loader or a batch cannot be used."""
+    """Raised when a loader or a batch cannot be used. Fix the loader or the batch that the message names."""
 
 
 class NonFiniteError(InstepError, FloatingPointError):
-    """The loss or a gradient is nan or inf. `Trainer(nonfinite="stop")` left the update out and ended the run.
+    """Raised when the loss or a gradient is nan or inf, under `Trainer(nonfinite="stop")`.
+
+    The update was left out, and the run has ended. Look at the batches that the attributes name, or lower the learning
+    rate.
 
     Args:
         message: what was not finite, where, and what to do next.
@@ -110,7 +119,7 @@ class NonFiniteError(InstepError, FloatingPointError):
 
 
 class TrainingSpikeError(InstepError, RuntimeError):
-    """The loss jumped, and the callback SpikeDetection ended the run.
+    """Raised by the callback `SpikeDetection` when the loss jumps. Look at the batches that the attributes name.
 
     Args:
         message: the loss, where, and what to do next.
@@ -140,15 +149,15 @@ class TrainingSpikeError(InstepError, RuntimeError):
 
 
 class MissingPackageError(InstepError, ImportError):
-    """An optional package is not installed, or in a version that does not fit; the text has the `pip install`."""
+    """Raised when an optional package is missing or has a wrong version. Run the `pip install` of the message."""
 
 
 class CheckpointError(InstepError, RuntimeError):
-    """A checkpoint could not be written or read.
+    """Raised when a checkpoint cannot be written or read. The message says why, and `path` says where.
 
     Args:
         message: what happened.
-        path: the file or folder.
+        path: the file or folder; None where none is known.
     """
 
     def __init__(self, message: str, *, path: str | Path | None = None) -> None:
@@ -157,36 +166,45 @@ class CheckpointError(InstepError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """Raised when there is no checkpoint at a path. Give a path that has one.
+
+    With `ckpt_path="auto"` a run without a checkpoint starts afresh.
+    """
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint does not verify: a file is missing, too short, or its checksum differs."""
+    """Raised when a file of a checkpoint is missing, too short, or not as it was written. Load an older checkpoint."""
 
 
 class UnsavableStateError(CheckpointError, TypeError):
-    """A state holds an object that cannot be encoded without pickle."""
+    """Raised when a state holds an object that cannot be saved without pickle. Keep only tensors and JSON values."""
 
 
 class FolderInUseError(CheckpointError):
-    """Another run saves its checkpoints in the folder; the text names its host, process and run."""
+    """Raised when another run saves its checkpoints in the same folder. The message names its host, process and run.
+
+    Give this run another folder, or wait until the other run has ended.
+    """
 
 
 class LeaseLostError(CheckpointError):
-    """Another run has taken the folder of checkpoints over while this one did not answer; it must not write there."""
+    """Raised when another run took the folder of checkpoints over, because this run did not answer for too long.
+
+    This run must not write there any more: end it, or start it again with another folder.
+    """
 
 
 class DistributedError(InstepError, RuntimeError):
-    """Processes disagree, or one of them failed."""
+    """Raised when processes disagree, or one of them failed. The message says which ranks, and in what."""
 
 
 class RemoteError(DistributedError):
-    """Another rank raised.
+    """Raised when another rank raised an error. Read the traceback of that rank, which the message ends with.
 
     Args:
-        message: what was being done.
+        message: the operation that failed.
         rank: the rank that raised.
-        traceback: its traceback as text.
+        traceback: the traceback of that rank, as text.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str) -> None:
@@ -196,9 +214,9 @@ class RemoteError(DistributedError):
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop (a signal or the `preempted` trigger), saved itself, and can be resumed.
+    """Raised when a run was asked to stop (a signal, the trigger "preempted"), saved itself, and can be resumed.
 
-    Uncaught, it ends the process with exit status 75.
+    Uncaught, it ends the process with exit status 75. Run the same command again to go on.
 
     Args:
         message: what happened and how to go on.
