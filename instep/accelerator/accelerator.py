@@ -51,6 +51,7 @@ from instep.pretrained import save_weights
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods
+from instep.state.process import is_held
 from instep.strategies import Strategy
 from instep.types import Location, PathLike, ReadOnly
 from instep.utils.checks import at_least, parse_size
@@ -806,7 +807,8 @@ class Accelerator(ProcessMethods):
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Let go of everything prepared and empty the device's cache; this run is not the active one any more.
 
-        What is registered for checkpointing stays.
+        What is registered for checkpointing stays. What the caller's names hold is free from the assignment on: torch's
+        next allocation finds it, and the next `clear_device_cache()` gives it to other programs.
 
         Args:
             objects: names to be rebound: `model, optimizer = accelerator.free_memory(model, optimizer)`.
@@ -816,15 +818,16 @@ class Accelerator(ProcessMethods):
         """
         self._prepared.end()
         self._states.release()
-        clear_device_cache()
+        clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)
 
     clear = free_memory
 
     def end_training(self) -> None:
-        """Close the loggers, end the run and leave the process group. Collective."""
+        """Close the loggers, end the run and leave the process group. Collective; may be called twice."""
         self._trackers.finish()
-        self.wait_for_everyone("end_training")
+        if is_held():  # not the second time, when the group was left
+            self.wait_for_everyone("end_training")
         self.wait_for_saves()
         self._states.saver.close()
         self.free_memory()

@@ -186,6 +186,7 @@ def state_after_the_end() -> int:
     assert accelerator.is_main_process == (accelerator.process_index == 0)  # still known
     with pytest.raises(StateError):
         accelerator.wait_for_everyone()
+    accelerator.end_training()  # twice is once
     again = Accelerator(cpu=True)
     total = int(again.reduce(torch.tensor(1)))
     again.end_training()
