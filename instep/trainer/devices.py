@@ -148,6 +148,15 @@ def device_of(settings: Settings, process: PartialState, environment: ProcessEnv
     return process.device
 
 
+def make_cublas_repeatable(settings: Settings, kind: str) -> None:
+    """Set what torch asks for with deterministic algorithms on CUDA, unless the user has; it stays, as in Lightning.
+
+    cuBLAS and torch read the variable when the first matrix is multiplied, so it is set as early as there is a Trainer.
+    """
+    if settings.deterministic and kind == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextmanager
 def torch_flags(settings: Settings) -> Iterator[None]:
     """Set torch's switches for a run, and restore them after it."""

@@ -27,7 +27,7 @@ from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
 from instep.trainer import plugins, replay, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
-from instep.trainer.devices import count_devices, launch, on_nodes_there
+from instep.trainer.devices import count_devices, launch, make_cublas_repeatable, on_nodes_there
 from instep.trainer.evaluation import evaluate, forward_training_data, predict
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
@@ -95,7 +95,8 @@ class Trainer:
         accumulate_grad_batches: micro-batches per optimizer step.
         gradient_clip_val: the largest gradient norm or value.
         gradient_clip_algorithm: "norm" or "value".
-        deterministic: True, or "warn" to warn where torch has no deterministic algorithm.
+        deterministic: True, or "warn" to warn where torch has no deterministic algorithm. On CUDA it also sets
+            CUBLAS_WORKSPACE_CONFIG to ":4096:8", unless it is set.
         benchmark: `torch.backends.cudnn.benchmark`.
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
         compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
@@ -199,6 +200,7 @@ class Trainer:
         self._device_count = count_devices(self.settings, self._environment)
         world_size = self._device_count * self.settings.num_nodes
         kind = find_device_kind(self.settings.accelerator).name
+        make_cublas_repeatable(self.settings, kind)
         options = asked_strategy()[1] if strategy is None else None
         self.strategy = resolve_strategy(self.settings.strategy, world_size, kind, options)
         if self.settings.sync_batchnorm and world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -70,3 +71,17 @@ def test_the_chosen_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPat
     assert place.device_of(Settings(devices=(1,)), process, ALONE) == torch.device("cpu", 1)
     assert current == [torch.device("cpu", 1)]
     assert place.device_of(Settings(devices=2), process, LAUNCHED) == process.device
+
+
+def test_deterministic_runs_on_cuda_have_a_cublas_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, "")  # so that it is restored afterwards
+    monkeypatch.delenv(name)
+    for settings, kind in ((Settings(), "cuda"), (Settings(deterministic=True), "cpu")):
+        place.make_cublas_repeatable(settings, kind)
+        assert name not in os.environ
+    place.make_cublas_repeatable(Settings(deterministic="warn"), "cuda")
+    assert os.environ[name] == ":4096:8"
+    monkeypatch.setenv(name, ":16:8")
+    place.make_cublas_repeatable(Settings(deterministic=True), "cuda")
+    assert os.environ[name] == ":16:8", "the user's"
