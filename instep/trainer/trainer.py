@@ -395,7 +395,8 @@ class Trainer:
 
         Returns:
             The outputs of all batches on the CPU, in the order of the data and the same on every rank; a list of such
-            lists with several loaders. None with `return_predictions=False`: for more than memory holds.
+            lists with several loaders. None with `return_predictions=False`: for more than memory holds. They may be
+            inference tensors, which autograd refuses; `Trainer(inference_mode=False)` gives plain ones.
         """
         datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()

@@ -61,6 +61,10 @@ def test_predictions_come_batch_by_batch():
     with torch.no_grad():
         assert torch.equal(torch.cat(predictions), module.layer(samples(11).tensors[0]).squeeze(-1))
     assert not predictions[0].requires_grad
+    assert predictions[0].is_inference()
+    plain = quiet(inference_mode=False).predict(module, loader(11, 4))
+    assert plain is not None
+    (plain[0] * nn.Parameter(torch.ones(()))).sum().backward()  # they take part in autograd
     several = quiet().predict(module, [loader(3), loader(6)])
     assert several is not None
     assert [len(batches) for batches in several] == [1, 2]
