@@ -397,7 +397,9 @@ def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:
         SettingError: the name is none, or an argument is unknown or out of range.
 
     Example:
-        >>> class Model(TrainModule):  # doctest: +SKIP
+        >>> import torch
+        >>> from instep import TrainModule
+        >>> class Model(TrainModule):
         ...     def configure_optimizers(self):
         ...         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
         ...         steps = self.trainer.estimated_stepping_batches

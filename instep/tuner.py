@@ -31,7 +31,7 @@ _METHODS = {"fit": "train", "validate": "val", "test": "test", "predict": "predi
 
 
 class Tuner:
-    """Search for settings of a Trainer's run, before the run.
+    """Search for settings of a Trainer's run, before that run.
 
     `lr_find` and `scale_batch_size` set up a run as the Trainer would, take steps in it, and undo them. What they leave
     is the answer, in the module's or datamodule's attribute: no folder, log or checkpoint, the Trainer's counters and
@@ -39,15 +39,30 @@ class Tuner:
     and torn down, and no other hook of theirs is called; those that save or show something are left out.
 
     Args:
-        trainer: whose devices, strategy, precision, accumulation and limits hold.
+        trainer: the Trainer. Its devices, strategy, precision, accumulation and limits hold for the search.
 
     Raises:
-        SettingError: it is no Trainer.
+        SettingError: the argument is no Trainer.
 
     Example:
-        >>> tuner = Tuner(trainer)  # doctest: +SKIP
-        >>> tuner.lr_find(model, datamodule=data).suggestion()  # doctest: +SKIP
-        0.0033
+        >>> import torch
+        >>> from instep import Trainer, TrainModule
+        >>> class Model(TrainModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.lr, self.layer = 0.1, torch.nn.Linear(2, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+        >>> model, loader = Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+        >>> trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        >>> found = Tuner(trainer).lr_find(model, loader, num_training=20, update_attr=False)
+        >>> len(found.results["lr"])  # the rates that were tried
+        20
+        >>> model.lr = found.suggestion()
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -15,11 +15,11 @@ _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Huggi
 
 
 def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before.
+    """Save an object by `torch.save`, on the main process. A reader sees the whole new file or the whole old one.
 
     Args:
-        obj: what to save.
-        f: where to; its folder is there.
+        obj: the object.
+        f: the file; its folder must exist.
         save_on_each_node: each node's first process writes, for disks that nodes do not share.
         safe_serialization: write a dict of tensors as safetensors.
 
@@ -28,7 +28,12 @@ def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serializat
             that was there is intact.
 
     Example:
-        >>> save({"a": 1}, "notes.pt")  # doctest: +SKIP
+        >>> import tempfile
+        >>> import torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"weight": torch.ones(2)}, f"{folder}/weights.pt")
+        ...     torch.load(f"{folder}/weights.pt")
+        {'weight': tensor([1., 1.])}
     """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):

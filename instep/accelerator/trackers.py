@@ -84,7 +84,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
 
 
 def register_tracker_class(tracker_class: type[Any]) -> None:
-    """Make a class of trackers known by its `name`, for `Accelerator(log_with=...)`.
+    """Register a class of trackers under its `name`, for `Accelerator(log_with=...)`.
 
     `init_trackers` makes it with the project's name, the logging folder where it `requires_logging_directory`, and its
     part of `init_kwargs`.
@@ -93,11 +93,24 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
         tracker_class: a subclass of `GeneralTracker`.
 
     Raises:
-        SettingError: it is no such class, or lacks `name` or `requires_logging_directory`.
+        SettingError: the class is no subclass of `GeneralTracker`, or lacks `name` or `requires_logging_directory`.
 
     Example:
-        >>> register_tracker_class(MyTracker)  # doctest: +SKIP
-        >>> Accelerator(log_with="my_tracker")  # doctest: +SKIP
+        >>> from instep.accelerator import Accelerator
+        >>> class Console(GeneralTracker):
+        ...     name, requires_logging_directory, tracker = "console", False, None
+        ...
+        ...     def __init__(self, project_name):
+        ...         super().__init__()
+        ...
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> register_tracker_class(Console)
+        >>> accelerator = Accelerator(cpu=True, log_with="console")
+        >>> accelerator.init_trackers("digits")
+        >>> accelerator.log({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+        >>> accelerator.end_training()
     """
     kind = tracker_class
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):

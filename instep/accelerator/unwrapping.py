@@ -44,8 +44,9 @@ def extract_model_from_parallel(
         recursive: look at the modules inside too, which it changes in place.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Linear(2, 2)
-        >>> extract_model_from_parallel(DataParallel(model)) is model
+        >>> extract_model_from_parallel(nn.DataParallel(model)) is model
         True
     """
     inner = without_compile(model)

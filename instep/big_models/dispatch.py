@@ -95,9 +95,11 @@ def dispatch_model(
         UsageError: the model is dispatched already, or weights without values are given none.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="offloaded")  # doctest: +SKIP
-        >>> model(torch.ones(1, 2)).shape, model[1].weight.device  # doctest: +SKIP
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        ...     model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder)
+        ...     model(torch.ones(1, 2)).shape, model[1].weight.device
         (torch.Size([1, 2]), device(type='meta'))
 
     Source: the function of this name in Hugging Face Accelerate.

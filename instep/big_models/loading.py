@@ -98,17 +98,25 @@ def load_checkpoint_in_model(
         SettingError: a module has no device, a weight for "disk" needs an `offload_folder`, or as above.
 
     Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from torch import nn
         >>> from instep.big_models import init_empty_weights
-        >>> with init_empty_weights():  # doctest: +SKIP
-        ...     model = AutoModelForCausalLM.from_config(config)
-        >>> load_checkpoint_in_model(model, "model.safetensors")  # doctest: +SKIP
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file(nn.Linear(2, 1).state_dict(), f"{folder}/model.safetensors")
+        ...     load_checkpoint_in_model(model, f"{folder}/model.safetensors")
+        >>> model.weight.device
+        device(type='cpu')
 
-        Weights of which each rank of a sharded strategy reads its part:
+        In `configure_model`, each rank of a sharded strategy reads its part of the weights:
 
-        >>> class Tuned(TrainModule):  # doctest: +SKIP
+        >>> from instep import TrainModule
+        >>> class Tuned(TrainModule):
         ...     def configure_model(self):
         ...         with init_empty_weights():
-        ...             self.model = AutoModelForCausalLM.from_config(config)
+        ...             self.model = nn.Linear(2, 1)
         ...             load_checkpoint_in_model(self.model, "model.safetensors")
 
     Source: the function of this name in Hugging Face Accelerate.
@@ -201,11 +209,19 @@ def load_checkpoint_and_dispatch(
         CheckpointError: as for `load_checkpoint_in_model`, as are the others.
 
     Example:
-        >>> with init_empty_weights():  # doctest: +SKIP
-        ...     model = AutoModelForCausalLM.from_config(config)
-        >>> model = load_checkpoint_and_dispatch(  # doctest: +SKIP
-        ...     model, "folder", device_map="auto", no_split_module_classes=["LlamaDecoderLayer"]
-        ... )
+        >>> import tempfile
+        >>> import torch
+        >>> from safetensors.torch import save_file
+        >>> from torch import nn
+        >>> from instep.big_models import init_empty_weights
+        >>> with init_empty_weights():
+        ...     model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)))  # 40,400 bytes each
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3))).state_dict()
+        ...     save_file(weights, f"{folder}/model.safetensors")
+        ...     model = load_checkpoint_and_dispatch(model, folder, device_map="auto", max_memory={"cpu": "90KB"})
+        ...     model.hf_device_map, model(torch.ones(1, 100)).shape
+        ({'0': 'cpu', '1': 'disk', '2': 'disk'}, torch.Size([1, 100]))
 
     Source: the function of this name in Hugging Face Accelerate.
     """

@@ -32,7 +32,8 @@ class OptunaPruning(Callback):
         optuna.TrialPruned: (from `fit`) the trial was pruned.
 
     Example:
-        >>> def objective(trial):  # doctest: +SKIP
+        >>> from instep import Trainer
+        >>> def objective(trial):  # for study.optimize(objective)
         ...     model = Model(lr=trial.suggest_float("lr", 1e-5, 1e-1, log=True))
         ...     trainer = Trainer(max_epochs=10, callbacks=[OptunaPruning(trial, monitor="val_loss")])
         ...     trainer.fit(model, datamodule=data)

@@ -92,14 +92,14 @@ class BackgroundSaver:
 
     Example:
         >>> import tempfile
+        >>> from instep.checkpoint import CheckpointStore
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     saver, state = BackgroundSaver(), {"epoch": 3}
         ...     recorder = saver.record(lambda writer: writer.state("trainer", state))
         ...     pending = saver.start(CheckpointStore(folder), 1200, recorder)
         ...     state["epoch"] = 4  # what is saved was taken before
-        ...     path = pending.outcome(RankGroup())
-        ...     saver.close()
-        ...     CheckpointStore(folder).read(path).state("trainer")
+        ...     saver.close()  # waits
+        ...     CheckpointStore(folder).read(pending.path).state("trainer")
         {'epoch': 3}
     """
 

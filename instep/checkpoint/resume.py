@@ -24,7 +24,7 @@ _MOST_NAMES = 8  # that a report says of a kind
 
 @dataclass(frozen=True)
 class Resume:
-    """Parts of a checkpoint that are taken up beside the weights; by default all of them, so that the run goes on.
+    """Choice of the parts of a checkpoint that a run takes up beside the weights. By default all: the run goes on.
 
     Args:
         optimizer: the optimizers' states, and the loss scale.
@@ -43,8 +43,10 @@ class Resume:
         SettingError: a value is of the wrong kind, or two contradict each other.
 
     Example:
-        >>> trainer.fit(model, loader, ckpt_path="last", resume=Resume(lr=1e-4))  # doctest: +SKIP
-        >>> trainer.fit(model, loader, ckpt_path="base.safetensors", resume=Resume.weights())  # doctest: +SKIP
+        >>> def go_on(trainer, model, loader):  # with another learning rate
+        ...     trainer.fit(model, loader, ckpt_path="last", resume=Resume(lr=1e-4))
+        >>> def begin_anew(trainer, model, loader):  # with the weights of another model
+        ...     trainer.fit(model, loader, ckpt_path="base.safetensors", resume=Resume.weights())
         >>> Resume(optimizer=False).parts
         ('weights', 'schedulers', 'position', 'callbacks', 'loggers')
     """

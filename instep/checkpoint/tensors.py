@@ -215,6 +215,7 @@ def write_tensors(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_tensors(Path(folder, "x.safetensors"), {"a": torch.ones(2)}).bytes
         104

@@ -15,7 +15,7 @@ OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_ba
 
 
 class BatchSource(ABC):
-    """Batches of this rank, with their sizes.
+    """Batches of this rank from one or several loaders, with their sizes.
 
     One pass at a time: `set_epoch`, then perhaps `load_state_dict` or `start_at`, then iterate. Batches are numbered
     from 0 in an epoch; a resumed pass begins at `first_batch`. The numbers are alike on all ranks, and so is
@@ -35,12 +35,19 @@ class BatchSource(ABC):
             size before a pass if states are taken within windows; matters for loaders with a state of their own only.
 
     Example:
-        >>> for epoch in range(2):  # doctest: +SKIP
+        >>> from torch.utils.data import DataLoader
+        >>> from instep.data import prepare_loader
+        >>> source = prepare_loader(DataLoader(range(5), batch_size=2))
+        >>> for epoch in range(2):
         ...     source.set_epoch(epoch)
         ...     for batch_idx, batch in enumerate(source, source.first_batch):
-        ...         loss = step(batch) * window_scale(source, batch_idx, accumulate)
-        ...         if (batch_idx + 1) % accumulate == 0 or source.share.last:
-        ...             optimizer.step()
+        ...         print(epoch, batch_idx, batch.tolist(), source.share.last)
+        0 0 [0, 1] False
+        0 1 [2, 3] False
+        0 2 [4] True
+        1 0 [0, 1] False
+        1 1 [2, 3] False
+        1 2 [4] True
     """
 
     rank_state: bool = False

@@ -23,7 +23,7 @@ D = TypeVar("D", bound="DataModule")
 
 
 class DataModule(HyperParameters):
-    """Data, from the download to the loaders.
+    """Data of a run, from the download to the loaders, in one class.
 
     Override what is needed; the loaders you do not override are taken not to exist. `prepare_data` runs on one process
     (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which runs on all.
@@ -33,6 +33,8 @@ class DataModule(HyperParameters):
         prepare_data_per_node: run `prepare_data` on one process of each node, not of the whole job.
 
     Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
         >>> class Squares(DataModule):
         ...     def __init__(self, length=100, batch_size=8):
         ...         super().__init__()
@@ -40,7 +42,7 @@ class DataModule(HyperParameters):
         ...
         ...     def setup(self, stage):
         ...         x = torch.arange(float(self.hparams.length)).unsqueeze(1)
-        ...         self.data = torch.utils.data.TensorDataset(x, x**2)
+        ...         self.data = TensorDataset(x, x**2)
         ...
         ...     def train_dataloader(self):
         ...         return DataLoader(self.data, batch_size=self.hparams.batch_size, shuffle=True)

@@ -61,7 +61,8 @@ def tune_loader(
         loader: a plain `DataLoader`; it is left as it is.
         workers: numbers to try; None: 0 and powers of 2 up to the processors that this process may use.
         prefetch: batches per worker to try.
-        pin_memory: what to try; None: True and False where there is a GPU, else False.
+        pin_memory: what to try; None: True on CUDA, where a run pins the batches of a map-style data set whatever the
+            loader says (the copy to the device then overlaps with the steps, which is not measured here), else False.
         seconds: to measure each setting for.
         step_s: seconds that a training step takes: a loader that is faster than the steps is fast enough, and fewer
             workers win then. 0 looks for the fastest.
@@ -75,7 +76,8 @@ def tune_loader(
         SettingError: it is no plain `DataLoader`, has no batches, or a setting is wrong.
 
     Example:
-        >>> data = DataLoader(torch.arange(100), batch_size=10)
+        >>> from torch.utils.data import DataLoader
+        >>> data = DataLoader(range(100), batch_size=10)
         >>> best, every = tune_loader(data, workers=[0], seconds=0.01)
         >>> best.num_workers, len(every)
         (0, 1)
@@ -88,7 +90,7 @@ def tune_loader(
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = [0, *(2**power for power in range(count.bit_length()) if 2**power <= count)]
     workers = [at_least(0)("workers", each) for each in dict.fromkeys(workers)]
-    pins = pin_memory if pin_memory is not None else (False, True) if torch.cuda.is_available() else (False,)
+    pins = (torch.cuda.is_available(),) if pin_memory is None else pin_memory
     found: list[LoaderTrial] = []
     for count in workers:
         for ahead in [at_least(1)("prefetch", each) for each in prefetch] if count else [None]:

@@ -54,6 +54,8 @@ def notebook_launcher(
         Preempted: the ranks were interrupted, saved, and can be resumed.
 
     Example:
+        >>> def train(lr):
+        ...     ...  # a Trainer or an Accelerator, and its run
         >>> notebook_launcher(train, args=(0.1,), num_processes=2)  # doctest: +SKIP
     """
     _check_first("notebook_launcher", settings)
@@ -82,6 +84,9 @@ def debug_launcher(
         UsageError, SettingError, RemoteError, Preempted: as for `notebook_launcher`; a GPU in use is none.
 
     Example:
+        >>> from instep import PartialState
+        >>> def train():
+        ...     print(PartialState().process_index)
         >>> debug_launcher(train, num_processes=2)  # doctest: +SKIP
     """
     _check_first("debug_launcher", settings)

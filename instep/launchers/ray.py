@@ -56,6 +56,7 @@ class RayLauncher:
         SettingError: a value is wrong.
 
     Example:
+        >>> from instep.launch.engine import LaunchSpec
         >>> job = LaunchSpec(nproc=8, command=("train.py",))
         >>> RayLauncher("auto", gpus_per_rank=1).run(job)  # doctest: +SKIP
     """

@@ -69,17 +69,18 @@ def register_logger(name: str, logger: type[Logger]) -> None:
     An installed package does the same without a call, by an entry point of the group `instep.loggers`.
 
     Args:
-        name: a new one; one that is taken gets the new class, with a warning.
+        name: a new name. A name that is taken gets the new class, with a warning.
         logger: the class.
 
     Raises:
-        SettingError: it is no subclass of `Logger`.
+        SettingError: the class is no subclass of `Logger`.
 
     Example:
+        >>> from instep import Trainer
         >>> class ListLogger(Logger):
         ...     pass
         >>> register_logger("list", ListLogger)
-        >>> type(make_logger("list")).__name__
+        >>> Trainer(logger="list").loggers[0].__class__.__name__
         'ListLogger'
     """
     if not (isinstance(logger, type) and issubclass(logger, Logger)):

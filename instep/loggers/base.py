@@ -54,7 +54,7 @@ class NoExperiment:
 
 
 class Logger:
-    """Where metrics, hyperparameters, pictures, files and so on of a run go.
+    """Base of loggers, which write a run's metrics, hyperparameters, pictures, files and so on.
 
     The public methods may be called at any time and on any rank: only the main process writes, unless `per_rank`. They
     put what they get into a queue; a thread of the logger's own calls the hooks of the subclass, in order, so that a
@@ -94,6 +94,7 @@ class Logger:
         MissingPackageError: the tracker's package is not installed; the text has the `pip install`.
 
     Example:
+        >>> from pathlib import Path
         >>> class ListLogger(Logger):
         ...     def __init__(self):
         ...         super().__init__(name="list")

@@ -36,6 +36,7 @@ class CSVLogger(Logger):
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> logger = CSVLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     logger.start(folder)

@@ -36,7 +36,9 @@ class JSONLinesLogger(Logger):
         **options: `prefix`, `x_axis` and the others of `Logger`.
 
     Example:
+        >>> import json
         >>> import tempfile
+        >>> from pathlib import Path
         >>> logger = JSONLinesLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     logger.start(folder)

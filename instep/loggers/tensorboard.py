@@ -47,6 +47,7 @@ class TensorBoardLogger(Logger):
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> logger = TensorBoardLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     logger.start(folder)

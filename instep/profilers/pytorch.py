@@ -72,7 +72,8 @@ class PyTorchProfiler(Profiler):
 
     Example:
         >>> profiler = PyTorchProfiler(schedule={"wait": 1, "warmup": 1, "active": 2}, record_shapes=True)
-        >>> trainer = Trainer(profiler=profiler)  # doctest: +SKIP
+        >>> from instep import Trainer
+        >>> trainer = Trainer(profiler=profiler)
 
     Source: Lightning's `PyTorchProfiler`, with its names, over `torch.profiler`.
     """
