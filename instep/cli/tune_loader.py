@@ -1,10 +1,10 @@
-"""Measure how fast a loader gives batches, by workers, prefetching and pinning, and write the setting to use.
+"""Measure how fast a loader gives batches, by workers and prefetching, and write the setting to use.
 
 WHAT is a function that gives a DataLoader, or a DataModule whose training loader is measured (package.module:Name, or
 train.py:Name). Each setting is measured for --seconds, after its first batch. The fewest workers that are within 5 % of
 the fastest are chosen; with --step-ms the fewest that are faster than the steps. --write makes a YAML file of the
 setting: for a DataModule one that `instep fit --config run.yaml --config FILE` takes, with those of its arguments that
-are called so; for a function the arguments of a DataLoader.
+are called so; for a function the arguments of a DataLoader. On CUDA it has pin_memory=true.
 
 Examples:
   instep tune-loader train.py:Digits

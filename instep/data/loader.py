@@ -67,7 +67,8 @@ def prepare_loader(
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
         stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
             own state kept, to resume by.
-        device: where the batches will go; for CUDA they are put into pinned memory.
+        device: where the batches will go; for CUDA those of map-style data are put into pinned memory, whatever the
+            loader's `pin_memory` says.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
             first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
         split_batches: the loader's batch size is that of all ranks together; each batch is split over them.

@@ -13,7 +13,7 @@ import yaml
 from torch.utils.data import DataLoader, Dataset
 
 from instep.cli.main import main
-from instep.data import tune_loader
+from instep.data import tune, tune_loader
 from instep.data.tune import LoaderTrial
 from instep.errors import SettingError
 
@@ -40,6 +40,16 @@ def test_workers_help_where_the_data_waits() -> None:
     enough, _ = tune_loader(loader, workers=[0], seconds=0.05, step_s=0.1)
     assert enough.num_workers == 0
     assert loader.num_workers == 0
+
+
+def test_pinning_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_measure", lambda loader, *setting: LoaderTrial(*setting[:3], 0.0, 1.0 + setting[2]))
+    loader = DataLoader(Slow(), batch_size=8)
+    for here in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        best, found = tune_loader(loader, workers=[0])
+        assert [each.pin_memory for each in found] == [best.pin_memory] == [here]
+    assert [each.pin_memory for each in tune_loader(loader, [0], pin_memory=[False, True])[1]] == [False, True]
 
 
 def test_what_cannot_be_measured() -> None:
