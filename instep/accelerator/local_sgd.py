@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A context in which ranks train apart, and their weights are averaged every `local_sgd_steps` optimizer steps.
+    """Context in which each rank trains by itself, and weights are averaged every `local_sgd_steps` optimizer steps.
 
     Gradients are not reduced inside. The mean is taken of the trainable parameters and of the floating buffers (running
     statistics), also at the end of the block; the optimizers' own state stays each rank's, as do integer buffers. After
@@ -29,7 +29,7 @@ class LocalSGD:
 
     Args:
         accelerator: the `Accelerator`.
-        model: what its `prepare` gave.
+        model: the model that `accelerator.prepare` returned.
         local_sgd_steps: optimizer steps between two averages.
         enabled: False leaves training as it is.
 
@@ -38,15 +38,21 @@ class LocalSGD:
         DistributedError: (when ranks meet) they took different numbers of steps.
 
     Example:
-        The step counts once a window of accumulated gradients is complete::
-
-            with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-                for batch in loader:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(loss(model(batch)))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        local_sgd.step()
+        >>> import torch
+        >>> from instep.accelerator import Accelerator
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        ...     for batch in loader:
+        ...         with accelerator.accumulate(model):
+        ...             accelerator.backward(model(batch).square().mean())
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...             local_sgd.step()  # counts once a window of accumulated gradients is complete
+        >>> accelerator.end_training()
 
     Source:
         Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
