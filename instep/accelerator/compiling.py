@@ -23,11 +23,11 @@ class TorchDynamoPlugin:
         backend: torch's name, in capitals or not; "no" compiles nothing.
         mode: "default", "reduce-overhead" or "max-autotune".
         fullgraph: a graph that breaks is an error.
-        dynamic: whether shapes may vary; None: as torch finds out.
-        options: of the backend.
+        dynamic: let shapes vary; None: as torch finds out.
+        options: options of the backend.
         disable: compile nothing, for a test.
-        use_regional_compilation: compile the blocks in the model's `nn.ModuleList`s, which are alike, and not the whole
-            model; a model without such a list is compiled as a whole.
+        use_regional_compilation: compile the blocks in each `nn.ModuleList` of the model, which are alike, and not the
+            whole model. A model without such a list is compiled as a whole.
 
     Example:
         >>> TorchDynamoPlugin(backend="EAGER", dynamic=True).to_kwargs()

@@ -21,11 +21,11 @@ class Callback:
     not overridden costs nothing per step. Names, order and arguments are those that users of Lightning know; every hook
     runs on every rank, in the order of `Trainer(callbacks=[...])`.
 
-    What a callback must remember over a restart goes through `state_dict` and `load_state_dict`: tensors and JSON
-    values only. Two callbacks of one class that both keep state need different `state_key`s.
+    A callback keeps what it must remember over a restart in `state_dict` and `load_state_dict`: tensors and JSON values
+    only. Two callbacks of one class that both keep state need a different `state_key` each.
 
-    A callback ends the training by `trainer.set_trigger("stop", reason="...")`, on whatever rank knows: all ranks leave
-    the loop at the same step.
+    A callback ends the training by `trainer.set_trigger("stop", reason="...")`, on any rank: all ranks leave the loop
+    at the same step.
 
     Example:
         >>> class CountBatches(Callback):

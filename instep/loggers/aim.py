@@ -35,9 +35,10 @@ class AimLogger(Logger):
         capture_terminal_logs: whether what the program prints is stored.
         run_name: the run's name.
         run_hash: the hash of a run to continue.
-        context_prefixes: contexts by how names begin, which are shown without that: by default "train_loss" is "loss"
-            in the context `subset: "train"`; the same for "val_" and "test_". {}: none.
-        context_postfixes: contexts by how names end.
+        context_prefixes: contexts by the beginning of a name. The name is shown without its beginning: by default
+            "train_loss" is "loss" in the context `subset: "train"`. The same holds for names with `val_` and `test_`.
+            {}: none.
+        context_postfixes: contexts by the end of a name.
         **options: `save_dir`, `prefix` and the others of `Logger`.
 
     Example:

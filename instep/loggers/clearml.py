@@ -24,10 +24,10 @@ _SERIES = ("train", "val", "eval", "test")
 class ClearMLLogger(Logger):
     """Writes a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
 
-    "train_loss" is the series "train" of the plot "loss"; the same for "val_", "eval_" and "test_". A resumed run
-    continues the same task; offline it is a further session in the same folder, and what the sessions have is not
-    written again. ClearML reports in a thread, not in a process that it would fork from training. A task that the
-    script made by `Task.init` is used as it is, and left open.
+    "train_loss" is the series "train" of the plot "loss". The same holds for names with `val_`, `eval_` and `test_`. A
+    resumed run continues the same task; offline it is a further session in the same folder, and what the sessions have
+    is not written again. ClearML reports in a thread, not in a process that it would fork from training. A task that
+    the script made by `Task.init` is used as it is, and left open.
 
     Args:
         project_name: the project. None: CLEARML_PROJECT, else "instep".

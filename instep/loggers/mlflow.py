@@ -41,7 +41,7 @@ class MLFlowLogger(Logger):
         tracking_uri: "sqlite:///..." or "http://...". None: MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
         tags: of the run, also as JSON. None: MLFLOW_TAGS.
         save_dir: the folder of the database. None: the one above the run folder.
-        log_model, prefix, **options: as `Logger` has them.
+        log_model, prefix, options: as for `Logger`.
         artifact_location: where a new experiment keeps files. None: `mlartifacts` beside the database, or the server's.
         run_id: the MLflow run to go on with. None: MLFLOW_RUN_ID, else a new one.
         synchronous: of no effect: a thread of the logger waits for MLflow, and nothing else does.

@@ -38,13 +38,14 @@ class DistributedType(Word):
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One row of the table.
+    """Facts about one kind of device.
 
     Args:
         name: torch's device type, and instep's name for the kind.
         backend: the collective backend of several such devices; None where torch has none.
-        distributed_type: what several processes with such a device are called.
-        count: how many this process sees; 0 where the kind cannot be used here.
+        distributed_type: name of a job of several processes with such a device.
+        count: function that returns the number of such devices that this process sees; 0 where the kind cannot be used
+            here.
         extension: the module that brings the backend into torch; None where torch has it.
     """
 
@@ -79,18 +80,19 @@ KINDS = {
         DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, lambda: 1),
     )
 }
+"""Kinds of devices that instep knows: a `DeviceKind` by the name of each."""
 # xla is only used when it is asked for: an installed torch_xla does not mean that its device is wanted.
 _AUTO = ("cuda", "xpu", "hpu", "npu", "mps", "cpu")
 _GPU = ("cuda", "xpu", "mps")
 
 
 def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> DeviceKind:
-    """Find the row for an accelerator's name.
+    """Find the kind of device for an accelerator's name.
 
     Args:
         accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
             here; "auto" for the first of all but xla that is here, the CPU last.
-        field: who names it, for errors.
+        field: name of the argument that names the accelerator, for errors.
 
     Raises:
         SettingError: the name is unknown, or there is no such device here.

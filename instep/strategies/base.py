@@ -387,8 +387,8 @@ class Strategy:
             tree: what `model_state` or `optimizer_state` returned, or a container of such.
 
         Returns:
-            The same with plain tensors and `Shard`s, less the tensors that another rank writes; None to write nothing.
-            Over all ranks each element of each tensor is in it once.
+            The same state with plain tensors and `Shard` objects, without the tensors that another rank writes; None to
+            write nothing. Over all ranks, each element of each tensor is there once.
         """
         return tree if PartialState().is_main_process else None
 
