@@ -21,16 +21,20 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
     batches of a pool come in a drawn order. Give it as a loader's `batch_sampler`: the Trainer and the Accelerator draw
     it by (seed, epoch), spread its batches over the ranks, and resume it within an epoch at any world size.
 
+    With `max_tokens` each epoch has another number of batches: `len` is that of the last epoch that was drawn, and an
+    estimate before the first one.
+
     Args:
         lengths: of each sequence, in tokens.
         batch_size: sequences of a batch; or give `max_tokens`.
         max_tokens: a batch's sequences times its longest one are at most so many.
         pool: batches that are sorted together: more pads less, and is less random.
         shuffle: False takes the order as it is, for an evaluation.
-        drop_last: leave out the last batch of the epoch where it is smaller.
+        drop_last: leave out the last batch of the epoch where it has fewer sequences than `batch_size`.
 
     Raises:
-        SettingError: neither or both of `batch_size` and `max_tokens` are given, or a sequence is too long.
+        SettingError: neither or both of `batch_size` and `max_tokens` are given, a sequence is too long, or `drop_last`
+            is given with `max_tokens`.
 
     Example:
         >>> batches = list(LengthBucketBatchSampler([1, 9, 2, 8, 3, 7], batch_size=2, shuffle=False))
@@ -51,6 +55,9 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
     ) -> None:
         if (batch_size is None) == (max_tokens is None):
             raise SettingError("give batch_size or max_tokens, one of them", field="batch_size", got=batch_size)
+        if max_tokens is not None and drop_last:
+            text = "drop_last=True leaves out a batch of fewer sequences than batch_size; leave it out with max_tokens"
+            raise SettingError(text, field="drop_last", got=True)
         self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
         if self.lengths.ndim != 1 or (self.lengths.numel() and int(self.lengths.min()) < 1):
             raise wrong("lengths", lengths, "a sequence of integers of at least 1")
@@ -66,10 +73,18 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self.pool = at_least(1)("pool", pool)
         mean = max(1.0, float(self.lengths.double().mean())) if self.lengths.numel() else 1.0
         self._pooled = self.pool * (self.batch_size or max(1, int((max_tokens or 1) / mean)))
+        self._drawn: int | None = None  # batches of the last epoch that was drawn whole
 
     def __iter__(self) -> Iterator[list[int]]:
+        drawn = 0
+        for batch in self._batches(self.shuffle):
+            drawn += 1
+            yield batch
+        self._drawn = drawn
+
+    def _batches(self, shuffle: bool) -> Iterator[list[int]]:
         count = self.lengths.numel()
-        order = torch.randperm(count) if self.shuffle else torch.arange(count)
+        order = torch.randperm(count) if shuffle else torch.arange(count)
         small: list[int] = []
         for begin in range(0, count, self._pooled):
             pool = order[begin : begin + self._pooled]
@@ -77,7 +92,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             batches = list(self._cut(pool))
             if begin + self._pooled >= count and self.batch_size is not None and len(batches[-1]) < self.batch_size:
                 small = batches.pop()
-            for place in torch.randperm(len(batches)).tolist() if self.shuffle else range(len(batches)):
+            for place in torch.randperm(len(batches)).tolist() if shuffle else range(len(batches)):
                 yield batches[place]
         if small and not self.drop_last:
             yield small
@@ -98,7 +113,9 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         if self.max_tokens is not None:
-            raise TypeError("with max_tokens the number of batches differs from epoch to epoch")
+            if self._drawn is None:
+                self._drawn = sum(1 for _ in self._batches(shuffle=False))
+            return self._drawn
         count, size = self.lengths.numel(), self.batch_size or 1
         pools, rest = divmod(count, self._pooled)
         return pools * self.pool + (rest // size if self.drop_last else -(-rest // size))
