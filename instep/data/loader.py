@@ -61,14 +61,15 @@ def prepare_loader(
         seed: what shuffling and worker seeds are derived from, alike on all ranks. A generator that the loader or its
             sampler was given is mixed in by its seed.
         shuffle_allowed: False takes a shuffled loader in sequence, and any other in its first epoch's order.
-        use_distributed_sampler: False: every rank iterates the loader as it is.
+        use_distributed_sampler: False: every rank iterates the loader as it is. Else a warning says so where ranks read
+            the same first batch of iterable training data.
         seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
         batch_size: use another batch size than the loader's: per rank, or of all ranks with `split_batches`.
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
         stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
             own state kept, to resume by.
-        device: where the batches will go; for CUDA those of map-style data are put into pinned memory, whatever the
-            loader's `pin_memory` says.
+        device: where the batches will go; for CUDA those of map-style and dispatched data are put into pinned memory,
+            whatever the loader's `pin_memory` says.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
             first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
         split_batches: the loader's batch size is that of all ranks together; each batch is split over them.
@@ -149,7 +150,8 @@ def prepare_loader(
     loader = _rebuilt(loader, batch_size, stateful=stateful and stage == "train")
     if world_size > 1 and use_distributed_sampler:
         _check_spread(loader, world_size)
-    return _by_iteration(loader, wanted, frozen=not shuffle_allowed, resumable=stage == "train")
+    compare = use_distributed_sampler and stage == "train"
+    return _by_iteration(loader, wanted, frozen=not shuffle_allowed, resumable=stage == "train", compare=compare)
 
 
 def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
@@ -330,7 +332,7 @@ def _by_index(
     )
 
 
-def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool) -> PreparedLoader:
+def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, compare: bool) -> PreparedLoader:
     from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
 
     stateful = _stateful_part(loader)
@@ -359,6 +361,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool) 
         uneven=wanted.uneven,
         stateful=stateful,
         frozen=frozen,
+        compare=compare,
     )
 
 

@@ -27,8 +27,10 @@ from instep.data.plan import Plan, Share
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size
+from instep.distributed.nested import iter_leaves
 from instep.errors import DataError, UsageError
 from instep.state.process import step_group
+from instep.state.rank_records import digest_of
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
@@ -46,19 +48,30 @@ class BatchAgreement:
     Args:
         have: this rank has the batch.
         size: its samples, None when unknown.
+        world_size: ranks that share the data: of several processes with one rank each counts as a part of it.
+        mark: what is the same for equal batches; 0 where that cannot be told, None where no rank tells it.
+
+    Attributes:
+        marks: those of all processes, once the agreement was read.
     """
 
-    def __init__(self, have: bool, size: int | None) -> None:
-        self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
-        self._work: Any = dist.all_reduce(self._numbers, group=step_group(), async_op=True)
+    def __init__(self, have: bool, size: int | None, world_size: int, mark: int | None = None) -> None:
+        group = step_group()
+        assert group is not None
+        self._processes = group.size() // world_size  # of each rank
+        self.marks = [] if mark is None else [mark if rank == group.rank() else 0 for rank in range(group.size())]
+        numbers = [have, size is not None, size or 0, *self.marks]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:
         """Wait for how many ranks have the batch, and their samples together (None when one does not know its own)."""
         if self._read is None:
             self._work.wait()
-            have, known, size = self._numbers.tolist()
-            self._read = (have, size if known == have and size else None)
+            have, known, size, *self.marks = self._numbers.tolist()
+            total = size // self._processes if known == have and size else None
+            self._read = (have // self._processes, total)
         return self._read
 
 
@@ -81,6 +94,7 @@ class StreamLoader(PreparedLoader):
             its last batch with weight 0 until all are exhausted, or "error"; `OWN_END`: each has its own number.
         stateful: whose state says where the data stands; None: batches are counted.
         frozen: random numbers are the first epoch's in every epoch.
+        compare: warn where ranks read the same first batch, if the data decides the length.
     """
 
     def __init__(
@@ -94,9 +108,11 @@ class StreamLoader(PreparedLoader):
         uneven: str = "stop",
         stateful: Stateful | None = None,
         frozen: bool = False,
+        compare: bool = False,
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
+        self._compare = compare  # until the first batch was
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
@@ -379,6 +395,7 @@ class StreamLoader(PreparedLoader):
         for ahead in range(number, min(number + 2, self._limit)):
             slots.append(self._look_ahead(ahead))
         more = self._goes_on(number, slots[0])
+        _warn_of_copies(self, slots[0].agreed.marks)
         while more:
             slot = slots.popleft()
             if number + 2 < self._limit:
@@ -407,7 +424,10 @@ class StreamLoader(PreparedLoader):
             elif self.uneven == "join":
                 self._replay = batch
         size = None if batch is _END else find_batch_size(batch)
-        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size))
+        mark = None
+        if self._compare:
+            self._compare, mark = False, 0 if batch is _END else _mark_of(batch)
+        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size, mark))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
         """Return whether the ranks run a batch; an error where `uneven` forbids that some do not."""
@@ -419,6 +439,36 @@ class StreamLoader(PreparedLoader):
                 "'join'"
             )
         return ranks > 0 if self.uneven == "join" else ranks == self.world_size
+
+
+def _mark_of(batch: Any) -> int:
+    """Hash a batch to a number above 0, or to 0 where it holds what cannot be compared."""
+    from instep.distributed.replicas import digest  # late: only the first batch of several ranks needs it
+
+    parts: list[str] = []
+    for _, leaf in iter_leaves(batch):
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
+            parts.append(f"{leaf.dtype} {tuple(leaf.shape)} {digest(leaf)}")
+        elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
+            parts.append(repr(leaf))
+        else:
+            return 0
+    return digest_of("\n".join(parts)) % (2**63 - 1) + 1 if parts else 0
+
+
+def _warn_of_copies(source: StreamLoader, marks: Sequence[int]) -> None:
+    """Warn, on one process, where ranks have the same batch; `marks` are those of all processes."""
+    different, group = len(set(marks)), step_group()
+    if group is None or group.rank() or not marks or 0 in marks or different >= source.world_size:
+        return
+    name = type(getattr(source.loader, "dataset", source.loader)).__name__
+    warn_user(
+        f"{name} gives the same first batch to {'all' if different == 1 else 'some'} of the {source.world_size} "
+        "ranks, which then train on the same samples. Let it give each rank a part of its own, by "
+        "PartialState().process_index (with MeshStrategy: trainer.strategy.data_rank); in a loop of your own, "
+        "DataLoaderConfiguration(dispatch_batches=True) has rank 0 read for all. If it is meant, say so with "
+        "Trainer(use_distributed_sampler=False)"
+    )
 
 
 def _least(number: int | None, limit: int | None) -> int | None:

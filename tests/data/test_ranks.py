@@ -344,3 +344,58 @@ def _own_lengths() -> list[Any]:
 def test_ranks_that_end_alone_resume_alone() -> None:
     for found in run_ranks(_own_lengths, 2):
         assert found == [(True, True), (False, True)]
+
+
+class Rows(IterableDataset[Any]):
+    """The same rows on every rank, or with `part` other ones; with a second entry that cannot be compared, perhaps."""
+
+    def __init__(self, part: int = 0, beside: Any = "name") -> None:
+        self.part, self.beside = part, beside
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(3):
+            yield {"x": torch.full((2,), float(number)), "of": torch.tensor(self.part), "beside": self.beside}
+
+
+def _same_batches() -> list[list[str]]:
+    found = []
+    for rows, options in (
+        (Rows(), {}),
+        (Rows(rank()), {}),
+        (Rows(rank() // 2), {}),
+        (Rows(beside={1}), {}),
+        (Rows(), {"stage": "val"}),
+        (Rows(), {"use_distributed_sampler": False}),
+    ):
+        loader = DataLoader(rows, batch_size=None)
+        source = prepare_loader(loader, rank=rank(), world_size=3, **options)  # type: ignore[arg-type]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for epoch in range(2):
+                source.set_epoch(epoch)
+                assert len(list(source)) == 3
+        found.append([str(warning.message) for warning in caught])
+    return found
+
+
+def test_ranks_that_read_the_same_training_data_are_warned_once() -> None:
+    first, *others = run_ranks(_same_batches, 3)
+    for said, which in ((first[0], "all"), (first[2], "some")):
+        assert [text.partition(",")[0] for text in said] == [
+            f"Rows gives the same first batch to {which} of the 3 ranks"
+        ]
+        assert "PartialState().process_index" in said[0]
+        assert "use_distributed_sampler=False" in said[0]
+    assert [first[number] for number in (1, 3, 4, 5)] == [[], [], [], []]
+    assert others == [[[]] * 6] * 2
+
+
+def _shared_ranks() -> list[Any]:
+    loader = DataLoader(Mine([4, 6, 6, 6]), batch_size=2) if rank() < 2 else DataLoader(Mine([6] * 4), batch_size=2)
+    source = prepare_loader(loader, rank=rank() // 2, world_size=2)
+    return [source.share[:2] for _ in source]
+
+
+def test_processes_that_share_a_rank_count_as_one() -> None:
+    for found in run_ranks(_shared_ranks, 4):
+        assert found == [(2, 4)] * 2

@@ -43,7 +43,7 @@ def test_workers_help_where_the_data_waits() -> None:
 
 
 def test_pinning_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "_measure", lambda loader, *setting: LoaderTrial(*setting[:3], 0.0, 1.0 + setting[2]))
+    monkeypatch.setattr(tune, "_measure", lambda _, workers, ahead, pin, s: LoaderTrial(workers, ahead, pin, 0.0, 1.0))
     loader = DataLoader(Slow(), batch_size=8)
     for here in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
