@@ -195,10 +195,10 @@ class Accelerator(ProcessMethods):
 
     # ---- the process
 
-    state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "How the run computes.")
-    gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Place in window and loader.")
-    device: ReadOnly[torch.device] = ReadOnly(lambda a: a._device, "The device of this process.")
-    distributed_type: ReadOnly[DistributedType] = ReadOnly(lambda a: a._distributed_type, "Kind of processes.")
+    state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
+    gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "State of gradients and loaders.")
+    device: ReadOnly[torch.device] = ReadOnly(lambda a: a._device, "Device of this process.")
+    distributed_type: ReadOnly[DistributedType] = ReadOnly(lambda a: a._distributed_type, "Kind of the processes.")
 
     @property
     def num_processes(self) -> int:
@@ -219,13 +219,13 @@ class Accelerator(ProcessMethods):
 
     @property
     def project_dir(self) -> str | None:
-        """Where checkpoints go."""
+        """Folder of checkpoints; None without one."""
         folder = self.project_configuration.project_dir
         return None if folder is None else os.path.expanduser(folder)
 
     @property
     def logging_dir(self) -> str | None:
-        """Where loggers write."""
+        """Folder of loggers; None without one."""
         folder = self.project_configuration.logging_dir
         return self.project_dir if folder is None else os.path.expanduser(folder)
 
@@ -253,16 +253,18 @@ class Accelerator(ProcessMethods):
         lambda a: any(optimizer.step_was_skipped for optimizer in a._prepared.optimizers),
         "Whether an optimizer left out its last step because a gradient was not finite.",
     )
-    step: ReadOnly[int] = ReadOnly(lambda a: a._prepared.step, "Optimizer steps, skipped ones too.")
-    seed: ReadOnly[int] = ReadOnly(lambda a: a._prepared.seed, "Seed of the data's order, rank 0's.")
-    run_id: ReadOnly[str] = ReadOnly(lambda a: a._states.run_id, "The run; `load_state` takes it up.")
-    # What was prepared.
+    step: ReadOnly[int] = ReadOnly(lambda a: a._prepared.step, "Number of optimizer steps, skipped ones too.")
+    seed: ReadOnly[int] = ReadOnly(lambda a: a._prepared.seed, "Seed of the data's order, from rank 0.")
+    run_id: ReadOnly[str] = ReadOnly(lambda a: a._states.run_id, "Name of the run; `load_state` restores it.")
     optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
+    """Optimizers that `prepare` has returned."""
     schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
+    """Learning-rate schedulers that `prepare` has returned."""
     dataloaders: ReadOnly[list[AcceleratedLoader]] = ReadOnly(lambda a: a._prepared.dataloaders)
-    trackers: ReadOnly[list[Any]] = ReadOnly(lambda a: a._trackers.started, "What `init_trackers` started.")
+    """Loaders that `prepare` has returned."""
+    trackers: ReadOnly[list[Any]] = ReadOnly(lambda a: a._trackers.started, "Trackers that `init_trackers` started.")
     save_iteration: ReadOnly[int] = ReadOnly(
-        lambda a: a.project_configuration.iteration, "Of the next automatic state."
+        lambda a: a.project_configuration.iteration, "Number of the next automatic state."
     )
     scaler: ReadOnly[Any] = ReadOnly(lambda a: a.precision.scaler, "The gradient scaler of fp16; None without one.")
     use_distributed: ReadOnly[bool] = ReadOnly(lambda a: a.num_processes > 1, "Whether there are several processes.")
@@ -270,9 +272,13 @@ class Accelerator(ProcessMethods):
 
     # Of `dataloader_config`, as with Accelerate.
     split_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.split_batches)
+    """Value of `dataloader_config`."""
     dispatch_batches: ReadOnly[bool | None] = ReadOnly(lambda a: a.dataloader_config.dispatch_batches)
+    """Value of `dataloader_config`."""
     even_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.even_batches)
+    """Value of `dataloader_config`."""
     non_blocking: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.non_blocking)
+    """Value of `dataloader_config`."""
 
     # ---- preparing
 

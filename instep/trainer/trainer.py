@@ -669,8 +669,11 @@ class Trainer:
         return self._seed
 
     global_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.rank)
+    """Rank of this process, from 0."""
     local_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.local_rank)
+    """Rank of this process on its node, from 0."""
     node_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.node_rank)
+    """Number of this node, from 0."""
     is_global_zero: ReadOnly[bool] = ReadOnly(lambda t: t.global_rank == 0, "Whether this is the main process.")
     num_devices: ReadOnly[int] = ReadOnly(lambda t: t._device_count, "Devices on this machine.")
     world_size: ReadOnly[int] = ReadOnly(lambda t: t._device_count * t.settings.num_nodes, "Processes of the run.")
@@ -678,6 +681,7 @@ class Trainer:
     device_ids: ReadOnly[list[int]] = ReadOnly(
         lambda t: list(t.settings.devices if isinstance(t.settings.devices, tuple) else range(t._device_count))
     )
+    """Numbers of the devices on this machine that the run uses."""
 
     @property
     def lightning_module(self) -> TrainModule | None:
@@ -687,11 +691,14 @@ class Trainer:
 
     _shown: ReadOnly[RunContext | None] = ReadOnly(lambda t: t._ctx or t._last_ctx, "Of this call or the last fit.")
     datamodule: ReadOnly[DataModule | None] = ReadOnly(lambda t: t._shown and t._shown.datamodule)
+    """Data module of the running call, or of the last fit; None without one."""
     optimizers: ReadOnly[list[Optimizer]] = ReadOnly(lambda t: t._shown.optimizers if t._shown else [])
+    """Optimizers of the running call, or of the last fit."""
     _wrapped_optimizers: ReadOnly[list[Any]] = ReadOnly(lambda t: t._shown.wrapped_optimizers if t._shown else [])
     lr_scheduler_configs: ReadOnly[list[LRSchedulerConfig]] = ReadOnly(
         lambda t: t._shown.schedulers if t._shown else []
     )
+    """Learning-rate schedules of the running call, or of the last fit, each with its settings."""
 
     @property
     def loggers(self) -> list[Logger]:
@@ -742,23 +749,34 @@ class Trainer:
     checkpoint_callbacks: ReadOnly[list[ModelCheckpoint]] = ReadOnly(
         lambda t: [callback for callback in t.callbacks if hasattr(callback, "save_now")]
     )
+    """Callbacks that save checkpoints."""
     checkpoint_callback: ReadOnly[ModelCheckpoint | None] = ReadOnly(lambda t: next(iter(t.checkpoint_callbacks), None))
+    """First callback that saves checkpoints; None without one."""
     early_stopping_callbacks: ReadOnly[list[EarlyStopping]] = ReadOnly(
         lambda t: [callback for callback in t.callbacks if hasattr(callback, "stopping_reason")]
     )
+    """Callbacks that stop the run early."""
     early_stopping_callback: ReadOnly[EarlyStopping | None] = ReadOnly(
         lambda t: next(iter(t.early_stopping_callbacks), None)
     )
+    """First callback that stops the run early; None without one."""
     progress_bar_callback: ReadOnly[ProgressBar | None] = ReadOnly(
         lambda t: next(iter(plugins.progress_bars(t.callbacks)), None)
     )
+    """Callback that shows the progress; None without one."""
 
     sanity_checking: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "sanity_check")
+    """True while the validation before the first epoch runs."""
     training: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "train")
+    """True while a training epoch runs, and no validation."""
     validating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "validate")
+    """True while a validation runs, except the one before the first epoch."""
     testing: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "test")
+    """True while a test runs."""
     predicting: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "predict")
+    """True while a prediction runs."""
     evaluating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage in ("sanity_check", "validate", "test"))
+    """True while a validation or a test runs."""
     interrupted: ReadOnly[bool] = ReadOnly(
         lambda t: t.state.status == "interrupted", "Whether a signal or an error ended the last run."
     )
@@ -777,16 +795,24 @@ class Trainer:
         lambda t: next((ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"), False),
         "Whether the running fit, or the last one, has a validation to run.",
     )
-    # The user's loaders, None before a run asks for them; batches of each on this rank, infinity while unknown.
     train_dataloader: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "train"))
+    """Your training loader, or loaders; None before a run asks for it."""
     val_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "val"))
+    """Your validation loader, or loaders; None before a run asks for them."""
     test_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "test"))
+    """Your test loader, or loaders; None before a run asks for them."""
     predict_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "predict"))
+    """Your prediction loader, or loaders; None before a run asks for them."""
     num_training_batches: ReadOnly[int | float] = ReadOnly(lambda t: next(iter(data_of(t, "train").batches), math.inf))
+    """Training batches of an epoch on this rank; infinity where that is not known."""
     num_val_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "val").batches))
+    """Batches of each validation loader on this rank; infinity where that is not known."""
     num_sanity_val_batches: ReadOnly[list[int | float]] = ReadOnly(sanity_batches)
+    """Batches of each validation loader that the validation before the first epoch takes."""
     num_test_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "test").batches))
+    """Batches of each test loader on this rank; infinity where that is not known."""
     num_predict_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "predict").batches))
+    """Batches of each prediction loader on this rank; infinity where that is not known."""
     estimated_stepping_batches: ReadOnly[int | float] = ReadOnly(
         estimate_steps, "Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."
     )
