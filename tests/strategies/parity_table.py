@@ -259,35 +259,43 @@ def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[floa
 
 TEXT = """# Strategies agree
 
-This page shows that a run has the same losses under every strategy, and that every strategy loads the
-checkpoints of every other one. Read it before you change the strategy of a run. [Strategies](strategies.md)
-says what each one does.
+Read this page before you change the strategy of a run. It shows that the losses agree under every strategy, to 1e-5.
+It also shows that every strategy loads the checkpoints of every other one. [Strategies](strategies.md) says what each
+one does.
 
-All rows train the same transformer ({parameters:,} parameters, tied embeddings, no dropout) in float32, from
+Every strategy trains the same transformer ({parameters:,} parameters, tied embeddings, no dropout) in float32, from
 the same seed, with {batch} samples per optimizer step. The optimizer is AdamW with a warm-up. Gradients are
-clipped at a norm of 1.0. Each process runs two micro-batches per step. `tests/strategies/test_parity.py` holds
-every row to 1e-5.
-
-`python -m tests.strategies.parity_table` makes this page, here on a CPU with torch {torch}. Change its words in
-that file.
+clipped at a norm of 1.0. Each process runs two micro-batches per step. The test `tests/strategies/test_parity.py`
+fails if a loss differs by more than 1e-5.
 
 ## Losses of {steps} steps
 
-Each row has the largest difference between its losses and those of one process. The losses of one process start
-near 4.97 and end near 4.10. The sum of floating-point numbers depends on their order. Two strategies that add
-in the same order have the same losses, bit for bit: the last column names such a pair. `x2` means two
-processes. XLA runs on one device, with torch 2.9.
+Each row shows the largest difference between the losses of this strategy and those of one process. The losses of
+one process start near 4.97 and end near 4.10. The differences come from rounding: the sum of floating-point numbers
+depends on their order. If two strategies add in the same order, their losses are equal bit for bit, and the last
+column names the other strategy. `x2` means two processes. XLA runs on one device, with torch 2.9.
+
+The names in the tables: TP is tensor, CP context and PP pipeline parallelism ([mesh](mesh.md),
+[pipelines](pipelines.md)). 1F1B is a schedule of pipelines. HSDP 2x2 has two copies of the weights, each on two
+processes ([FSDP](fsdp.md)). DP is torch's DataParallel ([DDP](ddp.md)). DeepSpeed 1 to 3 are its stages
+([DeepSpeed](deepspeed.md)).
 
 {parity}
 
 ## Checkpoints under other strategies
 
-The strategy of the row saves a checkpoint after step {saved}. The strategy of the column loads it into a new
-run and trains {resumed} more steps. The cell has the largest difference between their losses and those of one
-process that never stopped. The first loss depends on the loaded weights, the others on the loaded optimizer
-state too. The largest difference of all is {worst:.1e}.
+This table shows what happens if you change the strategy in the middle of a run. The strategy of the row saves a
+checkpoint after step {saved}. The strategy of the column loads it into a new run and trains {resumed} more steps. The
+cell shows the largest difference between these losses and those of one process that never stopped. The first loss
+depends on the loaded weights. The others also depend on the loaded optimizer state. The largest difference of all is
+{worst:.1e}.
 
 {matrix}
+
+## How this page is made
+
+`python -m tests.strategies.parity_table` wrote this page on a CPU with torch {torch}. To change its text, edit
+`tests/strategies/parity_table.py`.
 """
 
 
