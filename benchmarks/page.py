@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,32 @@ def text(results: dict[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Made of `benchmarks/results/*.json` by `python benchmarks/suite.py --page`; `make bench` measures anew. Every",
-        "figure is a median of runs that took turns. `benchmarks/README.md` says how each is",
-        "measured. A bar is what was asked for before it was measured.",
+        *prose(
+            "This page shows how much time and memory instep adds to a training, beside a handwritten loop and other "
+            "trainers. Read it when you choose a trainer, or when you want to compare your own machine. All figures "
+            "are from CPUs: none is from a GPU."
+        ),
+        "",
+        "How to read the tables:",
+        "",
+        *item(
+            "Every figure is a **median** of several runs. Runs of different programs take turns, so that a busy "
+            "moment of the machine affects all of them. Brackets hold the smallest and the largest value."
+        ),
+        *item(
+            'A **bar** is a goal that the project set for instep before it measured. "Held" means that instep reached it, '
+            'and "missed" that it did not.'
+        ),
+        *item(
+            'The **noise**, or "handwritten loop against itself", compares the handwritten loop with itself. A '
+            "difference that is not larger than the noise says nothing."
+        ),
+        *item("The last line of each section names the machine, the versions, and the file with all values."),
+        "",
+        *prose(
+            "`benchmarks/README.md` explains how each figure is measured. `make bench` measures again on your machine, "
+            "and `python benchmarks/suite.py --page` makes this page from `benchmarks/results/*.json`."
+        ),
     ]
     for name, (title, section) in SECTIONS.items():
         if name in results:
@@ -66,6 +90,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Lines:
         yield f"| {' | '.join(str(cell) for cell in row)} |"
 
 
+def prose(words: str, first: str = "", others: str = "") -> Lines:
+    """A paragraph, in lines of the usual width."""
+    yield from textwrap.wrap(
+        words, 118, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def item(words: str) -> Lines:
+    """An item of a list."""
+    yield from prose(words, "- ", "  ")
+
+
 def verdict(value: float, bar: float | None) -> str:
     """A bar, and whether it holds."""
     return "" if bar is None else f"{bar:g}: {'held' if value <= bar else '**missed**'}"
@@ -86,24 +122,36 @@ def spread(result: dict[str, Any], form: str) -> str:
 
 def overhead(data: dict[str, Any]) -> Lines:
     """Microseconds per step over the handwritten loop."""
-    yield "What a trainer adds to a step of a handwritten loop (MLP 32-32-1, batch 8, SGD, one thread), in"
-    yield "microseconds; for instep its share of that step beside the bar."
+    yield from prose(
+        "This table shows how many microseconds a trainer adds to a step of a handwritten loop. The model is "
+        "tiny (an MLP 32-32-1, batch 8, SGD, one thread), so that the trainer's own work is visible. There "
+        "are three cases:"
+    )
+    yield ""
+    yield "- `bare`: no logger, progress bar, summary or checkpoint."
+    yield "- `log`: the same, with one `self.log` in each step."
+    yield "- `everything`: progress bar, TensorBoard and CSV loggers, and checkpoints, all with their defaults."
+    yield ""
+    yield "Accelerate and Ignite do not have all of these: `benchmarks/README.md` says what they run instead."
     yield ""
     yield "![microseconds per step over a handwritten loop](../pictures/benchmarks-overhead.svg)"
     yield ""
     cases = sorted({row["case"] for row in data["results"]}, key=list(SHARES).index)
     yield from table(
-        ("loop", *cases, "share of the step"),
+        ("loop", *cases),
         [
             (
                 NAMES[name] + (" against itself" if name == "handwritten" else ""),
                 *(f"{over[name, case]['median']:+.1f}" if (name, case) in over else "" for case in cases),
-                shares(data, name) if name == "instep" else "",
             )
             for over in [overheads(data)]
             for name in dict.fromkeys(row["contender"] for row in data["results"])
         ],
     )
+    yield ""
+    yield "As a share of the handwritten step, instep adds:"
+    yield ""
+    yield from table(("case", "share of the step", "bar"), shares(data, "instep"))
 
 
 def overheads(data: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -111,19 +159,23 @@ def overheads(data: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["contender"], row["case"]): row["overhead_wall_us"] for row in data["results"]}
 
 
-def shares(data: dict[str, Any], name: str) -> str:
+def shares(data: dict[str, Any], name: str) -> list[tuple[str, str, str]]:
     """Shares of the handwritten step with their bars."""
     found = {
         r["case"]: median(r, "overhead_wall_us") / median(r, "handwritten_wall_us")
         for r in data["results"]
         if r["contender"] == name
     }
-    return ", ".join(f"{value:.3f} ({verdict(value, SHARES[case])})" for case, value in found.items())
+    return [(case, f"{value:.3f}", verdict(value, SHARES[case])) for case, value in found.items()]
 
 
 def evaluation(data: dict[str, Any]) -> Lines:
     """What validation adds."""
-    yield "Microseconds of processor time that `validate` and `predict` add to a batch of a handwritten loop."
+    yield from prose(
+        "This table shows how many microseconds of processor time `validate` and `predict` add to each batch "
+        'of a handwritten evaluation loop. "One log" means one `self.log` in each batch. "Nothing kept" means '
+        "`return_predictions=False`."
+    )
     yield ""
     rows = [
         (
@@ -133,14 +185,18 @@ def evaluation(data: dict[str, Any]) -> Lines:
         )
         for name, found in data["added_us"].items()
     ]
-    yield from table(("", "added, us", "bar"), rows)
+    yield from table(("", "added, µs", "bar"), rows)
 
 
 def gpt_to_loss(data: dict[str, Any]) -> Lines:
     """A GPT to a loss."""
-    yield f"A small GPT on the source of Python's standard library, to {data['target_bits']:g} bits per byte of"
-    yield "validation text; both loops have the same losses. The ratio is of turns of 50 steps and a validation;"
-    yield "`start` is the time before them, compiling included."
+    yield from prose(
+        "A small GPT trains on the source code of Python's standard library, until the validation loss is "
+        f"{data['target_bits']:g} bits per byte. The handwritten loop and the Trainer have the same losses, so "
+        "only the time differs. They take turns of 50 steps and a validation. The ratio is the time of the "
+        'loop in the row over the time of the handwritten loop, turn by turn: below 1 is faster. "Start" is '
+        "the time before the first turn, with compiling."
+    )
     yield ""
     rows = [
         (
@@ -154,18 +210,26 @@ def gpt_to_loss(data: dict[str, Any]) -> Lines:
         )
         for row in data["results"]
     ]
-    yield from table(("", "loop", "handwritten, s", "own, s", "ratio", "start, own / handwritten, s", "bar"), rows)
+    yield from table(
+        ("mode", "loop", "handwritten, s", "this loop, s", "ratio", "start, this / handwritten, s", "bar"), rows
+    )
 
 
 def data_path(data: dict[str, Any]) -> Lines:
     """Slow data."""
-    yield "Time per step with slow data over that of the same DataLoader, with the setting that `tune_loader` chose, in"
-    yield "a handwritten loop."
+    yield from prose(
+        "Here reading the data takes longer than the training step. `collate` has a slow collate function, "
+        "and `disk` reads from a slow disk. All loops use the same DataLoader, with the setting that "
+        "`tune_loader` chose. The ratio is the time per step over that of the handwritten loop."
+    )
+    yield ""
+    for row in data["results"]:
+        settings = ", ".join(f"`{key}={value}`" for key, value in row["settings"].items())
+        yield f"- `{row['kind']}`: {settings}"
     yield ""
     rows = [
         (
             row["kind"],
-            ", ".join(f"{key}={value}" for key, value in row["settings"].items()),
             "handwritten against itself" if name == "noise" else NAMES[name],
             f"{median(row['step_ms'], name):.2f}",
             spread(ratio, ".3f"),
@@ -175,12 +239,15 @@ def data_path(data: dict[str, Any]) -> Lines:
         for name, ratio in row["ratio"].items()
         if name != "handwritten"
     ]
-    yield from table(("data", "setting", "loop", "ms per step", "ratio", "bar"), rows)
+    yield from table(("data", "loop", "ms per step", "ratio", "bar"), rows)
 
 
 def import_time(data: dict[str, Any]) -> Lines:
     """Imports and help."""
-    yield "Seconds that an import takes over `import torch`, and that `--help` of a launcher takes."
+    yield from prose(
+        "This table shows how many seconds an import takes in addition to `import torch`. Its last rows show "
+        "how many seconds the `--help` of a launcher takes."
+    )
     yield ""
     rows: list[tuple[str, ...]] = [
         (
@@ -203,7 +270,11 @@ def import_time(data: dict[str, Any]) -> Lines:
 
 def memory(data: dict[str, Any]) -> Lines:
     """Growth."""
-    yield f"Growth of resident memory from step {data['first_step']:,} to step {data['last_step']:,}, in MB."
+    yield from prose(
+        "A trainer that keeps something in each step needs more and more memory. This table shows how much "
+        f"the resident memory grows from step {data['first_step']:,} to step {data['last_step']:,}. The cases "
+        "are those of [the loop](#the-loop)."
+    )
     yield ""
     rows = [
         (
@@ -219,8 +290,11 @@ def memory(data: dict[str, Any]) -> Lines:
 
 def strategies(data: dict[str, Any]) -> Lines:
     """A step of a strategy."""
-    yield f"A step of {data['processes']} processes (gloo, CPU) over the plainest handwritten loop of the same"
-    yield "strategy; the noise is that loop against itself."
+    yield from prose(
+        f"This table compares a step of the Trainer, on {data['processes']} processes (gloo, CPU), with a step "
+        "of the simplest handwritten loop with the same strategy. A ratio of 1.04 means that the Trainer's "
+        "step takes 4 % longer."
+    )
     yield ""
     rows = [
         (
@@ -232,13 +306,16 @@ def strategies(data: dict[str, Any]) -> Lines:
         )
         for row in data["results"]
     ]
-    yield from table(("strategy", "handwritten, ms", "Trainer over it", "noise", "bar"), rows)
+    yield from table(("strategy", "handwritten step, ms", "ratio", "noise", "bar"), rows)
 
 
 def strategies_cpu(data: dict[str, Any]) -> Lines:
     """Processor time of a step."""
-    yield f"Processor time that the Trainer adds to a step and rank, {data['jobs']} jobs of {data['processes']}"
-    yield "processes. Where the noise is larger than what is added, the figure says little."
+    yield from prose(
+        "This table shows how much processor time the Trainer adds to a step of one rank (process), over "
+        f"{data['jobs']} jobs of {data['processes']} processes. The brackets hold quartiles. If the noise is "
+        "larger than the added time, the figure says little."
+    )
     yield ""
     rows = [
         (
@@ -250,7 +327,7 @@ def strategies_cpu(data: dict[str, Any]) -> Lines:
         )
         for row in data["results"]
     ]
-    yield from table(("strategy", "handwritten, ms", "added, us (quartiles)", "noise, us (quartiles)", "bar"), rows)
+    yield from table(("strategy", "handwritten step, ms", "added, µs", "noise, µs", "bar"), rows)
 
 
 def quartiles(found: dict[str, Any]) -> str:
@@ -261,7 +338,7 @@ def quartiles(found: dict[str, Any]) -> str:
 
 def strategies_memory(data: dict[str, Any]) -> Lines:
     """Peak memory of a strategy."""
-    yield "Peak memory of a process over that of the handwritten loop of the same strategy."
+    yield "This table compares the peak memory of a process with that of the handwritten loop with the same strategy."
     yield ""
     rows = [
         (
@@ -272,12 +349,17 @@ def strategies_memory(data: dict[str, Any]) -> Lines:
         )
         for row in data["results"]
     ]
-    yield from table(("strategy", "handwritten, MB", "Trainer over it", "bar"), rows)
+    yield from table(("strategy", "handwritten peak, MB", "ratio", "bar"), rows)
 
 
 def launch(data: dict[str, Any]) -> Lines:
     """The first step."""
-    yield f"Seconds from a command to the first optimizer step of {data['processes']} processes on a CPU."
+    yield from prose(
+        f"This table shows the seconds from a command to the first optimizer step of {data['processes']} "
+        "processes on a CPU. The next three columns divide this time: the launcher, the imports, and the "
+        'set-up until the step. "All" is the time until the command ends, after 3 steps. "By hand" means a '
+        "handwritten loop."
+    )
     yield ""
     yield "![seconds to the first step](../pictures/benchmarks-launch.svg)"
     yield ""
@@ -289,19 +371,27 @@ def launch(data: dict[str, Any]) -> Lines:
         )
         for name, each in data["results"].items()
     ]
-    yield from table(("started by", "first step", "launcher", "imports", "set up", "all"), rows)
+    yield from table(("started by", "first step", "launcher", "imports", "set-up", "all"), rows)
     pairs = (("instep's own start", "Lightning's own start"), ("torchrun, instep", "torchrun, Lightning"))
     for own, their in pairs:
         if own in data["results"] and their in data["results"]:
             ratio = median(data["results"][own], "first step") / median(data["results"][their], "first step")
             yield ""
-            yield f"{own} over {their}: {ratio:.2f} (bar {verdict(ratio, 0.5)})."
+            yield from prose(
+                f'The time to the first step by "{own}" is {ratio:.3f} of the time by "{their}" '
+                f"(bar {verdict(ratio, 0.5)})."
+            )
 
 
 def checkpoint(data: dict[str, Any]) -> Lines:
     """Saving."""
-    yield "Seconds for which a save keeps the loop waiting, and until the checkpoint is safe, from the second save of a"
-    yield "process on. Adam's state makes it three times the weights."
+    yield from prose(
+        '"Blocked" is the time that the training loop waits for a save. "Safe" is the time until the '
+        "checkpoint is complete. Accelerate, Lightning and `torch.save` do not wait until it is on the disk; instep also "
+        "reads it back and verifies it. The first save of a process is not counted. A checkpoint holds weights and "
+        "Adam's state, which is three times as much as the weights. `clone` and `copy_` only copy the tensors "
+        "in memory. `dcp` is `torch.distributed.checkpoint`."
+    )
     yield ""
     rows = [
         (
@@ -313,24 +403,36 @@ def checkpoint(data: dict[str, Any]) -> Lines:
         for size in data["results"]
         for name, times in sorted(size["seconds"].items(), key=lambda item: median(item[1], "blocked_s"))
     ]
-    yield from table(("weights", "", "blocked, s", "safe, s"), rows)
+    yield from table(("weights", "saved by", "blocked, s", "safe, s"), rows)
 
 
 def soak(data: dict[str, Any]) -> Lines:
     """Kills."""
-    yield f"Of {data['kills']:,} SIGKILLs at random instants of trainings of 2 processes, {data['recovered']:,}"
-    yield f"recovered bit for bit ({data['runs']} runs, seed {data['seed']}, {data['seconds']:.0f} s)."
+    yield from prose(
+        "A test starts trainings of 2 processes, and kills processes at random instants with SIGKILL. It "
+        "starts the same command again, and compares the result with that of a run without kills."
+    )
+    yield ""
+    yield from prose(
+        f"Of {data['kills']:,} kills, {data['recovered']:,} recovered bit for bit. The kills were in "
+        f"{data['runs']} runs, with seed {data['seed']}, in {data['seconds']:.0f} s."
+    )
 
 
 def big_models(data: dict[str, Any]) -> Lines:
     """Models larger than memory."""
-    yield "A forward of a model of which a quarter fits in memory and the rest lies on the disk: seconds of Accelerate"
-    yield "over those of instep on the same files, in the same round."
+    yield from prose(
+        "Only a quarter of the model fits in memory, and the rest stays on the disk. This table shows how "
+        "long one forward takes. The ratio is the time of Accelerate over the time of instep, on the same "
+        'files, in the same round: 2 means that instep is twice as fast. "Warm" means that the files are in '
+        'the system\'s page cache, and "cold" that they are not. The model `large` has 1.57 billion '
+        "parameters, and `smollm2` is SmolLM2-135M."
+    )
     yield ""
     rows = [
         (
             each["model"],
-            kind,
+            kind.replace(" 1 tokens", " 1 token"),
             f"{median(found['instep'], 'seconds'):.3f}",
             f"{median(found['accelerate'], 'over_instep'):.2f}",
         )
@@ -338,7 +440,7 @@ def big_models(data: dict[str, Any]) -> Lines:
         for kind, found in each["forward"].items()
         if "over_instep" in found["accelerate"]
     ]
-    yield from table(("model", "forward", "instep, s", "Accelerate over it"), rows)
+    yield from table(("model", "forward", "instep, s", "ratio"), rows)
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Lines]]] = {
