@@ -51,8 +51,8 @@ def text(results: dict[str, Any]) -> str:
             "moment of the machine affects all of them. Brackets hold the smallest and the largest value."
         ),
         *item(
-            'A **bar** is a goal that the project set for instep before it measured. "Held" means that instep reached it, '
-            'and "missed" that it did not.'
+            'A **bar** is a goal that the project set for instep before it measured. "Held" means that instep reached '
+            'it, and "missed" that it did not.'
         ),
         *item(
             'The **noise**, or "handwritten loop against itself", compares the handwritten loop with itself. A '
@@ -387,8 +387,8 @@ def checkpoint(data: dict[str, Any]) -> Lines:
     """Saving."""
     yield from prose(
         '"Blocked" is the time that the training loop waits for a save. "Safe" is the time until the '
-        "checkpoint is complete. Accelerate, Lightning and `torch.save` do not wait until it is on the disk; instep also "
-        "reads it back and verifies it. The first save of a process is not counted. A checkpoint holds weights and "
+        "checkpoint is complete. Accelerate, Lightning and `torch.save` do not wait until it is on the disk; instep "
+        "also reads it back and verifies it. The first save of a process is not counted. A checkpoint holds weights and "
         "Adam's state, which is three times as much as the weights. `clone` and `copy_` only copy the tensors "
         "in memory. `dcp` is `torch.distributed.checkpoint`."
     )
