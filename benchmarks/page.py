@@ -388,8 +388,8 @@ def checkpoint(data: dict[str, Any]) -> Lines:
     yield from prose(
         '"Blocked" is the time that the training loop waits for a save. "Safe" is the time until the '
         "checkpoint is complete. Accelerate, Lightning and `torch.save` do not wait until it is on the disk; instep "
-        "also reads it back and verifies it. The first save of a process is not counted. A checkpoint holds weights and "
-        "Adam's state, which is three times as much as the weights. `clone` and `copy_` only copy the tensors "
+        "also reads it back and verifies it. The first save of a process is not counted. A checkpoint holds weights "
+        "and Adam's state, which is three times as much as the weights. `clone` and `copy_` only copy the tensors "
         "in memory. `dcp` is `torch.distributed.checkpoint`."
     )
     yield ""
