@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,11 @@ sys.path.insert(0, str(DOCS.parent))
 
 sys.path.insert(0, str(DOCS.parent / "scripts"))
 
-from public_api import ROOMS, public_names  # noqa: E402  # pyright: ignore[reportMissingImports]
+from docutils import nodes  # noqa: E402
+from public_api import ROOMS, entries, public_names  # noqa: E402  # pyright: ignore[reportMissingImports]
+from sphinx.addnodes import pending_xref  # noqa: E402
+from sphinx.ext.napoleon import GoogleDocstring  # noqa: E402
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
 import instep  # noqa: E402  # after the path
 
@@ -44,11 +52,10 @@ suppress_warnings = ["myst.header"]  # a page may begin with a picture
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
-default_role = "code"  # docstrings write names in single backticks
+default_role = "name"  # docstrings write names in single backticks; `name_role` links those that are public
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"show-inheritance": True}
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -61,10 +68,49 @@ def entry(room: str, name: str) -> list[str]:
     """Return the reStructuredText of one name of a room."""
     value = getattr(import_module(room), name)
     if inspect.isclass(value):
-        return [f".. autoclass:: {room}.{name}", "   :members:", "   :undoc-members:", ""]
+        lines = [f".. autoclass:: {room}.{name}", "   :members:", "   :undoc-members:"]
+        bases = value.__mro__[1:]
+        if any(base is not object and not is_internal(base) for base in value.__bases__):
+            lines.append("   :show-inheritance:")
+        if any(is_internal(base) for base in bases):  # its members are those of the public class
+            lines.append(f"   :inherited-members: {', '.join(b.__name__ for b in bases if not is_internal(b))}")
+        if is_dataclass(value):  # Args has its fields
+            said = ModuleAnalyzer.for_module(value.__module__).find_attr_docs()
+            hidden = [each.name for each in fields(value) if (value.__qualname__, each.name) not in said]
+            lines.append(f"   :exclude-members: {', '.join(hidden)}")
+        for attribute, hint in vars(value).get("__annotations__", {}).items():
+            if isinstance(hint, str):
+                value.__annotations__[attribute] = re.sub(r"^ReadOnly\[(.*)\]$", r"\1", hint)
+        return [*lines, ""]
     if callable(value) and hasattr(value, "__code__"):
         return [f".. autofunction:: {room}.{name}", ""]
-    return [f".. autodata:: {room}.{name}", "   :no-value:", ""]
+    return [f".. py:data:: {room}.{name}", "", *(f"   {line}" for line in data_docstring(value)), ""]
+
+
+def is_enum(value: Any) -> bool:
+    """Tell whether a value is an enum: these stand last on their page."""
+    return inspect.isclass(value) and issubclass(value, Enum)
+
+
+def is_internal(cls: type) -> bool:
+    """Tell whether a class is instep's and no page shows it."""
+    return cls.__module__.startswith("instep.") and cls not in public_classes()
+
+
+@cache
+def public_classes() -> set[type]:
+    """Return the classes that have an entry."""
+    return {value for _, value in entries() if inspect.isclass(value)}
+
+
+def data_docstring(value: Any) -> list[str]:
+    """Return the text below a value where it is assigned; its class's where there is none."""
+    for module in [each for name, each in sys.modules.items() if name.startswith("instep.")]:
+        for name in [name for name, each in vars(module).items() if each is value]:
+            found = ModuleAnalyzer.for_module(module.__name__).find_attr_docs().get(("", name))
+            if found:
+                return found
+    return (inspect.getdoc(type(value)) or "").splitlines()
 
 
 def write_reference(app: Any) -> None:
@@ -74,7 +120,7 @@ def write_reference(app: Any) -> None:
     seen: dict[int, str] = {}
     pages = {}
     for room, about in [*list(ROOMS.items())[1:], *list(ROOMS.items())[:1]]:  # `instep` last: it shows others' names
-        names = public_names(room)
+        names = sorted(public_names(room), key=lambda name: is_enum(getattr(import_module(room), name)))
         lines = [room, "=" * len(room), "", about, ""]
         again = [name for name in names if id(getattr(import_module(room), name)) in seen]
         if again:
@@ -88,12 +134,52 @@ def write_reference(app: Any) -> None:
                 lines += entry(room, name)
                 seen[id(getattr(import_module(room), name))] = f"{room}.{name}"
         pages[room] = "\n".join(lines)
-    for room in ROOMS:
-        file = folder / f"{room}.rst"
-        if not file.exists() or file.read_text() != pages[room]:
-            file.write_text(pages[room])
+    lines = [".. list-table::", ""]
+    for room, about in ROOMS.items():
+        lines += [f"   * - :doc:`{room}`", f"     - {about}"]
+    for name, text in {**{f"{room}.rst": pages[room] for room in ROOMS}, "modules.txt": "\n".join(lines)}.items():
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+
+
+def name_role(name: str, rawtext: str, text: str, *_: Any) -> tuple[list[nodes.Node], list[Any]]:
+    """Show code; where it is a public name, link it."""
+    code = nodes.literal(rawtext, text, classes=["code"])
+    home = homes().get(text.removesuffix("()"))
+    if home is None:
+        return [code], []
+    return [pending_xref("", code, refdomain="py", reftype="obj", reftarget=home, refwarn=False)], []
+
+
+@cache
+def homes() -> dict[str, str]:
+    """Return the full names of public classes, functions and members, by each short name that only one of them has."""
+    found: dict[str, list[str]] = {}
+    for name, _ in entries():
+        room = max((room for room in ROOMS if name.startswith(f"{room}.")), key=len)
+        short = name.removeprefix(f"{room}.")
+        if short.islower() and "_" not in short:  # `save` or `make` is more often another's
+            continue
+        found.setdefault(short, []).append(name)
+    return {short: names[0] for short, names in found.items() if len(names) == 1}
+
+
+def hide_internal(app: Any, name: str, value: Any, options: Any, bases: list[type]) -> None:
+    """Leave out of a class's bases those that have no page."""
+    bases[:] = [base for base in bases if not is_internal(base)]
+
+
+def read_property(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Read a property's docstring as any other: napoleon takes `Mean: of all ranks.` for a type and its meaning."""
+    if what in ("attribute", "data", "property"):
+        read = GoogleDocstring(lines, app.config, app, "method", name, value, options).lines()
+        lines[:] = ["..", "", *read]  # an empty comment, so that napoleon finds no colon
 
 
 def setup(app: Any) -> None:
     """Sphinx calls this."""
+    app.add_role("name", name_role)
     app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-bases", hide_internal)
+    app.connect("autodoc-process-docstring", read_property, priority=400)  # before napoleon's
