@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from instep import Trainer, TrainModule, schedules
+from instep import PartialState, Trainer, TrainModule, schedules
 from instep.callbacks import (
     Callback,
     EarlyStopping,
@@ -93,7 +93,10 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(IterableDataset[Any]):
-    """Goes on where its state says; its order and its noise belong to its state, which lives on over epochs."""
+    """Goes on where its state says; its order and its noise belong to its state, which lives on over epochs.
+
+    Each rank has another order.
+    """
 
     def __init__(self, length: int) -> None:
         self.data = Plain(length)
@@ -103,7 +106,7 @@ class StatefulStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while self.place < len(self.data):
             self.place += 1
-            yield self.data[(self.place * 5 + self.passes * 3) % len(self.data)]
+            yield self.data[(self.place * 5 + self.passes * 3 + PartialState().process_index) % len(self.data)]
         self.place = 0
         self.passes += 1
 
