@@ -379,7 +379,7 @@ def one_cycle(
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     make_one.__name__: make_one for make_one in (constant, linear, cosine, wsd, inverse_sqrt, one_cycle)
 }
-"""The schedules by name."""
+"""Functions that make a schedule, by the name that `make` takes."""
 
 
 def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:

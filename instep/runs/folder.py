@@ -140,8 +140,8 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
         folder: where to search.
         before: runs that an earlier search found. A run whose files are the same is not read again.
 
-        Returns:
-            The runs.
+    Returns:
+        The runs.
 
     Raises:
         UsageError: there is no such folder.

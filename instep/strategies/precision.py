@@ -54,6 +54,7 @@ _ALIASES = {
 }
 
 PRECISIONS = tuple(_WEIGHTS)
+"""Names of precisions that `Trainer(precision=...)` takes, without the short forms."""
 _FP8_MULTIPLE = 16  # what float8 matrix products ask of both sizes of a layer
 
 
