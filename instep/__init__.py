@@ -61,7 +61,10 @@ def __getattr__(name: str) -> Any:
         from instep.utils.porting import no_such_name  # late: only an error needs it
 
         raise no_such_name("instep", name)
-    value = getattr(import_module(_HOME[name]), name)
+    from instep.utils.imports import without_collections  # late: `import instep` loads nothing
+
+    with without_collections():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

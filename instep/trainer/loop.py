@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
+from instep.utils.imports import without_collections
 from instep.utils.seed import rng_state, set_rng_state
 from instep.utils.warn import warn_user
 
@@ -93,6 +95,8 @@ def fit(ctx: RunContext) -> None:
 def configure_optimizers(ctx: RunContext) -> None:
     """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
     module, strategy = ctx.module, ctx.strategy
+    with without_collections():
+        import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
     ctx.optimizers, ctx.schedulers, ctx.turns = configure(module.configure_optimizers(), module)
     strategy.takes_turns = ctx.turns is not None
     if ctx.settings.nonfinite is not None and ctx.optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from instep import callbacks
 from instep.errors import MissingPackageError
 from instep.utils import imports
+from instep.utils.imports import without_collections
 
 
 @pytest.fixture
@@ -75,3 +77,16 @@ def test_the_range_is_that_of_the_project_s_own_metadata():
     wanted = [line for line in metadata.requires("instep") or () if line.startswith("ray")]
     assert wanted
     assert all("ray>=2.30" in line for line in wanted)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_without_collections_leave_the_collector_as_it_was(collects: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError), without_collections():
+            assert not gc.isenabled()
+            1 / 0  # noqa: B018
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
