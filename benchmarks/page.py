@@ -479,12 +479,13 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
                 folder / "benchmarks-overhead.svg",
                 [NAMES[n] for n in names],
                 cases,
-                "us per step over a handwritten loop",
+                "microseconds per step over a handwritten loop",
             )
         )
     if "launch" in results:
         every = results["launch"]["results"]
-        phases = {key: [median(each, key) for each in every.values()] for key in ("command", "imports", "set up")}
+        names = {"launcher": "command", "imports": "imports", "set-up": "set up"}  # as in the table
+        phases = {name: [median(each, key) for each in every.values()] for name, key in names.items()}
         drawn.append(
             bars(folder / "benchmarks-launch.svg", list(every), phases, "seconds to the first step", stacked=True)
         )

@@ -196,13 +196,17 @@ def parity_rows(losses: dict[str, list[float]]) -> list[str]:
 
 
 def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) -> list[str]:
-    """The second table: the largest difference after each checkpoint, by who saved and who loaded it."""
+    """The second table: the largest difference after each checkpoint, in 1e-7, by who saved and who loaded it."""
     savers, loaders = ([name for name in (*CASES, XLA) if any(it[side] == name for it in losses)] for side in (0, 1))
-    rows = ["| saved by | " + " | ".join(loaders) + " |", "|---" * (len(loaders) + 1) + "|"]
+    number = {name: i for i, name in enumerate((*CASES, XLA), 1)}  # names would make columns too wide for a phone
+    rows = [
+        "| saved by | " + " | ".join(str(number[name]) for name in loaders) + " |",
+        "|---" * (len(loaders) + 1) + "|",
+    ]
     for saver in savers:
         pairs = [(saver, loader) for loader in loaders]
-        cells = [f"{difference(losses[it], after_saving(alone)):.0e}" if it in losses else "" for it in pairs]
-        rows.append(f"| {saver} | " + " | ".join(cells) + " |")
+        cells = [f"{difference(losses[it], after_saving(alone)) / 1e-7:.0f}" if it in losses else "" for it in pairs]
+        rows.append(f"| {number[saver]}: {saver} | " + " | ".join(cells) + " |")
     return rows
 
 
@@ -286,9 +290,11 @@ processes ([FSDP](fsdp.md)). DP is torch's DataParallel ([DDP](ddp.md)). DeepSpe
 
 This table shows what happens if you change the strategy in the middle of a run. The strategy of the row saves a
 checkpoint after step {saved}. The strategy of the column loads it into a new run and trains {resumed} more steps. The
-cell shows the largest difference between these losses and those of one process that never stopped. The first loss
-depends on the loaded weights. The others also depend on the loaded optimizer state. The largest difference of all is
-{worst:.1e}.
+columns are in the order of the rows, with the same numbers.
+
+The cell shows the largest difference between these losses and those of one process that never stopped, in units of
+1e-7: a 7 means 7e-07. The first loss depends on the loaded weights. The others also depend on the loaded optimizer
+state. The largest difference of all is {worst:.1e}.
 
 {matrix}
 
