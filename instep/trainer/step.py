@@ -59,16 +59,14 @@ def collecting_garbage(ctx: RunContext, step: Step, every: int) -> Step:
     Python collects when enough objects were made, which differs from rank to rank: each time all wait for one.
     """
     at = ctx.position
-    collected = at.global_step
     if gc.isenabled():
         gc.disable()
         ctx.undo.callback(gc.enable)
 
     def run(batch: Any, batch_idx: int) -> Any:
-        nonlocal collected
+        before = at.global_step
         output = step(batch, batch_idx)
-        if at.global_step - collected >= every:
-            collected = at.global_step
+        if at.global_step // every > before // every:
             gc.collect(1)  # what steps leave; the oldest generation, which takes long, waits for the end of the run
         return output
 

@@ -612,7 +612,7 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
     gc.callbacks.append(note)
     try:
         with pytest.raises(ValueError, match="boom"):
-            quiet(max_epochs=1, gc_every_n_steps=4).fit(Boom(), loader(48, 4))
+            quiet(max_epochs=4, gc_every_n_steps=4).fit(Boom(), loader(12, 4))  # three steps are an epoch
     finally:
         gc.callbacks.remove(note)
     assert seen == [(4, 1), (8, 1)]
