@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from time import time
 from typing import Annotated, Any
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 
+from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, wrong
@@ -32,6 +35,9 @@ _REGIONS = Check(
     ),
     'True, or a list of names or classes of modules, such as ["LlamaDecoderLayer"]',
 )
+_MODE = Check(lambda value: value is None or (isinstance(value, str) and value != ""), 'a name such as "max-autotune"')
+_OPTIONS = Check(lambda value: value is None or isinstance(value, dict), "a dict, or None")
+_FOLDER = Check(lambda value: value is None or isinstance(value, str | os.PathLike), "a path, or None")
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -56,7 +62,7 @@ class CompileConfig:
             in the system's temporary folder. Code is loaded from it: it must be yours, and not writable by others.
 
     Raises:
-        SettingError: a value is wrong, or `scope="step"` is given with regions.
+        SettingError: a value is wrong, `scope="step"` is given with regions, or `mode` with options.
 
     Example:
         >>> CompileConfig(regions=["Block"], backend="aot_eager").options_of_torch()
@@ -69,11 +75,11 @@ class CompileConfig:
     optimizer: Annotated[bool, FLAG] = True
     regions: Annotated[bool | Sequence[str | type[nn.Module]], _REGIONS] = False
     backend: str | Callable[..., Any] = "inductor"
-    mode: str | None = None
+    mode: Annotated[str | None, _MODE] = None
     fullgraph: Annotated[bool, FLAG] = False
     dynamic: Annotated[bool | None, FLAG] = None
-    options: dict[str, Any] | None = None
-    cache_dir: PathLike | None = None
+    options: Annotated[dict[str, Any] | None, _OPTIONS] = None
+    cache_dir: Annotated[PathLike | None, _FOLDER] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -81,6 +87,13 @@ class CompileConfig:
             _NAME("backend", self.backend)
         if self.scope == "step" and self.regions:
             raise SettingError("scope='step' compiles the whole step; leave regions out, or use scope='module'")
+        if self.mode is not None and self.options is not None:
+            raise SettingError("mode is a set of options of its own: give mode or options, not both", field="options")
+
+    def overwrites_outputs(self, device: torch.device) -> bool:
+        """Return whether torch records CUDA graphs of what it compiles: the next run writes into the same outputs."""
+        records = (self.options or {}).get("triton.cudagraphs", self.mode in ("reduce-overhead", "max-autotune"))
+        return bool(records) and device.type == "cuda"
 
     def options_of_torch(self) -> dict[str, Any]:
         """Return the arguments of `torch.compile` that differ from its own, and the backend."""
@@ -187,6 +200,29 @@ def backward_in_graph() -> AbstractContextManager[Any]:
     return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def compile_forward_backward(training_step: Callable[[Any, int], Any], config: CompileConfig) -> Callable[..., Any]:
+    """Compile forward, loss and backward of a micro-batch as one graph. Where it is called, `backward_in_graph` holds.
+
+    Args:
+        training_step: takes a batch and its index, and returns a loss or a dict with one.
+        config: its options.
+
+    Returns:
+        A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or what
+        `training_step` returned and False, where that has no loss to go back from.
+    """
+
+    def forward_backward(batch: Any, batch_idx: int, factor: float) -> tuple[Any, bool]:
+        output = training_step(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            return output, False
+        (loss if factor == 1.0 else loss * factor).backward()
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), True
+
+    return torch.compile(forward_backward, **config.options_of_torch())
+
+
 def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
     """Return an optimizer's `step`, compiled."""
     options = config.options_of_torch()
@@ -211,11 +247,6 @@ def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
 # ---- what a run compiles
 
 
-def say_left_out(what: str, why: str) -> None:
-    """Say in the log which part of `scope="step"` runs outside the compiled step, and why."""
-    rank_zero_info(f'compile="step": {what}, since {why}.')
-
-
 class Recompiles:
     """Count of how often what was compiled had to be compiled again, in this process since this was made.
 
@@ -223,48 +254,56 @@ class Recompiles:
 
     Attributes:
         count: recompilations.
-        reason: torch's reason of the first one; "" where there is none or torch gave none.
+        reason: torch's reason of the first one; "" where there is none, or torch gave none (2.6 gives none).
     """
 
     def __init__(self) -> None:
         self.count, self.reason = 0, ""
-        self._said = False
-        self._start = 0.0
+        self._start = time()
 
-    def _look(self, arguments: Any) -> None:
-        again = str(getattr(arguments, "compile_id", "")).rpartition("/")[2]
-        self.count += again.isdigit() and again != "0"
+    def _look(self, arguments: Any = None) -> None:
+        """Take note of a compilation that ends; torch 2.6 passes no arguments."""
+        trigger = getattr(arguments, "callback_trigger", None)
+        if trigger is not None and trigger.name != "DYNAMO":
+            return  # its backward, or a CUDA graph of it
+        number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
+        self.count += bool(number)
         self.report()
 
     def report(self) -> None:
         """Log the first reason, where there is one and it was not logged yet."""
-        if not self.count or self._said:
+        if not self.count or self.reason:
             return
         from torch._dynamo.utils import get_compilation_metrics  # late: loaded by what compiles
 
         for metrics in get_compilation_metrics():
             reason, begun = getattr(metrics, "recompile_reason", None), getattr(metrics, "start_time", None) or 0.0
             if reason and begun >= self._start:
-                self.reason, self._said = reason.splitlines()[0], True
+                self.reason = reason.splitlines()[0]
                 rank_zero_info(
                     f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno}) was compiled again: "
                     f"{self.reason}. Later ones are counted only; TORCH_LOGS=recompiles shows each."
                 )
                 return
 
+    def in_summary(self) -> dict[str, Any]:
+        """Return the fields of a run's summary."""
+        self.report()
+        return {"recompiles": self.count, "recompile_reason": self.reason}
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count while the block runs; say the reason at its end at the latest."""
-        from time import time
-
         from torch._dynamo.callback import callback_handler  # late: torch's compiler takes a second to load
 
-        self._start = time()
         callback_handler.register_end_callback(self._look)
         try:
             yield
         finally:
-            callback_handler.remove_end_callback(self._look)
+            if (
+                self._look in callback_handler.end_callbacks
+            ):  # else torch.compiler.reset() was called, which clears them
+                callback_handler.remove_end_callback(self._look)
             self.report()
 
 

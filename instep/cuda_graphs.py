@@ -88,6 +88,7 @@ class CapturedStep:
 
     Attributes:
         replayed: whether the last batch was trained on by a replay.
+        recorder: of the module's device.
         optimizer: the recorded step of the optimizer, where there is one.
     """
 
@@ -102,7 +103,7 @@ class CapturedStep:
         self.replayed = False  # whether the last batch was: its gradients are where the recording has them
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
-        self._recorder, self._device = recorder, device
+        self.recorder, self._device = recorder, device
         self._given_up = self._said = False
         self._left, self._captures = WARM_UP, 0
         self._replay: Callable[[], Any] | None = None
@@ -123,7 +124,7 @@ class CapturedStep:
             return plain(batch, batch_idx)
         if self._left:
             self._left -= 1
-            return self._recorder.warm_up(lambda: plain(batch, batch_idx))
+            return self.recorder.warm_up(lambda: plain(batch, batch_idx))
         if self._replay is not None and self._state() != self._captured_state:
             self._replay = None  # weights were replaced, frozen or set to evaluation since
         if self._replay is None and not self._capture(batch, batch_idx):
@@ -164,7 +165,7 @@ class CapturedStep:
                 loss.backward()
                 return map_leaves(_detached, output), self._logged[before:], [p.grad for p in parameters]
 
-            (self._output, self._entries, gradients), self._replay = self._recorder.capture(run)
+            (self._output, self._entries, gradients), self._replay = self.recorder.capture(run)
             self._check_entries()
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
@@ -218,12 +219,11 @@ class CapturedOptimizer:
 
     Args:
         optimizer: for which `why_not_captured` says nothing.
-        step: its gradients' graph.
-        recorder: of the device.
+        step: what computes its gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, step: CapturedStep, recorder: Recorder) -> None:
-        self._optimizer, self._step, self._recorder = optimizer, step, recorder
+    def __init__(self, optimizer: Optimizer, step: CapturedStep) -> None:
+        self._optimizer, self._step = optimizer, step
         self._plain, self._given_up, self._captures = optimizer.step, False, 0
         self._replay: Callable[[], Any] | None = None
 
@@ -248,10 +248,10 @@ class CapturedOptimizer:
             self._captures += 1
             self._captured_state, self._places = self._state(), self._read_places()
             self._of = self._optimizer.state
-            _, self._replay = self._recorder.capture(self._plain)
+            _, self._replay = self._step.recorder.capture(self._plain)
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            say_left_out(type(self._optimizer).__name__, str(error).strip().splitlines()[0])
+            warn_user(runs_without(self._optimizer, str(error).strip().splitlines()[0]))
             return False
         return True
 
@@ -303,9 +303,9 @@ def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
     return ""
 
 
-def say_left_out(what: str, why: str) -> None:
-    """Say that part of the step runs the normal way, and why."""
-    warn_user(f"cuda_graphs: the step of {what} runs the normal way, since {why}.")
+def runs_without(optimizer: Optimizer, why: str) -> str:
+    """Return the warning that an optimizer's step is not recorded."""
+    return f"cuda_graphs: the step of {type(optimizer).__name__} runs the normal way, since {why}."
 
 
 def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:

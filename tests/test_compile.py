@@ -14,19 +14,20 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import CompilationMetrics, counters
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Accelerator, Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
-from instep.compile import CompileConfig, compiled_code_in, find_regions
+from instep.compile import CompileConfig, compiled_code_in, find_regions, why_no_backward_in_graph
 from instep.errors import SettingError
 from tests.helpers.spawn import run_command, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
 EAGER = {"backend": "eager"}
 STEP = {"scope": "step", "optimizer": False, **EAGER}
+ONE_GRAPH = not why_no_backward_in_graph()  # torch 2.6 has forward and backward as two
 
 
 class Block(nn.Module):
@@ -114,11 +115,12 @@ def test_losses_and_names_are_those_without(compile: Any, settings: Any) -> None
     assert found == expected
     assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
     assert counters["stats"]["unique_graphs"] == (
-        2 if settings and compile.get("scope") else 1
+        2 if settings and compile.get("scope") and ONE_GRAPH else 1
     )  # .grad is None, or not
     assert not counters["graph_break"]
 
 
+@pytest.mark.skipif(not ONE_GRAPH, reason=why_no_backward_in_graph())
 def test_the_backward_is_in_the_graph_and_the_optimizer_is_compiled_too() -> None:
     expected, _ = train()
     graphs: list[str] = []
@@ -133,13 +135,66 @@ def test_the_backward_is_in_the_graph_and_the_optimizer_is_compiled_too() -> Non
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_what_does_not_fit_in_the_graph_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_in_the_graph_is_said() -> None:
     expected, _ = train(Stack(scheduled=True), nonfinite="stop")
-    with caplog.at_level(logging.INFO):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         found, _ = train(Stack(scheduled=True), nonfinite="stop", compile={"scope": "step", **EAGER})
     assert found == expected
-    assert "forward and backward are two graphs, since hooks, a guard" in caplog.text
-    assert "the optimizer's step is not compiled" in caplog.text
+    said = [str(each.message) for each in caught]
+    for text in (
+        "forward and backward are two graphs, since hooks, a guard",
+        "the step of AdamW is not compiled, since a scaler",
+    ):
+        assert sum(text in each for each in said) == 1, "once, not in each epoch"
+
+
+class ByHand(Stack):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss
+
+
+def test_a_step_that_optimizes_by_itself_is_two_graphs() -> None:
+    with pytest.warns(UserWarning, match="forward and backward are two graphs, since the module optimizes by itself"):
+        train(ByHand(), compile={"scope": "step", **EAGER}, max_epochs=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_no_epoch_compiles_the_step_anew(settings: Any) -> None:
+    _, trainer = train(compile=STEP, precision="bf16", max_epochs=4, **settings)
+    assert trainer.run_summary.recompiles == (len(settings) if ONE_GRAPH else 0)  # .grad is None, or not
+
+
+def test_what_a_graph_overwrites_is_copied_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        kept: list[Any] = []
+
+        def run(*args: Any) -> Any:
+            outputs = graph.forward(*args)
+            kept[:] = kept or [each.clone() if not each.requires_grad else None for each in outputs]
+            return [new if old is None else old.copy_(new) for old, new in zip(kept, outputs, strict=True)]
+
+        return run
+
+    expected, plain = train()
+    monkeypatch.setattr(CompileConfig, "overwrites_outputs", lambda config, device: True)
+    found, trainer = train(compile={"backend": backend})
+    assert found == expected
+    assert trainer.callback_metrics == plain.callback_metrics
+
+
+def test_torch_overwrites_what_it_records() -> None:
+    cuda = torch.device("cuda")
+    assert CompileConfig(mode="reduce-overhead").overwrites_outputs(cuda)
+    assert CompileConfig(options={"triton.cudagraphs": True}).overwrites_outputs(cuda)
+    assert not CompileConfig(mode="reduce-overhead").overwrites_outputs(torch.device("cpu"))
+    assert not CompileConfig().overwrites_outputs(cuda)
 
 
 def test_recompilations_are_counted_and_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,8 +203,20 @@ def test_recompilations_are_counted_and_the_reason_is_logged_once(caplog: pytest
         _, trainer = train(loader=ragged, compile={**EAGER, "dynamic": False})
     assert trainer.run_summary.recompiles == 3
     assert "compiled again 3 times" in str(trainer.run_summary)
-    assert caplog.text.count("was compiled again") == 1
-    assert "size mismatch" in caplog.text
+    if hasattr(CompilationMetrics, "recompile_reason"):  # torch 2.6 gives no reason
+        assert caplog.text.count("was compiled again") == 1
+        assert "size mismatch" in caplog.text
+        assert "size mismatch" in str(trainer.run_summary)
+
+
+class Forgetful(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        torch.compiler.reset()
+
+
+def test_a_reset_of_the_compiler_ends_no_run() -> None:
+    expected, _ = train()
+    assert train(compile=EAGER, callbacks=[Forgetful()])[0] == expected
 
 
 def test_a_compiled_run_resumes_a_plain_one_and_the_other_way(tmp_path: Path) -> None:
@@ -183,7 +250,7 @@ def test_two_ranks(strategy: str) -> None:
 
 ONCE = """
 import sys
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import CompilationMetrics, counters
 from tests.test_compile import train
 
 losses, _ = train(max_epochs=1, compile={"cache_dir": sys.argv[1]})
@@ -234,6 +301,10 @@ def test_an_accelerator_compiles_the_models_of_prepare() -> None:
         ({"scope": "step", "regions": True}, "leave regions out"),
         ({"regions": "Block"}, "list of names or classes"),
         ({"backend": 3}, 'a name such as "inductor"'),
+        ({"mode": 3}, "mode=3: expected a name"),
+        ({"options": 3}, "options=3: expected a dict"),
+        ({"cache_dir": 3}, "cache_dir=3: expected a path"),
+        ({"mode": "default", "options": {}}, "mode or options, not both"),
     ],
 )
 def test_wrong_settings_come_before_the_run(wrong: Any, error: str) -> None:

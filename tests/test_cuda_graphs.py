@@ -218,8 +218,8 @@ def with_array(samples: list[Any]) -> Any:
     ("make", "settings", "why"),
     [
         (lambda: Net(log=1.5), {}, r"self.log\('other', ...\) got a float that a replay would not compute anew"),
-        (Net, {"accumulate_grad_batches": 2}, "has no effect: accumulate_grad_batches is more than 1"),
-        (Net, {"nonfinite": "skip"}, "has no effect: hooks, a guard"),
+        (Net, {"accumulate_grad_batches": 2}, "has no effect, since accumulate_grad_batches is more than 1"),
+        (Net, {"nonfinite": "skip"}, "has no effect, since hooks, a guard"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(
@@ -246,7 +246,7 @@ def test_a_compiled_step_takes_it_whole() -> None:
 
 def test_without_a_cuda_device_the_run_is_the_same(tmp_path: Path) -> None:
     plain = train(tmp_path)
-    with pytest.warns(UserWarning, match="cuda_graphs=True has no effect: accelerator='cpu' has no CUDA") as said:
+    with pytest.warns(UserWarning, match="cuda_graphs=True has no effect, since accelerator='cpu' has no CUDA") as said:
         same(plain, train(tmp_path, cuda_graphs=True))
     assert len(said) == 1  # not in each epoch
 

@@ -47,6 +47,7 @@ class RunSummary:
         monitor: the metric that the score is of.
         metrics: the last values that were logged.
         recompiles: how often `Trainer(compile=...)` had to compile something again.
+        recompile_reason: torch's reason for the first time; "" where there is none.
 
     Example:
         >>> print(RunSummary("max_steps=8 reached", 10.0, 8, 8, 0, {"forward": 6.0, "other": 4.0}))
@@ -64,6 +65,7 @@ class RunSummary:
     monitor: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     recompiles: int = 0
+    recompile_reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -80,7 +82,9 @@ class RunSummary:
         if shown:
             lines[0] += f": {', '.join(f'{name} {share:.0%}' for name, share in shown)}"
         if self.recompiles:
-            lines.append(f"compiled again {self.recompiles} times: see TORCH_LOGS=recompiles")
+            times = "once" if self.recompiles == 1 else f"{self.recompiles} times"
+            why = f", first because of {self.recompile_reason}" if self.recompile_reason else ""
+            lines.append(f"compiled again {times}{why}; TORCH_LOGS=recompiles shows each")
         if self.best_checkpoint:
             score = "" if self.best_score is None else f" ({self.monitor}={self.best_score:.6g})"
             lines.append(f"best checkpoint{score}: {self.best_checkpoint}")

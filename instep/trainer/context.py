@@ -321,6 +321,7 @@ class RunContext:
     why: str = ""
     recompiles: Recompiles | None = None
     captured_step: CapturedStep | None = None  # with cuda_graphs=True
+    compiled_step: Callable[..., Any] | None = None  # with compile="step"
     said: set[str] = field(default_factory=set)  # why the step is not compiled or recorded: each epoch makes it anew
     steps_at_start: int = 0
     window_count: int = 0
@@ -389,6 +390,9 @@ class RunContext:
         """Let `self.log` write into another log (None: nowhere), and return the one before."""
         before = self.trainer._log
         self.trainer._log = log
+        if log is not None:
+            config = self.settings.compile
+            log.copies = config is not None and config.overwrites_outputs(self.device)
         if before is not None and before.stage == "train":
             self.trainer.metrics.keep(before)
         if self.settings.barebones:

@@ -331,7 +331,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
         best_score=None if score is None else float(score),
         monitor=getattr(saver, "monitor", None),
         metrics=plain_metrics(trainer.metrics.logged),
-        recompiles=0 if ctx.recompiles is None else ctx.recompiles.count,
+        **({} if ctx.recompiles is None else ctx.recompiles.in_summary()),
     )
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
@@ -290,6 +290,8 @@ class MetricLog:
         self.batch: Any = None
         self.weight: float | None = None
         """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
+        self.copies = False
+        """Whether the next step writes into the memory of what this one logged, as a CUDA graph does."""
         self._world_size = world_size
         self._num_loaders = num_loaders
         self._counts = counts
@@ -335,7 +337,7 @@ class MetricLog:
     def drain(self) -> None:
         """Move the buffer's entries into their accumulators. Nothing is computed and the device is not asked."""
         current, weight = self._current, self.weight
-        for name, value, options, batch_size in self.buffer:
+        for name, value, options, batch_size in _copies(self.buffer) if self.copies else self.buffer:
             accumulator = current.get(name)
             if accumulator is None or accumulator.options != options:
                 accumulator = self._accumulator(name, value, options)
@@ -641,6 +643,11 @@ def metric_room() -> ModuleType:
     from instep.distributed import metric_states
 
     return metric_states
+
+
+def _copies(entries: Iterable[Entry]) -> Iterator[Entry]:
+    for name, value, options, batch_size in entries:
+        yield name, value.clone() if isinstance(value, Tensor) else value, options, batch_size
 
 
 def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:

@@ -33,7 +33,6 @@ from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.compile import CompileConfig
-    from instep.cuda_graphs import CapturedStep
 
 Step = Callable[..., Any]
 
@@ -221,85 +220,91 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
         ctx.window_count += 1
         return output
 
-    if trains and (config := ctx.settings.compile) is not None and config.scope == "step":
-        from instep.compile import say_left_out, why_no_backward_in_graph  # late: few runs are compiled
-
-        why = (
-            "hooks, a guard or a profiler run around the backward"
-            if not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"]
-            else "the step takes batches by itself"
-            if takes_batches(module.training_step)
-            else "optimizers take turns"
-            if turn.index is not None
-            else f"strategy={strategy.name!r} works around the backward"
-            if not strategy.backward_fits_in_graph
-            else why_no_backward_in_graph()
-        )
-        if not why:
-            weigh = lambda index: weight_of_full if index < full_batches else scale(source, index, accumulate, origin)  # noqa: E731
-            return _whole(ctx, training_step, config, zero_grad, weigh, train)
-        if first_time(ctx, why):
-            say_left_out("forward and backward are two graphs", why)
-
-    if trains and ctx.settings.cuda_graphs:
+    if trains and _wants_one_graph(ctx):
         around = bool(not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"])
-        if (captured := _captured_step(ctx, turn, training_step, around)) is not None and full_batches:
-            return _replayed(ctx, captured, full_batches, train)
+        if not (why := _why_two_graphs(ctx, turn, around)):
+            if ctx.settings.cuda_graphs:
+                return _recorded(ctx, training_step, full_batches, train)
+            weigh = lambda index: weight_of_full if index < full_batches else scale(source, index, accumulate, origin)  # noqa: E731
+            return _compiled(ctx, training_step, zero_grad, weigh, train)
+        _warn_two_graphs(ctx, why)
 
     ctx.clock.watch("forward", train, "training_step", turn.index)
     return train if turn.index is None else _of_turn(ctx, turn, train)
 
 
-def _captured_step(ctx: RunContext, turn: Turn, training_step: Step, around: bool) -> CapturedStep | None:
-    """Return the recorded step of this run; None, and say why, where there can be none.
+# ---- forward and backward as one graph, compiled or recorded
+
+
+def _compiles_step(ctx: RunContext) -> CompileConfig | None:
+    """Return how the whole step is compiled; None where it is not."""
+    config = ctx.settings.compile
+    return config if config is not None and config.scope == "step" else None
+
+
+def _wants_one_graph(ctx: RunContext) -> bool:
+    """Tell whether the settings ask for `cuda_graphs=True` or `compile="step"`; they refuse both at once."""
+    return ctx.settings.cuda_graphs or _compiles_step(ctx) is not None
+
+
+def _why_two_graphs(ctx: RunContext, turn: Turn, around: bool) -> str:
+    """Say why forward and backward cannot be one graph; "" where they can be.
 
     Args:
         ctx: the run.
         turn: of its optimizers.
-        training_step: the resolved one.
         around: whether hooks, a guard, a scaler or a profiler run around the backward.
     """
-    from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
+    from instep.compile import why_no_backward_in_graph  # late: few runs are compiled or recorded
+    from instep.cuda_graphs import recorder_for
 
-    recorder, strategy = recorder_for(ctx.device), ctx.strategy
-    own_step = is_overridden(ctx.module, "optimizer_step", TrainModule) or any(map(wants_closure, turn.optimizers))
-    why = (
+    module, strategy, records = ctx.module, ctx.strategy, ctx.settings.cuda_graphs
+    own_step = is_overridden(module, "optimizer_step", TrainModule) or any(map(wants_closure, turn.optimizers))
+    return (
         f"accelerator={ctx.device.type!r} has no CUDA graphs"
-        if recorder is None
-        else f"strategy={strategy.name!r} works around the backward"
-        if not strategy.backward_fits_in_graph or ctx.world_size > 1
-        else "accumulate_grad_batches is more than 1"
-        if ctx.loaders.most_accumulated > 1
+        if records and recorder_for(ctx.device) is None
         else "hooks, a guard, a scaler or a profiler run around the backward"
         if around
-        else "the step takes batches by itself, or optimizers take turns, or the module or a closure steps them"
-        if takes_batches(ctx.module.training_step) or turn.index is not None or own_step
+        else "the step takes batches by itself"
+        if takes_batches(module.training_step)
+        else "optimizers take turns"
+        if turn.index is not None
+        else f"strategy={strategy.name!r} works around the backward"
+        if not strategy.backward_fits_in_graph
+        else "accumulate_grad_batches is more than 1"
+        if records and ctx.loaders.most_accumulated > 1
+        else "the module or a closure steps the optimizer"
+        if records and own_step
         else ""
+        if records
+        else why_no_backward_in_graph()
     )
-    if recorder is None or why:
-        _say_no_graphs(ctx, why)
-    elif ctx.captured_step is None:  # else of an earlier epoch
-        ctx.captured_step = CapturedStep(ctx.module, training_step, ctx.log.buffer, recorder, ctx.device)
-    return ctx.captured_step
 
 
-def _say_no_graphs(ctx: RunContext, why: str) -> None:
-    if first_time(ctx, why):
-        warn_user(f"cuda_graphs=True has no effect: {why}.")
+def _warn_two_graphs(ctx: RunContext, why: str) -> None:
+    what = 'compile="step": forward and backward are two graphs'
+    _warn_once(ctx, f"{'cuda_graphs=True has no effect' if ctx.settings.cuda_graphs else what}, since {why}.")
 
 
-def first_time(ctx: RunContext, why: str) -> bool:
-    """Tell whether a reason is new in this run, and note it."""
-    new = why not in ctx.said
-    ctx.said.add(why)
-    return new
+def _warn_once(ctx: RunContext, text: str) -> None:
+    """Warn on the first rank, once in a run: each epoch makes its step anew."""
+    if text not in ctx.said:
+        ctx.said.add(text)
+        if ctx.rank == 0:
+            warn_user(text)
 
 
-def _replayed(ctx: RunContext, captured: CapturedStep, full_batches: int, train: Step) -> Step:
-    """Make the function that replays forward, loss and backward of a batch of full weight."""
+def _recorded(ctx: RunContext, training_step: Step, full_batches: int, train: Step) -> Step:
+    """Make the function that replays forward, loss and backward of each of the full batches as one CUDA graph."""
+    from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
+
     log, buffer = ctx.log, ctx.log.buffer
+    if ctx.captured_step is None and (recorder := recorder_for(ctx.device)) is not None:  # else of an earlier epoch
+        ctx.captured_step = CapturedStep(ctx.module, training_step, buffer, recorder, ctx.device)
+    captured = ctx.captured_step
+    assert captured is not None
 
-    def train_replayed(batch: Any, batch_idx: int) -> Any:
+    def train_recorded(batch: Any, batch_idx: int) -> Any:
         if batch_idx >= full_batches:
             captured.replayed = False
             return train(batch, batch_idx)
@@ -310,43 +315,31 @@ def _replayed(ctx: RunContext, captured: CapturedStep, full_batches: int, train:
             ctx.window_count += 1
         return output
 
-    return train_replayed
+    return train_recorded
 
 
-def _whole(
-    ctx: RunContext,
-    training_step: Step,
-    config: CompileConfig,
-    zero_grad: Callable[[], Any],
-    weigh: Callable[[int], float],
-    train: Step,
+def _compiled(
+    ctx: RunContext, training_step: Step, zero_grad: Callable[[], Any], weigh: Callable[[int], float], train: Step
 ) -> Step:
     """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
 
     The gradients are zeroed before the forward here, where no hook could see the difference.
     """
-    from instep.compile import backward_in_graph  # late: as above
-
     log, buffer = ctx.log, ctx.log.buffer
-    ctx.undo.enter_context(backward_in_graph())
+    if ctx.compiled_step is None:  # else of an earlier epoch: torch would compile a new one anew
+        from instep.compile import backward_in_graph, compile_forward_backward  # late: as above
 
-    def compute(batch: Any, batch_idx: int, weight: float) -> Any:
-        output = training_step(batch, batch_idx)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            return output, False
-        (loss if weight == 1.0 else loss * weight).backward()
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output), True
+        ctx.undo.enter_context(backward_in_graph())
+        ctx.compiled_step = compile_forward_backward(training_step, ctx.settings.compile)
+    forward_backward = ctx.compiled_step
 
-    compiled = torch.compile(compute, **config.options_of_torch())
-
-    def train_whole(batch: Any, batch_idx: int) -> Any:
+    def train_compiled(batch: Any, batch_idx: int) -> Any:
         weight = weigh(batch_idx)
         if not weight:  # what a nan in it would do to the sum is for the plain way
             return train(batch, batch_idx)
         if ctx.window_count == 0:
             zero_grad()
-        output, done = compiled(batch, batch_idx, weight)
+        output, done = forward_backward(batch, batch_idx, weight)
         if buffer:
             log.drain()
         if not done:
@@ -354,7 +347,38 @@ def _whole(
         ctx.window_count += 1
         return output
 
-    return train_whole
+    return train_compiled
+
+
+def _graph_of_step(ctx: RunContext, optimizer: Optimizer, plain: bool) -> Callable[[], Any]:
+    """Return an optimizer's step: compiled or recorded, as forward and backward are; else its own, and say why.
+
+    Args:
+        ctx: the run.
+        optimizer: of the run.
+        plain: whether nothing works around its step.
+    """
+    scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)
+    worked_around = "a scaler, a guard, a profiler, another optimizer or the strategy works around it"
+    if (config := _compiles_step(ctx)) is not None and config.optimizer:
+        from instep.compile import compile_optimizer_step, why_not_compiled  # late: as above
+
+        why = why_not_compiled(optimizer, scheduled) if plain else worked_around
+        if not why:
+            return compile_optimizer_step(optimizer, config)
+        _warn_once(ctx, f'compile="step": the step of {type(optimizer).__name__} is not compiled, since {why}.')
+    elif (captured := ctx.captured_step) is not None:
+        from instep.cuda_graphs import CapturedOptimizer, runs_without, why_not_captured  # late: as above
+
+        why = why_not_captured(optimizer, scheduled) if plain else worked_around
+        if not why:
+            captured.optimizer = captured.optimizer or CapturedOptimizer(optimizer, captured)
+            return captured.optimizer
+        _warn_once(ctx, runs_without(optimizer, why))
+    return optimizer.step
+
+
+# ---- the end of an optimizer window
 
 
 def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
@@ -411,26 +435,7 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
     step_optimizer, optimizer = optimizer_step(ctx), optimizers[0]
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
     plain = plain and ctx.trainer.profiler.off and len(optimizers) == 1
-    step_plain: Callable[[], Any] = optimizer.step
-    if (config := ctx.settings.compile) is not None and config.scope == "step" and config.optimizer:
-        from instep.compile import compile_optimizer_step, say_left_out, why_not_compiled  # late: as above
-
-        why = why_not_compiled(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
-        why = why if plain else "a scaler, a guard, a profiler or the strategy works around its step"
-        if why and first_time(ctx, why):
-            say_left_out("the optimizer's step is not compiled", why)
-        elif not why:
-            step_plain = compile_optimizer_step(optimizer, config)
-    if plain and ctx.captured_step is not None:
-        from instep.cuda_graphs import CapturedOptimizer, recorder_for, say_left_out, why_not_captured  # late: as above
-
-        captured = ctx.captured_step
-        why = why_not_captured(optimizer, any(each.scheduler.optimizer is optimizer for each in ctx.schedulers))
-        if why and first_time(ctx, why):
-            say_left_out(type(optimizer).__name__, why)
-        elif not why and (recorder := recorder_for(ctx.device)) is not None:
-            captured.optimizer = captured.optimizer or CapturedOptimizer(optimizer, captured, recorder)
-            step_plain = captured.optimizer
+    step_plain = _graph_of_step(ctx, optimizer, plain)
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
     must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
 
@@ -538,8 +543,8 @@ def manual_step(ctx: RunContext) -> Step:
     """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
     at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
     training_step = counting_once(ctx, resolve_step(ctx, "training_step", "batch", "batch_idx"))
-    if ctx.settings.cuda_graphs:
-        _say_no_graphs(ctx, "the module optimizes by itself (automatic_optimization=False)")
+    if _wants_one_graph(ctx):
+        _warn_two_graphs(ctx, "the module optimizes by itself (automatic_optimization=False)")
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
