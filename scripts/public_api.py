@@ -61,19 +61,31 @@ def public_names(room: str) -> list[str]:
     ]
 
 
-def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties that a class defines itself, in the order of its source."""
-    for name, value in vars(cls).items():
-        if name.startswith("_"):
+def members(cls: type, public: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield a class's public methods and properties, with those of its internal bases, in the order of the source.
+
+    Args:
+        cls: the class.
+        public: ids of the public classes. Such a base has its members in an entry of its own.
+    """
+    seen: set[str] = set()
+    for each in cls.__mro__:
+        if each is not cls and (id(each) in public or not each.__module__.startswith("instep.")):
             continue
-        if inspect.isfunction(value) or isinstance(value, (property, classmethod, staticmethod)):
-            yield name, value
+        for name, value in vars(each).items():
+            if name.startswith("_") or name in seen:
+                continue
+            seen.add(name)
+            if inspect.isfunction(value) or isinstance(value, (property, classmethod, staticmethod)):
+                yield name, value
 
 
 def entries() -> Iterator[tuple[str, Any]]:
     """Yield every public name and member once, under the first room that shows it."""
+    rooms = [*list(ROOMS)[1:], "instep"]
+    public = {id(getattr(import_module(room), name)) for room in rooms for name in public_names(room)}
     seen: set[int] = set()
-    for room in [*list(ROOMS)[1:], "instep"]:
+    for room in rooms:
         for name in public_names(room):
             value = getattr(import_module(room), name)
             if id(value) in seen:
@@ -81,7 +93,7 @@ def entries() -> Iterator[tuple[str, Any]]:
             seen.add(id(value))
             yield f"{room}.{name}", value
             if inspect.isclass(value):
-                yield from ((f"{room}.{name}.{member}", each) for member, each in members(value))
+                yield from ((f"{room}.{name}.{member}", each) for member, each in members(value, public))
 
 
 def signature(value: Any) -> str:
