@@ -72,14 +72,14 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
         # Cosine schedules go down to a rate that does not depend on the one they begin with.
         floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
         now = new if old == floor else floor + (float(group["lr"]) - floor) * (new - floor) / (old - floor)
-        for key in RATES[1:]:
-            if key in group:
-                put_rate(group, key, _scaled(float(group[key]), old, new))
-        put_rate(group, "lr", now)
+        places: list[tuple[Any, Any]] = [(group, key) for key in RATES[1:] if key in group]
         for leaf in own:
-            for values in (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None)):
-                if values is not None:
-                    put_rate(values, index, _scaled(float(values[index]), old, new))
+            kept = (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None))
+            places += [(values, index) for values in kept if values is not None]
+        # All are read before any is set: in torch 2.8 a base rate of the schedule can be the group's own tensor.
+        scaled = [_scaled(float(into[key]), old, new) for into, key in places]
+        for (into, key), value in zip((*places, (group, "lr")), (*scaled, now), strict=True):
+            put_rate(into, key, value)
     note_rates((*schedulers, *leaves))
 
 
