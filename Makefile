@@ -110,7 +110,7 @@ test-oldest: $(OLDEST_VENV)/.ready  ## run the tests with the oldest versions th
 $(OLDEST_VENV)/.ready: constraints-oldest.txt pyproject.toml scripts/cuda_stand_ins.py
 	@echo 'Installing into $(OLDEST_VENV); this takes some minutes.'
 	test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torch==2.6.0'
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-deps torch
 	$(OLDEST_VENV)/bin/python scripts/cuda_stand_ins.py
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	@touch $@

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from instep.errors import EXIT_HUNG
 from instep.health.heartbeat_file import HEARTBEAT_FILE, HangDetector, HeartbeatFile, RankProgress, folder_of
 from instep.health.run_status import NAME, end_status, in_short, leave_failure, read_status
@@ -56,10 +54,11 @@ class NodeWatch:
         Args:
             given: what is set already and stays.
         """
-        size, dump = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
-        if torch.__version__ < "2.9":
-            size, dump = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-        recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        recorder = {
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_FR_DUMP_TEMP_FILE": str(self._folder / _NCCL_DUMP),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        }
         return {
             HEARTBEAT_FILE: str(self._folder / "heartbeats"),
             ENDED_FILE: str(self._folder / "ended"),

@@ -75,7 +75,7 @@ def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessE
 
 
 def _check_backend(name: str, device: str, environment: ProcessEnvironment) -> None:
-    known = [known for known in Backend.backend_list if known not in (Backend.UNDEFINED, Backend.FAKE)]
+    known = [known for known in Backend.backend_list if known not in (Backend.UNDEFINED, "fake")]
     if name not in known:
         raise one_of("backend", name, known)
     if not dist.is_backend_available(name):
