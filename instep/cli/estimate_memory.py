@@ -17,9 +17,8 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.cli import output
 from instep.errors import SettingError
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Estimate every row, and print the table."""
     from instep.cli.memory.estimate import Setup, estimate  # late: loads torch
     from instep.cli.memory.simulate import process_counts
-    from instep.cli.memory.subject import find_subject
+    from instep.cli.memory.subject import find_subject, json_arguments
 
     counts = {"devices": min(args.devices), "accumulate": args.accumulate, "batch_size": args.batch_size}
     for name, count in {**counts, "sequence_length": args.sequence_length}.items():
@@ -73,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
             raise SettingError(f"{name}={count} must be at least 1", field=name, got=count)
     subject = find_subject(
         args.what,
-        arguments=_json("args", args.args),
+        arguments=json_arguments("args", args.args),
         inputs=args.input,
         data=args.data,
-        data_arguments=_json("data_args", args.data_args),
+        data_arguments=json_arguments("data_args", args.data_args),
         optimizer=args.optimizer,
         batch_size=args.batch_size,
         sequence=args.sequence_length,
@@ -118,13 +117,3 @@ def _say_inference(subject: Subject, dtypes: list[str], as_json: bool) -> int:
     cells = [(row["dtype"], *(output.size(row[key], "?") for key in sizes)) for row in rows]
     output.table(("dtype", "weights", "largest layer"), cells, right=("weights", "largest layer"))
     return 0
-
-
-def _json(field: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise SettingError(f"{field}={text!r} is no JSON: {error}", field=field, got=text) from None
-    if not isinstance(value, dict):
-        raise SettingError(f"{field}={text!r} must be a JSON object of arguments", field=field, got=text)
-    return value

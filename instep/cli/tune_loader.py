@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,28 +42,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every setting, print the table, and write the choice."""
-    from instep.cli.memory.subject import import_path, training_loader  # late: loads torch
-    from instep.data.tune import as_rows, tune_loader
+    from instep.cli.memory.simulate import users_code  # late: loads torch
+    from instep.cli.memory.subject import import_path, json_arguments, training_loader
+    from instep.data.tune import tune_loader
 
-    try:
-        arguments_of = json.loads(args.args)
-    except json.JSONDecodeError as error:
-        raise SettingError(f"--args {args.args}: no JSON: {error}", field="args", got=args.args) from None
     make = import_path(args.what)
-    made = make(**arguments_of)
-    loader = training_loader(made)
+    given = json_arguments("args", args.args)
+    with users_code(f"making {args.what}", "Give its arguments by --args."):
+        made = make(**given)
+        loader = training_loader(made)
+    data_module = None if made is loader else make
+    if args.write is not None:
+        check_write(args.write, data_module)  # measuring takes a minute
     if not args.json:
         output.say(f"{args.what}: batches a second, measured for {args.seconds:g} s each")
     best, found = tune_loader(loader, args.workers, args.prefetch, seconds=args.seconds, step_s=args.step_ms / 1000)
     if args.json:
-        output.say_json({"best": best.setting, "trials": as_rows(found)})
+        output.say_json({"best": best.setting, "trials": [asdict(each) for each in found]})
     else:
         columns = ("workers", "prefetch", "pinned", "first batch, s", "batches/s", "")
         output.table(columns, [_row(trial, trial is best) for trial in found], right=columns[:5])
         output.say("  ".join(f"{name}={value}" for name, value in best.setting.items()))
     if args.write is not None:
-        write_setting(args.write, best.setting, None if made is loader else make)
-        output.say(f"written: {args.write}")
+        write_setting(args.write, best.setting, data_module)
+        if not args.json:
+            output.say(f"written: {args.write}")
     return 0
 
 
@@ -80,6 +83,22 @@ def _row(trial: LoaderTrial, chosen: bool) -> tuple[Any, ...]:
     )
 
 
+def check_write(path: Path, data_module: Any) -> None:
+    """Check that a setting can be written, before it is measured; arguments as in `write_setting`.
+
+    Raises:
+        SettingError: the file is there, or the class takes no argument of a `DataLoader`.
+    """
+    from instep.data.tune import SETTINGS  # late: loads torch
+
+    if path.exists():
+        raise _is_there(path)
+    if data_module is not None and not any(_takes(data_module, name) for name in SETTINGS):
+        names = ", ".join(SETTINGS)
+        text = f"{data_module.__name__} takes none of {names}: give its constructor the arguments, to pass them on"
+        raise SettingError(text, field="write", got=path)
+
+
 def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None:
     """Make a YAML file of a setting.
 
@@ -89,7 +108,7 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
         data_module: the class that takes them; None: none does.
 
     Raises:
-        SettingError: the file is there, or the class takes none of them.
+        SettingError: the file is there.
     """
     import yaml  # late: only who writes needs it
 
@@ -97,12 +116,15 @@ def write_setting(path: Path, setting: dict[str, Any], data_module: Any) -> None
 
     written: dict[str, Any] = setting
     if data_module is not None:
-        taken = inspect.signature(data_module).parameters
-        mine = {name: value for name, value in setting.items() if name in taken}
-        if not mine:
-            names = ", ".join(setting)
-            text = f"{data_module.__name__} takes none of {names}: give its constructor the arguments, to pass them on"
-            raise SettingError(text, field="write", got=path)
+        mine = {name: value for name, value in setting.items() if _takes(data_module, name)}
         written = {"data": {"init_args": mine}}
     if not create_exclusive(path, yaml.safe_dump(written, sort_keys=False).encode()):
-        raise SettingError(f"{path} is there already: name another file", field="write", got=path)
+        raise _is_there(path)
+
+
+def _takes(data_module: Any, name: str) -> bool:
+    return name in inspect.signature(data_module).parameters
+
+
+def _is_there(path: Path) -> SettingError:
+    return SettingError(f"{path} is there already: name another file", field="write", got=path)

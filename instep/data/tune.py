@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from instep.data.index import rebuild
 from instep.errors import SettingError
 from instep.utils.checks import at_least, is_number, wrong
 
+SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")  # arguments of a `DataLoader`
 _SAME = 0.05  # of the speed: so much is noise, and fewer workers win
 
 
@@ -39,8 +40,8 @@ class LoaderTrial:
     @property
     def setting(self) -> dict[str, Any]:
         """The arguments of a `DataLoader`."""
-        names = ("num_workers", "prefetch_factor", "pin_memory")
-        return {**{name: getattr(self, name) for name in names}, "persistent_workers": self.num_workers > 0}
+        values = (self.num_workers, self.prefetch_factor, self.pin_memory, self.num_workers > 0)
+        return dict(zip(SETTINGS, values, strict=True))
 
 
 def tune_loader(
@@ -86,6 +87,8 @@ def tune_loader(
         raise wrong("loader", type(loader).__name__, "a torch.utils.data.DataLoader, which can be made anew")
     if not is_number(seconds) or seconds <= 0:
         raise wrong("seconds", seconds, "a number above 0")
+    if not is_number(step_s) or step_s < 0:
+        raise wrong("step_s", step_s, "a number of seconds of at least 0")
     if workers is None:
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = [0, *(2**power for power in range(count.bit_length()) if 2**power <= count)]
@@ -139,8 +142,3 @@ def _endless(loader: DataLoader[Any]) -> Generator[Any, None, None]:
             yield batch
         if not given:
             return
-
-
-def as_rows(trials: Sequence[LoaderTrial]) -> list[dict[str, Any]]:
-    """Return trials as JSON values."""
-    return [asdict(each) for each in trials]

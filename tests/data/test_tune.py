@@ -57,6 +57,8 @@ def test_what_cannot_be_measured() -> None:
         tune_loader(DataLoader([], batch_size=2), workers=[0])  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=r"a torch\.utils\.data\.DataLoader"):
         tune_loader([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"step_s=-1: expected a number of seconds"):
+        tune_loader(DataLoader(Slow()), step_s=-1)
 
 
 PROGRAM = """
@@ -91,7 +93,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "is there already" in capsys.readouterr().err
     assert main(["tune-loader", "loaders_to_tune.py:Fixed", *quick, "--write", "other.yaml"]) == 2
     assert "Fixed takes none of num_workers" in capsys.readouterr().err
-    assert main(["tune-loader", "loaders_to_tune.py:loader", *quick, "--json"]) == 0
+    monkeypatch.setattr(tune, "_measure", None)  # nothing is measured that could not be written
+    assert main(["tune-loader", "loaders_to_tune.py:Data", *quick, "--write", "loader.yaml"]) == 2
+    assert main(["tune-loader", "loaders_to_tune.py:Data", *quick, "--args", "[1]"]) == 2
+    assert "must be a JSON object" in capsys.readouterr().err
+    assert main(["tune-loader", "loaders_to_tune.py:loader", *quick, "--args", '{"no": 1}']) == 2
+    assert "making loaders_to_tune.py:loader failed: TypeError" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune-loader", "loaders_to_tune.py:loader", *quick, "--json", "--write", "args.yaml"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"]["num_workers"] == 0
     assert len(answer["trials"]) == 1

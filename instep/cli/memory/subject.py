@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,6 +114,25 @@ def import_path(path: str) -> Any:
             raise one_of(f"a name of {module}", part, [known for known in vars(found) if not known.startswith("_")])
         found = getattr(found, part)
     return found
+
+
+def json_arguments(field: str, text: str) -> dict[str, Any]:
+    """Read the keyword arguments of a function from a command's JSON text.
+
+    Args:
+        field: the command's argument, for the error.
+        text: a JSON object.
+
+    Raises:
+        SettingError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingError(f"{field}={text!r} is no JSON: {error}", field=field, got=text) from None
+    if not isinstance(value, dict):
+        raise SettingError(f"{field}={text!r} must be a JSON object of arguments", field=field, got=text)
+    return value
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
