@@ -97,7 +97,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["tune-loader", "loaders_to_tune.py:Data", *quick, "--write", "loader.yaml"]) == 2
     assert main(["tune-loader", "loaders_to_tune.py:Data", *quick, "--args", "[1]"]) == 2
     assert "must be a JSON object" in capsys.readouterr().err
-    assert main(["tune-loader", "loaders_to_tune.py:loader", *quick, "--args", '{"no": 1}']) == 2
+    assert main(["tune-loader", "loaders_to_tune.py:loader", *quick, "--args", '{"no": 1}']) == 1
     assert "making loaders_to_tune.py:loader failed: TypeError" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
