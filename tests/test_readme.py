@@ -58,6 +58,6 @@ def test_the_front_pages_have_the_figures_of_the_benchmarks() -> None:
         assert f"{seconds:.2f} s" in landing
     growth = [row(f"{name} | everything")[0] for name in ("instep", "Lightning")]
     assert "| {:.2f} MB | {:.2f} MB |".format(*growth) in landing
-    warm, cold = row("large | warm, 1 tokens"), row("large | cold, 1 tokens")
+    warm, cold = row("large | warm, 1 token"), row("large | cold, 1 token")
     assert f"| {warm[0]:.2f} s warm, {cold[0]:.1f} s cold |" in landing
     assert f"| {warm[0] * warm[1]:.1f} s warm, {cold[0] * cold[1]:.1f} s cold |" in landing
