@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 
 from instep.cli.migrate.survey import Names, Plan, code
-from instep.errors import InstepError
+from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
 from instep.utils import porting
 
@@ -30,11 +30,25 @@ _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", 
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
 
+class Unseen:
+    """Stand-in for a class that cannot be looked at.
+
+    Args:
+        why: the package that it needs.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
 @cache
 def load(name: str) -> Any:
-    """Import the object that a dotted name stands for."""
+    """Import the object that a dotted name stands for; an `Unseen` where its package is not installed."""
     module, _, leaf = name.rpartition(".")
-    return getattr(import_module(module), leaf)
+    try:
+        return getattr(import_module(module), leaf)
+    except MissingPackageError as error:
+        return Unseen(str(error))
 
 
 @cache
@@ -53,6 +67,8 @@ def attributes(owner: type) -> frozenset[str]:
 def has_attribute(target: str, name: str) -> bool:
     """Tell whether objects of a class of instep, by its dotted name, have an attribute; a strategy may be any one."""
     owner = load(target)
+    if isinstance(owner, Unseen):
+        return True
     classes = [owner]
     if owner.__name__ == "Strategy":
         strategies = import_module("instep.strategies")
@@ -255,9 +271,8 @@ class Uses(cst.CSTVisitor):
         if isinstance(function.value, cst.Call) and name in ("sum", "mean", "item"):
             self._reduced.add(function.value)
         if code(function.value).startswith("super(") and self._bases and self._bases[-1].startswith("instep."):
-            base = load(self._bases[-1])
             if name == "__init__":
-                self._arguments(node, base.__name__, base)
+                self._arguments(node, self._bases[-1].rpartition(".")[2], load(self._bases[-1]))
             return
         owner = self._owner(function.value)
         leaf = owner.rpartition(".")[2]
@@ -300,6 +315,10 @@ class Uses(cst.CSTVisitor):
     # ---- arguments
 
     def _arguments(self, node: cst.Call, key: str, function: Any) -> None:
+        if isinstance(function, Unseen):
+            self.plan.note(node, f"{function.why}. Its arguments were not checked")
+            return
+        there = {arg.keyword.value for arg in node.args if arg.keyword}
         renamed, dropped = porting.RENAMED.get(key, {}), porting.DROPPED.get(key, {})
         into: list[cst.Arg] = []
         unnamed = 0
@@ -321,6 +340,9 @@ class Uses(cst.CSTVisitor):
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
             elif key == "Accelerator" and name in porting.INTO_DATALOADER_CONFIG:
                 into.append(arg)
+            elif not has_argument(function, name) and (twice := there & _becomes(key, name)):
+                also = f"{'= and '.join(sorted(twice))}= is there too"
+                self.plan.todo(arg, f"{key}({_text(arg)}): {porting.instead_of(key, name)}; {also}: leave out one")
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
         limit = min(porting.POSITIONAL.get(key, unnamed), count_positional(function))
@@ -508,6 +530,11 @@ def _text(arg: cst.Arg) -> str:
 
 def _is_dict_call(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.Call) and code(node.func) == "dict"
+
+
+def _becomes(key: str, old: str) -> set[str]:
+    """Return the arguments that a renamed one becomes."""
+    return {porting.RENAMED.get(key, {}).get(old, ""), porting.ADDED.get((key, old), "").partition("=")[0]}
 
 
 def _names_argument(node: cst.Call, name: str) -> bool:

@@ -170,6 +170,8 @@ def test_small_pieces(old: str, new: str | None) -> None:
         (_L + "L.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),
         (_L + "L.Trainer(precision='half')", 2, "todo", "Use one of: 32-true"),
         (_L + "L.Trainer(gpus=0)", 2, "todo", 'use accelerator="gpu", devices='),
+        (_L + "L.Trainer(gpus=1, devices=2)", 2, "todo", 'devices=...; devices= is there too: leave out one'),
+        (_L + "L.Trainer(gpus=1, accelerator=a)", 2, "todo", "accelerator= is there too: leave out one"),
         (_L + "L.Trainer(**x)", 2, "note", "cannot be seen"),
         (_L + "L.Trainer.from_argparse_args(x)", 2, "todo", "TrainerCLI"),
         (_L + "t = L.Trainer()\nt.fit_loop", 3, "todo", "say where a run stands"),
@@ -482,3 +484,23 @@ def test_without_libcst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["migrate", str(tmp_path)]) == 1
     assert "pip install 'instep[migrate]'" in capsys.readouterr().err
+
+
+def test_a_class_whose_package_is_missing_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "instep.callbacks.progress.tqdm_progress"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr(import_module("instep.callbacks"), "TQDMProgressBar", raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    uses.load.cache_clear()
+    uses.attributes.cache_clear()
+    new, findings, _ = migrate(
+        "from lightning import Trainer\nfrom lightning.pytorch.callbacks import TQDMProgressBar\n"
+        "class Bar(TQDMProgressBar):\n  def __init__(self): super().__init__(2)\n"
+        "bar = TQDMProgressBar(refresh_rate=1)\nbar.reset()\n"
+        "Trainer(callbacks=bar, max_epoch=1)\n"
+    )
+    uses.load.cache_clear()
+    assert "from instep.callbacks import TQDMProgressBar" in new
+    assert [(each.line, each.kind) for each in findings] == [(4, "note"), (7, "todo")]
+    assert "pip install tqdm. Its arguments were not checked (also in line 5)" in findings[0].text
