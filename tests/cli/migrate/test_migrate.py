@@ -170,7 +170,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
         (_L + "L.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),
         (_L + "L.Trainer(precision='half')", 2, "todo", "Use one of: 32-true"),
         (_L + "L.Trainer(gpus=0)", 2, "todo", 'use accelerator="gpu", devices='),
-        (_L + "L.Trainer(gpus=1, devices=2)", 2, "todo", 'devices=...; devices= is there too: leave out one'),
+        (_L + "L.Trainer(gpus=1, devices=2)", 2, "todo", "devices=...; devices= is there too: leave out one"),
         (_L + "L.Trainer(gpus=1, accelerator=a)", 2, "todo", "accelerator= is there too: leave out one"),
         (_L + "L.Trainer(**x)", 2, "note", "cannot be seen"),
         (_L + "L.Trainer.from_argparse_args(x)", 2, "todo", "TrainerCLI"),
