@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Annotated, Any
@@ -131,24 +132,29 @@ def resolve_compile(name: str, value: Any) -> CompileConfig | None:
     raise wrong(name, value, '"module", "step", False, a CompileConfig, or a dict of its fields')
 
 
-def compile_module(module: nn.Module, config: CompileConfig) -> None:
-    """Compile a module, or its repeated blocks, in place. What is compiled already stays as it is.
+def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
+    """Compile the blocks that `config.regions` names, in place; what is compiled already stays as it is.
+
+    Returns:
+        Whether there are any; where not, the model is compiled as a whole.
 
     Raises:
-        SettingError: `regions` names what the module does not have.
+        SettingError: `regions` names what the model does not have.
     """
+    blocks = find_regions(model, config.regions) if config.regions else []
     options = config.options_of_torch()
-    blocks = find_regions(module, config.regions) if config.regions else []
     for block in blocks:
-        if block._compiled_call_impl is None:
+        if block._compiled_call_impl is not None:
+            continue
+        if type(block).__module__.startswith("torch."):  # up to torch 2.13 `compile` leaves torch's own classes out
+            block._compiled_call_impl = partial(torch.compile(_call, **options), block)  # type: ignore[assignment]
+        else:
             block.compile(**options)
-    if blocks:
-        return
-    compile_by = getattr(module, "compile_by", None)  # of a TrainModule, which has step methods
-    if compile_by is not None:
-        compile_by(lambda method: torch.compile(method, **options))
-    elif module._compiled_call_impl is None:
-        module.compile(**options)
+    return bool(blocks)
+
+
+def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return block._call_impl(*args, **kwargs)
 
 
 def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module]]) -> list[nn.Module]:

@@ -282,6 +282,26 @@ def test_regions_by_name_class_and_list() -> None:
         find_regions(model, ["Blok"])
 
 
+class Encoder(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(self.first(x)[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("regions", [True, ["TransformerEncoderLayer"]], ids=str)
+def test_regions_of_torchs_own_classes(regions: Any) -> None:
+    expected, plain = train(Encoder())
+    counters.clear()
+    found, trainer = train(Encoder(), compile={"regions": regions, **EAGER})
+    assert found == expected
+    assert counters["stats"]["unique_graphs"] == 1
+    assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
+
+
 def test_an_accelerator_compiles_the_models_of_prepare() -> None:
     model = Stack()
     prepared = Accelerator(cpu=True, compile={"regions": ["Block"], **EAGER}).prepare(model)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from instep.compile import CompileConfig, compile_module, find_regions, resolve_compile
+from instep.compile import CompileConfig, compile_regions, resolve_compile
 from instep.errors import SettingError
 from instep.utils.checks import FLAG, Check, check_fields
 
@@ -90,7 +90,6 @@ def compiled(model: nn.Module, config: CompileConfig) -> nn.Module:
     """Compile a model, or its blocks; a model that is compiled stays as it is."""
     if hasattr(model, "_orig_mod"):
         return model
-    if config.regions and find_regions(model, config.regions):
-        compile_module(model, config)
+    if compile_regions(model, config):
         return model
     return torch.compile(model, **config.options_of_torch())  # pyright: ignore[reportReturnType]

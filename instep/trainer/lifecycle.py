@@ -177,12 +177,13 @@ def _set_up(ctx: RunContext) -> None:
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     if ctx.settings.compile is not None:
-        from instep.compile import Recompiles, compile_module, compiled_code_in  # late: few runs are compiled
+        from instep.compile import Recompiles, compile_regions, compiled_code_in  # late: few runs are compiled
 
         ctx.undo.enter_context(compiled_code_in(ctx.settings.compile.cache_dir))
         ctx.recompiles = Recompiles()
         ctx.undo.enter_context(ctx.recompiles.counted())
-        compile_module(module, ctx.settings.compile)
+        if not compile_regions(module, ctx.settings.compile):
+            module.compile(**ctx.settings.compile.options_of_torch())
     awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
     check_cuttable(module, ctx.strategy)
     ctx.strategy.prepare_module(module)
