@@ -270,9 +270,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                         kept.append(_to_cpu(outputs))
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
-                from instep.distributed.gathered import (
-                    gather_in_order,
-                )  # late: only predictions of several ranks need it
+                from instep.distributed.gathered import gather_in_order  # late: only several ranks need it
 
                 results = gather_in_order(results, ctx.strategy.data_rank)
             hooks.call("on_predict_epoch_end")
