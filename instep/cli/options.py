@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from instep.config.settings import DICTS, NAMES, OTHER_NAMES, SWITCHES, about, advice, choices, pairs
+from instep.config.settings import DICTS, NAMES, OTHER_NAMES, SWITCHES, about, advice, choices, gpu_ids, pairs
 from instep.errors import SettingError
 from instep.utils.porting import LAUNCH_SWITCHES
 
@@ -34,6 +34,8 @@ class _Say(argparse.Action):
                     value = {**said.get(name, ({},))[0], **pairs(name, value)}
                 except SettingError as error:
                     raise argparse.ArgumentError(self, str(error)) from None
+            if option_string in ("--gpu-ids", "--gpu_ids"):
+                value = gpu_ids(value)
             said[name] = value, option_string or name
         namespace.said = said
 

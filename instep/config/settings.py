@@ -335,4 +335,32 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             left.append(f"distributed_type: {value} is no kind of device that instep knows; set accelerator=...")
         elif value not in (None, "", "no", {}, [], False) and (name, value) != ("compute_environment", "LOCAL_MACHINE"):
             left.append(advice(name))
+    if values.get("gpu_ids") is not None:
+        _choose_gpus(taken, left)
     return taken, left
+
+
+def gpu_ids(value: object) -> str:
+    """Write Accelerate's `gpu_ids` as `devices`, for which one number alone is a count.
+
+    Example:
+        >>> gpu_ids("all"), gpu_ids("0,1"), gpu_ids(1)
+        ('all', '0,1', '1,')
+    """
+    text = str(value).strip()
+    return f"{text}," if text.isdecimal() else text
+
+
+def _choose_gpus(taken: dict[str, Any], left: list[str]) -> None:
+    """Settle what `gpu_ids` says beside `num_processes`: which GPUs, and how many processes."""
+    taken["devices"] = ids = gpu_ids(taken["devices"])
+    if "num_processes" not in taken:
+        return
+    nodes = taken.get("num_nodes")
+    count = len([each for each in ids.split(",") if each.strip()]) * (nodes if isinstance(nodes, int) else 1)
+    if ids != "all" and count == taken["num_processes"]:
+        del taken["num_processes"]
+        return
+    del taken["devices"]
+    if ids != "all":
+        left.append(f"gpu_ids: {ids} are not as many as num_processes={taken['num_processes']}; set devices=...")

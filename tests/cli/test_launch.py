@@ -171,6 +171,7 @@ def test_a_dry_run_says_where_each_setting_comes_from(
         ("--devices -1 t.py", "cpu processes have no indices and no number that is all"),
         ("--accelerator cuda t.py", "this process sees no such device"),
         ("--num-nodes 2 t.py", "needs master_port"),
+        ("--gpu_ids 3 --cpu t.py", "devices=(3,): cpu processes have no indices"),
         ("--num-nodes 2 --num-processes 3 t.py", "num_processes=3 (--num-processes) do not divide by num_nodes=2"),
         ("--config missing/file.yaml t.py", "there is no config file missing/file.yaml"),
         ("--strategy-options a=1 t.py", "are arguments of a strategy, and none is chosen"),

@@ -46,6 +46,28 @@ def test_a_file_of_accelerate() -> None:
     assert [text.split()[0] for text in left] == ["fsdp_config", "main_training_function"]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"gpu_ids": "all", "num_processes": 2}, {"num_processes": 2}),
+        ({"gpu_ids": "all"}, {"devices": -1}),
+        ({"gpu_ids": "2,3", "num_processes": 2}, {"devices": (2, 3)}),
+        ({"gpu_ids": 1, "num_processes": 1}, {"devices": (1,)}),
+        ({"gpu_ids": "0,1", "num_processes": 4, "num_machines": 2}, {"devices": (0, 1), "num_nodes": 2}),
+    ],
+)
+def test_gpu_ids_say_which_and_num_processes_how_many(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    taken, left = translate(theirs)
+    assert (check(taken, {}), left) == (ours, [])
+
+
+def test_gpu_ids_that_do_not_fit() -> None:
+    assert translate({"gpu_ids": "0,1", "num_processes": 3}) == (
+        {"num_processes": 3},
+        ["gpu_ids: 0,1 are not as many as num_processes=3; set devices=..."],
+    )
+
+
 def test_a_name_that_stands_for_two_things_goes_by_its_place() -> None:
     assert successor("lightning.callbacks.model_summary.ModelSummary") == "instep.callbacks.ModelSummary"
     assert successor("lightning.utilities.model_summary.ModelSummary") == "instep.callbacks.summarize"
