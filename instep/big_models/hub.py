@@ -19,11 +19,11 @@ CONFIG = "config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)(?<!\.safetensors)(?<!\.py)", re.ASCII)
 
 
 def is_repository(name: PathLike) -> bool:
-    """Tell whether a text has the form of a repository's name on the hub, such as "user/model"."""
+    """Tell whether a text has the form of a repository's name on the hub, such as "user/model", not of a file's."""
     return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
 
 

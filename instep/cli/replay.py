@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if code:
         raise UsageError(f"the program ended with exit code {code} after these steps; what it said stands above")
     if len(steps) < args.steps:
-        sys.stderr.write(f"instep: the run ended after {len(steps)} of {args.steps} steps, by its own limits\n")
+        sys.stderr.write(f"instep: the run ended after {len(steps)} of {args.steps} steps, by its own limits")
+        sys.stderr.write("\n" if steps else f"; `instep checkpoint ls {path.parent}` lists earlier checkpoints\n")
     return 0
 
 

@@ -338,7 +338,7 @@ def _print(state: PartialState, asked: Trainer, results: list[Result], as_json: 
         "nodes": state.num_nodes,
         "device": state.device.type,
         "backend": state.backend,
-        "strategy": type(asked.strategy).__name__,
+        "strategy": asked.strategy.name,
         "precision": asked.settings.precision,
     }
     if as_json:

@@ -42,7 +42,7 @@ class RunSummary:
         time_s: seconds by part: start, data, forward, backward, optimizer, validation, saving and other, which is
             hooks, logging and, on a device, waiting for the host. Together they are `wall_s`. Those from data to
             optimizer are estimated from sampled steps.
-        best_checkpoint: path of the best checkpoint; None without one.
+        best_checkpoint: path of the best checkpoint, without a `monitor` of the newest; None where there is none.
         best_score: its score.
         monitor: the metric that the score is of.
         metrics: the last values that were logged.
@@ -87,7 +87,8 @@ class RunSummary:
             lines.append(f"compiled again {times}{why}; TORCH_LOGS=recompiles shows each")
         if self.best_checkpoint:
             score = "" if self.best_score is None else f" ({self.monitor}={self.best_score:.6g})"
-            lines.append(f"best checkpoint{score}: {self.best_checkpoint}")
+            which = "newest" if self.monitor is None else "best"
+            lines.append(f"{which} checkpoint{score}: {self.best_checkpoint}")
         return "\n".join(lines)
 
 

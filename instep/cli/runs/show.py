@@ -92,7 +92,8 @@ def _print_state(one: Run) -> None:
             seen += f"; then it came to step {status.step:,}"
         output.say(f"{'doing' if status.state == 'running' else 'was doing'}: {done}{seen}")
     elif status.step is not None:
-        output.say(f"step {status.step:,}, epoch {status.epoch}")
+        epoch = "" if status.epoch is None else f", epoch {status.epoch + 1:,}"
+        output.say(f"step {status.step:,}{epoch}")
     where = [f"{key} {said[key]}" for key in ("host", "pid", "world_size", "strategy", "device") if said.get(key)]
     times = [f"{name} {_ago(said.get(key))}" for name, key in (("started", "started"), ("ended", "ended"))]
     facts = [*where, *(text for text in times if not text.endswith(" "))]
@@ -114,6 +115,7 @@ def _doing(progress: dict[str, Any]) -> str:
     ):
         value, limit = progress.get(key), progress.get(most)
         if isinstance(value, int):
+            value += key == "epoch"  # from 1, as on the screen
             parts.append(f"{name} {value:,}" + (f" of {limit:,}" if isinstance(limit, int) and limit > 0 else ""))
     speed = progress.get("steps_per_s")
     return ", ".join([*parts, *([f"{speed:.3g} steps/s"] if isinstance(speed, (int, float)) else [])])
