@@ -260,17 +260,16 @@ class Recompiles:
 
     Attributes:
         count: recompilations.
-        reason: torch's reason of the first one; "" where there is none, or torch gave none (2.6 gives none).
+        reason: torch's reason of the first one; "" where there is none.
     """
 
     def __init__(self) -> None:
         self.count, self.reason = 0, ""
         self._start = time()
 
-    def _look(self, arguments: Any = None) -> None:
-        """Take note of a compilation that ends; torch 2.6 passes no arguments."""
-        trigger = getattr(arguments, "callback_trigger", None)
-        if trigger is not None and trigger.name != "DYNAMO":
+    def _look(self, arguments: Any) -> None:
+        """Take note of a compilation that ends."""
+        if arguments.callback_trigger.name != "DYNAMO":
             return  # its backward, or a CUDA graph of it
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
         self.count += bool(number)

@@ -62,7 +62,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
     *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes"),
-    *("bitsandbytes", "datasets", "inductor", "campaign"),
+    *("bitsandbytes", "datasets", "inductor", "campaign", "site"),
 )
 
 
@@ -91,6 +91,7 @@ def _missing() -> dict[str, str | None]:
         else "bitsandbytes is not installed: pip install instep[quant]",
         "datasets": None if all(map(find_spec, ("datasets", "litdata"))) else "datasets or litdata is not installed",
         "inductor": None if which("g++") or which("clang++") else "no C++ compiler is installed",
+        "site": None if find_spec("myst_nb") else "instep[docs] is not installed",
         "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }
 

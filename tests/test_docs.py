@@ -46,7 +46,11 @@ from tests.helpers.warm import warm_python
 from tests.launch.ways import UNLAUNCHED
 
 REPO = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))),
+)
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"

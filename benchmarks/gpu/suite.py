@@ -1,6 +1,6 @@
 """Tests and benchmarks on one GPU, within ten minutes, installing nothing.
 
-    make gpu PYTHON=python3                 # the interpreter's own torch, 2.8 or newer
+    make gpu PYTHON=python3                 # the interpreter's own torch, 2.9 or newer
     make gpu PYTHON=python3 WHEELS=folder   # packages that are missing come out of pure-Python wheels there
 
 First all tests marked `gpu`, then the rows of `rows.py`, each in a process of its own. Each writes its JSON when it

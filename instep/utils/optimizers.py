@@ -76,7 +76,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
         for leaf in own:
             kept = (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None))
             places += [(values, index) for values in kept if values is not None]
-        # All are read before any is set: in torch 2.8 a base rate of the schedule can be the group's own tensor.
+        # All are read before any is set: in torch 2.9 a base rate of the schedule can be the group's own tensor.
         scaled = [_scaled(float(into[key]), old, new) for into, key in places]
         for (into, key), value in zip((*places, (group, "lr")), (*scaled, now), strict=True):
             put_rate(into, key, value)

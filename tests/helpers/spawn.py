@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -244,9 +245,12 @@ def _kill(process: Any) -> None:
     process.close()
 
 
+_GLOO_GREETS = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)  # torch 2.9 says on stdout that a group has met
+
+
 @dataclass(frozen=True)
 class Finished:
-    """A program that ended: exit status (negative: killed by that signal) and what it wrote."""
+    """A program that ended: exit status (negative: killed by that signal) and what it wrote, without gloo's greetings."""
 
     returncode: int
     stdout: str
@@ -299,7 +303,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = HANG_S) -> Finishe
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=HANG_S)
         raise AssertionError(f"{process.args} ran past {timeout_s} s\n{stdout}\n{stderr}") from None
-    return Finished(process.returncode, stdout, stderr)
+    return Finished(process.returncode, _GLOO_GREETS.sub("", stdout), stderr)
 
 
 def run_command(

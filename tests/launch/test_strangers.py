@@ -34,7 +34,7 @@ from tests.launch.ways import REPO, UNLAUNCHED
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="root only can become another user"),
-    pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="a TCPStore of torch 2.8 lists no keys"),
+    pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="a TCPStore of torch 2.9 lists no keys"),
 ]
 LIMIT_S = 180.0
 PROBE_S = 10.0

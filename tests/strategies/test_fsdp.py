@@ -73,12 +73,14 @@ CASES: dict[str, dict[str, Any]] = {
 @contextmanager
 def counted(counts: dict[str, int]) -> Iterator[None]:
     """Count what FSDP sends."""
-    names = ("all_gather_single", "reduce_scatter_single")
+    names = {"all_gather_single": "gathers", "reduce_scatter_single": "scatters"}
+    if not hasattr(dist, "all_gather_single"):  # what an older torch calls them
+        names = {"all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scatters"}
     own = {name: getattr(dist, name) for name in names}
 
     def spy(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
+            counts[names[name]] = counts.get(names[name], 0) + 1
             return own[name](*args, **kwargs)
 
         return call
@@ -151,8 +153,8 @@ def test_options_do_what_they_say(ranks: list[dict[str, Any]]) -> None:
     assert parts["default"] == parts["by class, prefetched"] == ["", "blocks.0", "blocks.1"]
     assert parts["by size, recomputed by name"] == ["", "blocks.0", "blocks.1"]
     assert parts["compiled"] == ["", "blocks.0"]
-    gathers = {name: ranks[0][name][1]["all_gather_single"] for name in CASES}
-    reductions = {name: ranks[0][name][1]["reduce_scatter_single"] for name in CASES}
+    gathers = {name: ranks[0][name][1]["gathers"] for name in CASES}
+    reductions = {name: ranks[0][name][1]["scatters"] for name in CASES}
     # In 4 windows of 2 micro-batches, of 2 blocks and what is left.
     assert reductions["default"] == 4 * 3
     assert reductions["reduced each time"] == 8 * 3

@@ -163,8 +163,10 @@ class Recorder(Callback):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    norm: Any = torch.linalg.vector_norm(p.grad)
-                    norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+                    gradient: Any = p.grad
+                    if hasattr(gradient, "full_tensor"):  # first: of sums still to be made torch 2.9 gets it wrong
+                        gradient = gradient.full_tensor()
+                    norms.append(torch.linalg.vector_norm(gradient))
         total = torch.stack(norms or [torch.tensor(torch.nan)]).double().square().sum()  # none: an engine keeps them
         self.norms.append(float(total.sqrt()))  # read once: XLA compiles a graph for each value that is read in a step
 

@@ -64,7 +64,7 @@ def test_it_is_the_schedule_that_had_it_from_the_beginning(make: Any, at: int, k
     optimizer = optimizer_of(first, kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     scheduler = make(optimizer, 0.1)
     if torch.is_tensor(first) and optimizer.param_groups[0]["lr"] is optimizer.param_groups[0]["initial_lr"]:
-        pytest.skip("SequentialLR of this torch makes one tensor of the rate and its base: torch 2.8's does")
+        pytest.skip("SequentialLR of this torch makes one tensor of the rate and its base: torch 2.9's does")
     rates(optimizer, scheduler, at)
     set_learning_rates([optimizer], [scheduler], [0.04, 0.08])
     assert torch.is_tensor(optimizer.param_groups[0]["lr"]) == torch.is_tensor(first)

@@ -1,0 +1,53 @@
+"""The documentation's site: it builds without a warning, and its pages fit a desktop and a phone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.browser import browse
+
+REPO = Path(__file__).parents[1]
+WIDE = 8  # pixels that a page may be wider than its window: a shadow, a scroll bar
+
+pytestmark = pytest.mark.site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A warning is an error: a link inside leads nowhere, a page is in no table of contents."""
+    folder = tmp_path_factory.mktemp("site")
+    words = ["-W", "--keep-going", "-q", "-b", "html", "-d", folder / "doctrees", REPO / "docs", folder / "html"]
+    done = subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "html"
+
+
+def test_every_page_is_there(site: Path) -> None:
+    for source in (REPO / "docs").rglob("*.md"):
+        page = site / source.relative_to(REPO / "docs").with_suffix(".html")
+        if "_build" not in source.parts:
+            assert page.exists(), f"{source} has no page"
+    for name in ("Trainer", "Accelerator", "TrainModule"):
+        assert list(site.glob(f"reference/api/*{name}*")) or name in (site / "genindex.html").read_text()
+
+
+@pytest.mark.browser
+def test_no_page_moves_sideways(site: Path) -> None:
+    with browse() as browser:
+        for look in ({}, {"phone": True}, {"phone": True, "dark": True}):
+            for name in (
+                "index",
+                "start/quickstart",
+                "concepts/loop",
+                "porting/lightning",
+                "reference/api/instep.trainer",
+            ):
+                page = browser.open(f"file://{site}/{name}.html", **look)
+                wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+                assert wider <= WIDE, f"{name} is {wider} px wider than the window {look}"
+                page.context.close()
+        assert not browser.errors
