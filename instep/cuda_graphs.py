@@ -169,7 +169,7 @@ class CapturedStep:
             self._check_entries()
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            self._say(f"{str(error).strip().splitlines()[0]}; no step is recorded")
+            self._say(f"{_first_line(error)}; no step is recorded")
             return False
         finally:
             del self._logged[before:]
@@ -251,7 +251,7 @@ class CapturedOptimizer:
             _, self._replay = self._step.recorder.capture(self._plain)
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            warn_user(runs_without(self._optimizer, str(error).strip().splitlines()[0]))
+            warn_user(runs_without(self._optimizer, _first_line(error)))
             return False
         return True
 
@@ -321,6 +321,10 @@ def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
         else:
             raise NotCapturable(f"batch{name} is a {type(leaf).__name__}, whose changes a replay would not see")
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _detached(leaf: Any) -> Any:

@@ -209,6 +209,16 @@ def test_an_optimizer_with_a_scheduler_steps_the_normal_way(tmp_path: Path, stan
     assert stand.replays == 2 * 12 - WARM_UP
 
 
+class Fussy(Net):
+    """It cannot be recorded, and its error has no text."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == WARM_UP + 1:
+            raise RuntimeError
+        return super().training_step(batch, batch_idx)
+
+
 def with_array(samples: list[Any]) -> Any:
     x, y = zip(*samples, strict=True)
     return torch.stack(x), torch.stack(y), np.zeros(3)
@@ -220,6 +230,7 @@ def with_array(samples: list[Any]) -> Any:
         (lambda: Net(log=1.5), {}, r"self.log\('other', ...\) got a float that a replay would not compute anew"),
         (Net, {"accumulate_grad_batches": 2}, "has no effect, since accumulate_grad_batches is more than 1"),
         (Net, {"nonfinite": "skip"}, "has no effect, since hooks, a guard"),
+        (Fussy, {}, "RuntimeError; no step is recorded"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(
