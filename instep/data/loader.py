@@ -172,9 +172,9 @@ def _check_spread(loader: Any, world_size: int) -> None:
     if _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
-            "build subclasses of DataLoader, or loaders with an endless sampler, anew. Give it a DistributedSampler "
-            "(torchdata: StatefulDistributedSampler), use a plain DataLoader, or set use_distributed_sampler=False if "
-            "the ranks' data differ already",
+            "build subclasses of DataLoader, or loaders whose sampler has no end or no len(), anew. Give it a "
+            "DistributedSampler (torchdata: StatefulDistributedSampler), use a plain DataLoader, or set "
+            "use_distributed_sampler=False if the ranks' data differ already",
             field="use_distributed_sampler",
             got=True,
         )
