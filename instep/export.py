@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 _METHOD = choice("script", "trace")
 _MEANWHILE = ("_compiled_call_impl",)
-_DYNAMO_SINCE = (2, 9)  # the torch whose `torch.onnx.export` goes through torch.export unless told otherwise
 
 
 def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sample: Any, **kwargs: Any) -> Any:
     """Write a module as ONNX; see `TrainModule.to_onnx`."""
     purpose = f"{type(module).__name__}.to_onnx()"
     check_installed("onnx", extra="onnx", purpose=purpose)
-    numbers = torch.__version__.split(".")
-    dynamo = kwargs.get("dynamo", (int(numbers[0]), int(numbers[1])) >= _DYNAMO_SINCE)
+    dynamo = kwargs.get("dynamo", True)
     if dynamo:
         check_installed("onnxscript", extra="onnx", purpose=f"{type(module).__name__}.to_onnx(dynamo=True)")
     args, named = _sample_of(

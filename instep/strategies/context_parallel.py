@@ -202,10 +202,13 @@ class ContextParallel:
     def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:
         """Send the i-th part to rank i, and get one from each."""
         # Late: only who cuts sequences pays for it.
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
+        from torch.distributed import _functional_collectives as collectives
 
+        # Before torch 2.13 the one with a gradient has no kernel for inference.
+        plain = torch.is_inference_mode_enabled()
+        swap = collectives.all_to_all_single if plain else collectives.all_to_all_single_autograd
         ones = [1] * self.size
-        return all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0)
+        return swap(parts, ones, ones, self.mesh.get_group()).unbind(0)
 
     def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
         """Return the mask of this rank's heads over the whole sequence."""

@@ -44,6 +44,14 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
         raise _missing(package, extra, purpose) from error
 
 
+def torch_release() -> tuple[int, int]:
+    """Return the major and minor version of torch, also of a nightly build, such as (2, 13)."""
+    import torch  # late: this file is read before torch is
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Run an import without garbage collections in between.

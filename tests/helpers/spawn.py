@@ -250,7 +250,7 @@ _GLOO_GREETS = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)  # torch 2.9 say
 
 @dataclass(frozen=True)
 class Finished:
-    """A program that ended: exit status (negative: killed by that signal) and what it wrote, without gloo's greetings."""
+    """A program that ended: its exit status (negative: by that signal) and its output, without gloo's greetings."""
 
     returncode: int
     stdout: str

@@ -114,7 +114,8 @@ def test_skip_leaves_the_update_out_and_counts_the_step(optimizer: str, bad: dic
     reports = [str(w.message) for w in caught if "global_step" in str(w.message)]
     assert [report.split(" (")[0] for report in reports] == [f"global_step {step + 1}" for step in sorted(bad)]
     slow = [w for w in caught if "makes the host wait" in str(w.message)]
-    assert len(slow) == (when == "later" and optimizer not in FUSED)
+    kernel = OPTIMIZERS[optimizer](module.parameters())  # torch 2.9's fused Adagrad takes no flag
+    assert len(slow) == (when == "later" and not getattr(kernel, "_step_supports_amp_scaling", False))
 
 
 def _copy(module: Sick) -> Sick:

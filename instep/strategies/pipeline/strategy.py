@@ -30,7 +30,6 @@ interleaved form.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
@@ -40,7 +39,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -52,6 +50,7 @@ from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
 from instep.utils.checks import at_least, choice, wrong
+from instep.utils.imports import torch_release
 from instep.utils.optimizer_state import names_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -185,9 +184,9 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:
+        if torch_release() < (2, 13):  # until then its stages refuse micro-batches of other sizes, or weights at rest
             raise SettingError(
-                f"pp needs newer schedules than those of torch {torch.__version__}. Upgrade it: torch 2.13 has them.",
+                f"pp needs torch 2.13 or newer, and {torch.__version__} is installed. Upgrade it, or leave pp out.",
                 field="pp",
                 got=torch.__version__,
             )
