@@ -341,7 +341,7 @@ class Uses(cst.CSTVisitor):
             elif key == "Accelerator" and name in porting.INTO_DATALOADER_CONFIG:
                 into.append(arg)
             elif not has_argument(function, name) and (twice := there & _becomes(key, name)):
-                text = f"{porting.instead_of(key, name)}; already there: {', '.join(f'{each}=' for each in sorted(twice))}"
+                text = f"{porting.instead_of(key, name)}; already there: {'=, '.join(sorted(twice))}="
                 self.plan.todo(arg, f"{key}({_text(arg)}): {text}")
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
