@@ -61,7 +61,7 @@ LEFT_OUT = {  # by page and the block's first line
         "docs/train/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
     ): "tests/trainer/test_adapters.py runs the like",
-    ("docs/start/install.md", "python -m venv .venv"): "makes an environment",
+    ("docs/start/install.md", "python3 -m venv .venv"): "makes an environment",
     ("docs/scale/hardware.md", "# SM_HOSTS is a JSON list"): "needs SageMaker's variables",
     ("docs/scale/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
     ("docs/scale/hardware.md", "pip install torch --index-url"): "needs an XPU",
