@@ -92,7 +92,7 @@ def train(module: TrainModule | None = None, loader: Any = None, ckpt_path: Any 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     settings = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **settings}
     trainer = Trainer(**settings, callbacks=callbacks)
-    trainer.fit(module or Stack(), loader or data(), ckpt_path=ckpt_path)
+    trainer.fit(Stack() if module is None else module, loader or data(), ckpt_path=ckpt_path)
     return losses.seen, trainer
 
 
@@ -206,6 +206,13 @@ def test_recompilations_are_counted_and_the_reason_is_logged_once(caplog: pytest
     assert caplog.text.count("was compiled again") == 1
     assert "size mismatch" in caplog.text
     assert "size mismatch" in str(trainer.run_summary)
+
+
+def test_recompilations_of_a_module_that_came_compiled_are_counted() -> None:
+    ragged = [next(iter(data(size))) for size in (16, 8)]
+    _, trainer = train(torch.compile(Stack(), backend="eager"), loader=ragged, max_epochs=1)  # type: ignore[arg-type]
+    assert trainer.run_summary.recompiles == 1
+    assert "size mismatch" in trainer.run_summary.recompile_reason
 
 
 class Forgetful(Callback):

@@ -46,7 +46,7 @@ class RunSummary:
         best_score: its score.
         monitor: the metric that the score is of.
         metrics: the last values that were logged.
-        recompiles: how often `Trainer(compile=...)` had to compile something again.
+        recompiles: how often torch compiled something again, where the module is compiled.
         recompile_reason: torch's reason for the first time; "" where there is none.
 
     Example:

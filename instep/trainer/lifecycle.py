@@ -176,14 +176,7 @@ def _set_up(ctx: RunContext) -> None:
         draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
-    if ctx.settings.compile is not None:
-        from instep.compile import Recompiles, compile_regions, compiled_code_in  # late: few runs are compiled
-
-        ctx.undo.enter_context(compiled_code_in(ctx.settings.compile.cache_dir))
-        ctx.recompiles = Recompiles()
-        ctx.undo.enter_context(ctx.recompiles.counted())
-        if not compile_regions(module, ctx.settings.compile):
-            module.compile(**ctx.settings.compile.options_of_torch())
+    _compile(ctx, module)
     awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
     check_cuttable(module, ctx.strategy)
     ctx.strategy.prepare_module(module)
@@ -193,6 +186,21 @@ def _set_up(ctx: RunContext) -> None:
         run_state.load_weights(ctx, path, ctx.resumed, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
             trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
+
+
+def _compile(ctx: RunContext, module: TrainModule) -> None:
+    """Compile the module as the settings say; count what is compiled anew, also where it came compiled."""
+    config = ctx.settings.compile
+    if config is None and module._compiled_call_impl is None:
+        return
+    from instep.compile import Recompiles, compile_regions, compiled_code_in  # late: few runs are compiled
+
+    ctx.recompiles = Recompiles()
+    ctx.undo.enter_context(ctx.recompiles.counted())
+    if config is not None:
+        ctx.undo.enter_context(compiled_code_in(config.cache_dir))
+        if not compile_regions(module, config):
+            module.compile(**config.options_of_torch())
 
 
 def _lease_folders(ctx: RunContext) -> None:
