@@ -29,6 +29,7 @@ from instep.distributed import broadcast, broadcast_object
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves, with_tensors
 from instep.errors import DataError, SettingError, UsageError
 from instep.state import PartialState
+from instep.utils.imports import check_torch
 
 _ROOT = "model."  # what the model's names begin with in a trace
 _SLOT = object()  # where a tensor was
@@ -88,6 +89,8 @@ def prepare_pippy(
         (arXiv:1811.06965).
     """
     stages = PartialState().num_processes
+    if stages > 1:  # before it, torch's tracing or schedule of one micro-batch fails
+        check_torch(2, 11, purpose="prepare_pippy with several processes")
     if num_chunks is not None and num_chunks < 1:
         raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
     if len(getattr(model, "hf_device_map", None) or ()) > 1:

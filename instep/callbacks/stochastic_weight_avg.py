@@ -170,7 +170,7 @@ class StochasticWeightAveraging(WeightAveraging):
         for group, rate in zip(groups, rates, strict=True):
             group["initial_lr"] = rate
         strategy: Any = self.annealing_strategy
-        schedule = SWALR(optimizer, rates, self.annealing_epochs, strategy)  # pyright: ignore[reportArgumentType]
+        schedule = _SWALR(optimizer, rates, self.annealing_epochs, strategy)  # pyright: ignore[reportArgumentType]
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(schedule)]
         self._scheduled = True
 
@@ -204,6 +204,13 @@ class StochasticWeightAveraging(WeightAveraging):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._scheduled = bool(state_dict.get("scheduled"))
+
+
+class _SWALR(SWALR):
+    """torch's, whose state has a function in it before torch 2.10."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "anneal_func"}
 
 
 def update_batchnorm(trainer: Trainer, module: TrainModule) -> None:

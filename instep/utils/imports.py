@@ -44,12 +44,19 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
         raise _missing(package, extra, purpose) from error
 
 
-def torch_release() -> tuple[int, int]:
-    """Return the major and minor version of torch, also of a nightly build, such as (2, 13)."""
+def check_torch(major: int, minor: int, *, purpose: str) -> None:
+    """Raise where torch is too old for a part of instep; nightly builds count as the release they go before.
+
+    Raises:
+        MissingPackageError: the text has the purpose, both versions and the `pip install`.
+    """
     import torch  # late: this file is read before torch is
 
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor):
+        wanted = f"torch>={major}.{minor}"
+        raise MissingPackageError(
+            f"{purpose} needs {wanted}, and {torch.__version__} is installed. Run: pip install '{wanted}'"
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from instep.big_models import init_empty_weights, load_checkpoint_in_model, prepare_pippy
 from instep.checkpoint import write_tensors
@@ -13,6 +14,10 @@ from instep.checkpoint.lazy import LazyTensor
 from instep.errors import DataError, SettingError, UsageError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
+
+needs_torch = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.11", reason="prepare_pippy needs torch 2.11 for several processes"
+)
 
 
 class Skips(nn.Module):
@@ -109,6 +114,7 @@ def _from_checkpoint(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.dist
+@needs_torch
 def test_each_rank_reads_the_weights_of_its_stage(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_tensors(file, {name: tensor for name, tensor in Skips().state_dict().items() if name != "head.weight"})
@@ -120,6 +126,7 @@ def test_each_rank_reads_the_weights_of_its_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@needs_torch
 def test_stages_on_two_ranks_give_what_the_model_does_for_any_number_of_samples() -> None:
     first, last = run_ranks(_two_ranks, 2)
     assert first == last

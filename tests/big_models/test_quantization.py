@@ -23,7 +23,9 @@ from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import StopAt
 from tests.trainer.toys import assert_same, quiet
 
-pytest.importorskip("torchao", reason="torchao is not installed")
+pytest.importorskip(
+    "torchao.quantization", reason="torchao is not installed, or needs a newer torch", exc_type=ImportError
+)
 BNB = pytest.mark.bitsandbytes
 FOUR: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp32"}
 NF4 = {**FOUR, "bnb_4bit_quant_type": "nf4"}

@@ -18,7 +18,9 @@ from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import StopAt
 from tests.trainer.toys import Toy, assert_same, loader, quiet
 
-torchao = pytest.importorskip("torchao", reason="torchao is not installed")
+NO_TORCHAO = "torchao is not installed, or needs a newer torch"
+pytest.importorskip("torchao.quantization", reason=NO_TORCHAO, exc_type=ImportError)
+torchao = pytest.importorskip("torchao")
 
 
 class Digits(TrainModule):

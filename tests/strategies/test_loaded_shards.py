@@ -19,6 +19,7 @@ from instep.checkpoint.lazy import LazyTensor
 from instep.errors import CheckpointError, SettingError
 from instep.strategies import FSDPStrategy, MeshStrategy
 from tests.helpers.spawn import run_ranks
+from tests.strategies import PIPES
 from tests.strategies.test_fsdp import Late
 from tests.strategies.tiny_gpt import VOCABULARY, train
 
@@ -28,7 +29,7 @@ TWO: dict[str, Any] = {
     "fsdp, meta": lambda: FSDPStrategy(meta_init=True),
     "fsdp, offload": lambda: FSDPStrategy(cpu_offload=True),
     "tp": lambda: MeshStrategy(tp=2),
-    "pp": lambda: MeshStrategy(pp=2),
+    **({"pp": lambda: MeshStrategy(pp=2)} if PIPES else {}),
 }
 FOUR: dict[str, Any] = {
     "tp 2, dp_shard 2": lambda: MeshStrategy(tp=2, dp_shard=2),

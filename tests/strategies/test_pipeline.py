@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback
 from instep.checkpoint import CheckpointStore
-from instep.errors import HookError, SettingError, UsageError
+from instep.errors import HookError, MissingPackageError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies.pipeline.strategy import Pipeline
 from tests.helpers.spawn import run_ranks
+from tests.strategies import PIPES
 from tests.strategies.tiny_gpt import Recorder
 from tests.trainer.toys import QUIET
 
@@ -260,6 +261,8 @@ def check_predicted(rank: list[Any], alone: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not PIPES:
+        pytest.skip("pp needs torch 2.13")
     return tmp_path_factory.mktemp("pipelines")
 
 
@@ -357,6 +360,12 @@ def test_pipes_with_sharded_weights(folder: Path, two: list[dict[str, Any]], alo
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(SettingError, match=match):
         mesh(pp=2, **options)
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    with pytest.raises(MissingPackageError, match=r"pp needs torch>=2\.13, and 2\.12\.1\+cpu is installed"):
+        mesh(pp=2)._check_module(nn.Linear(1, 1))
 
 
 def test_microbatches_fit_the_schedule() -> None:

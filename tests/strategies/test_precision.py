@@ -16,6 +16,7 @@ from tests.strategies.tiny_gpt import TinyGPT, train
 from tests.trainer.toys import Toy, loader, quiet
 
 CPU = torch.device("cpu")
+NO_TORCHAO = "torchao is not installed, or needs a newer torch"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,7 @@ def products() -> tuple[str, bool]:
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")  # torch 2.9's own
 def test_tf32_holds_for_the_run_and_is_put_back(monkeypatch: pytest.MonkeyPatch):
     inside: list[Any] = []
 
@@ -255,7 +257,7 @@ def test_tf32_holds_for_the_run_and_is_put_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_float8_computes_the_inner_linear_layers():
-    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
     module, plain = TinyGPT(), TinyGPT()
     parameters = dict(module.named_parameters())
     precision = Precision("fp8", CPU)
@@ -271,14 +273,14 @@ def test_float8_computes_the_inner_linear_layers():
 
 
 def test_float8_trains_as_float32_does_but_for_its_rounding():
-    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
     exact, half, eighth = (train(batch_size=8, steps=8, precision=it).losses for it in ("32-true", "bf16-mixed", "fp8"))
     assert eighth == pytest.approx(exact, abs=0.05)
     assert max(abs(a - b) for a, b in zip(eighth, half, strict=True)) > 1e-3, "nothing was rounded to float8"
 
 
 def test_float8_without_a_layer_for_it_or_a_device_or_torchao(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
     with pytest.raises(SettingError, match=r"no layer to compute in float8 in Toy: of its 1 linear"):
         quiet(precision="fp8", max_epochs=1).fit(Toy(), loader())
     with pytest.raises(SettingError, match=r"capability 8.9 .* and meta is none"):
@@ -289,7 +291,7 @@ def test_float8_without_a_layer_for_it_or_a_device_or_torchao(monkeypatch: pytes
 
 
 def test_an_accelerator_computes_in_float8():
-    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     model = TinyGPT()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -311,7 +313,7 @@ def test_an_accelerator_computes_in_float8():
 )
 def test_on_a_gpu_losses_stay_near_those_of_float32(precision: str, bound: float):
     if precision == "fp8":
-        pytest.importorskip("torchao.float8", reason="torchao is not installed")
+        pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
     on_gpu: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "batch_size": 8}
     exact = train(precision="32-true", **on_gpu)
     assert train(precision=precision, **on_gpu).losses == pytest.approx(exact.losses, abs=bound)

@@ -32,7 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "fused Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
 }
-FUSED = [name for name in OPTIMIZERS if name.startswith("fused")]
 
 
 class Sick(Toy):

@@ -50,7 +50,7 @@ from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
 from instep.utils.checks import at_least, choice, wrong
-from instep.utils.imports import torch_release
+from instep.utils.imports import check_torch
 from instep.utils.optimizer_state import names_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -184,12 +184,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        if torch_release() < (2, 13):  # until then its stages refuse micro-batches of other sizes, or weights at rest
-            raise SettingError(
-                f"pp needs torch 2.13 or newer, and {torch.__version__} is installed. Upgrade it, or leave pp out.",
-                field="pp",
-                got=torch.__version__,
-            )
+        check_torch(2, 13, purpose="pp")  # earlier stages refuse micro-batches of other sizes, or frozen weights
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
                 f"{kind} optimizes manually, and in a pipeline the backward is run by its schedule. Set "
