@@ -153,6 +153,7 @@ class Accumulator:
     weights: list[float] = field(default_factory=list)
     total: float | None = None
     weight: float = 0.0
+    from_checkpoint: bool = False  # its arguments are those of the program that saved it
 
     @property
     def full_name(self) -> str:
@@ -370,6 +371,8 @@ class MetricLog:
 
     def _accumulator(self, name: str, value: Any, options: Options) -> Accumulator:
         known = self._current.get(name)
+        if known is not None and known.from_checkpoint:
+            return self._with_arguments(known, options)
         if known is not None:
             changed = [
                 f"{key}={old!r} then {new!r}"
@@ -398,6 +401,16 @@ class MetricLog:
         if not options.add_dataloader_idx:
             self._accumulators.setdefault((self._hook, None), {})[name] = accumulator
         return accumulator
+
+    def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
+        """Give a sum of a checkpoint the arguments that the program has now; by another reduction it begins anew."""
+        op = reduction(known.name, options.reduce_fx)
+        if op != known.op:
+            known.clear()
+        self.step_values.pop(known.step_name, None)
+        known.options, known.op, known.from_checkpoint = options, op, False
+        known.on_step, known.on_epoch = self._defaults(known.name, options)
+        return known
 
     def _defaults(self, name: str, options: Options) -> tuple[bool, bool]:
         hook, on_step, on_epoch = self._hook, options.on_step, options.on_epoch
@@ -605,6 +618,7 @@ class MetricLog:
             given: list[Any] = [tuple(one) if isinstance(one, list) else one for one in saved["options"]]
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
+            accumulator.from_checkpoint = known is None
             accumulator.clear()  # what was logged since the start is in the sums already
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]

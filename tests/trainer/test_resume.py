@@ -34,6 +34,7 @@ from tests.trainer.resuming import (
     train_loader,
 )
 from tests.trainer.test_ranks import Gan
+from tests.trainer.toys import Toy, loader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
@@ -85,6 +86,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # torch 2.9's own
 @pytest.mark.parametrize("name", CASES)
 def test_the_whole_state_is_the_same(name: str, tmp_path: Path) -> None:
     case, stops = CASES[name]
@@ -447,3 +449,27 @@ def test_what_is_saved_before_the_first_step_of_a_resumed_run(stop: int, tmp_pat
                 run_once(Case(epochs=2), root, 7, rows, SavesAndDies(hook))
     last = run_once(Case(epochs=2), root, 1, rows)
     assert_same(replace(last, seen=seen + last.seen), expected, "saved before the first step")
+
+
+def test_a_resumed_program_may_log_with_other_arguments(tmp_path):
+    class Logs(Toy):
+        prog_bar, reduce_fx = False, "mean"
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            arguments = {"on_step": True, "on_epoch": True, "prog_bar": self.prog_bar, "reduce_fx": self.reduce_fx}
+            self.log("loss", loss.detach() * 0 + batch_idx, **arguments)
+            return loss
+
+    def train(module, **settings):
+        trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", enable_progress_bar=False, **settings)
+        trainer.fit(module, loader(), ckpt_path="auto")
+        return trainer
+
+    train(Logs(), max_epochs=1, max_steps=2)  # in the middle of the epoch
+    again = Logs()
+    again.prog_bar = True
+    trainer = train(again, max_epochs=1)
+    batches = len(loader())
+    assert trainer.callback_metrics["loss_epoch"] == (batches - 1) / 2  # those before the stop count too
+    assert "loss_step" in trainer.progress_bar_metrics
