@@ -129,6 +129,8 @@ def _random(state: Any, _: Mapping[str, Any]) -> Any:
 def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
     device = torch.device(node["device"])
     try:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device")  # a torch built for CUDA may crash instead
         generator = torch.Generator(device)
     except RuntimeError as error:
         raise CheckpointError(

@@ -212,10 +212,14 @@ def _is_structure(hint: Any) -> bool:
     return any(is_dataclass(kind) or is_model(kind) or _is_container(kind) for kind in (*kinds, *inner))
 
 
+def _is_class(kind: Any) -> bool:
+    return isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 list[int] is a type, too
+
+
 def _is_leaf(hint: Any) -> bool:
     """Tell whether a type's values look otherwise in JSON than they are: tuples, paths, enums, torch's own."""
     hint, origin = _bare(hint)
-    kinds = [kind for kind in (origin, *get_args(hint), *map(get_origin, get_args(hint))) if isinstance(kind, type)]
+    kinds = [kind for kind in (origin, *get_args(hint), *map(get_origin, get_args(hint))) if _is_class(kind)]
     return any(
         issubclass(kind, tuple | set | frozenset | Enum | PurePath | torch.dtype | torch.device) for kind in kinds
     )
@@ -441,12 +445,12 @@ class _Building:
             raise _Unfit
         named = allowed_class(value["class_path"], key)
         returned = get_args(hint)[1:]
-        partly = bool(returned) and isinstance(returned[0], type) and issubclass(named, returned[0])
+        partly = bool(returned) and _is_class(returned[0]) and issubclass(named, returned[0])
         return self.made(named, self.spec_arguments(value, named, key), partly)
 
     def named_class(self, value: Any, hint: Any, key: str) -> type:
         named = allowed_class(_same(isinstance(value, str), value), key)
-        bases = [base for base in get_args(hint) if isinstance(base, type)]
+        bases = [base for base in get_args(hint) if _is_class(base)]
         return _same(all(issubclass(named, base) for base in bases), named)
 
     def items(self, value: Any, hint: Any, origin: type, key: str, owner: type) -> Any:

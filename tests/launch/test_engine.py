@@ -20,7 +20,7 @@ from instep.errors import SettingError, UsageError
 from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from instep.launch.prepare import job_environment
-from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command
+from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command, without_greetings
 from tests.helpers.warm import warm_python
 from tests.launch.ways import SECRET
 
@@ -64,7 +64,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     def run_job(rank_code: str, nproc: int = 2, **spec: Any) -> Finished:
         code = run(LaunchSpec(nproc, (_script(tmp_path, rank_code),), **spec))
         out, err = capfd.readouterr()
-        return Finished(code, out, err)
+        return Finished(code, without_greetings(out), err)
 
     return run_job
 

@@ -44,6 +44,7 @@ def test_devices_by_their_names(name: str, dtype: str, peak: float | None) -> No
     assert peak_of(name, dtype) == peak
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")  # torch 2.9's own
 def test_the_column_is_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     device, before = torch.device("cuda"), torch.get_float32_matmul_precision()
