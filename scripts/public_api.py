@@ -108,7 +108,7 @@ def signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "(...)"
     shown = (re.sub(r" at 0x[0-9a-f]+", "", str(p.replace(annotation=inspect.Parameter.empty))) for p in parameters)
-    return f"({', '.join(shown)})"
+    return f"({', '.join(shown)})".replace(repr(sys.executable), "sys.executable")
 
 
 def interface() -> str:

@@ -75,6 +75,8 @@ LEFT_OUT = {  # by page and the block's first line
 if find_spec("hydra") is None:  # an environment that was made before: make installs it
     LEFT_OUT["docs/scale/hydra.md", "# hydra_train.py"] = "needs hydra-core"
     LEFT_OUT["docs/scale/hydra.md", "python hydra_train.py"] = "the same"
+if find_spec("optuna") is None:  # the same
+    LEFT_OUT["docs/train/tuner.md", "import optuna"] = "needs optuna"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
     LEFT_OUT["docs/scale/precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
     LEFT_OUT["docs/scale/quantization.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"

@@ -70,10 +70,15 @@ def public() -> Iterator[tuple[str, str, Any]]:
 
 
 def examples(page: str, name: str, value: Any) -> doctest.DocTest:
-    """Return the examples of a docstring, with the names that a reader of its page has."""
+    """Return the examples of a docstring, with the names of its page, and of the room where an inherited one stands."""
     import torch  # late: what only looks at docstrings needs none
 
-    names = {each: getattr(import_module(page), each) for each in _script().public_names(page)}
+    public_api = _script()
+    home = getattr(value.fget if isinstance(value, property) else value, "__module__", page)
+    rooms = [room for room in public_api.ROOMS if room != "instep" and f"{home}.".startswith(f"{room}.")]
+    names = {
+        each: getattr(import_module(room), each) for room in (*rooms, page) for each in public_api.public_names(room)
+    }
     names |= {"torch": torch, "nn": torch.nn, "__name__": "example"}
     return doctest.DocTestParser().get_doctest(inspect.getdoc(value) or "", names, name, None, 0)
 

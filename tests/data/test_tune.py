@@ -29,17 +29,27 @@ class Slow(Dataset[Any]):
         return torch.tensor(index)
 
 
-def test_workers_help_where_the_data_waits() -> None:
+def test_a_loader_is_measured_and_left_as_it_was() -> None:
     loader = DataLoader(Slow(), batch_size=8, shuffle=True)
     heard: list[LoaderTrial] = []
-    best, found = tune_loader(loader, workers=[0, 2], prefetch=[2], seconds=0.7, tell=heard.append)
+    best, found = tune_loader(loader, workers=[0, 2], prefetch=[2], seconds=0.2, tell=heard.append)
     assert found == heard
     assert [each.num_workers for each in found] == [0, 2]
     assert found[0].batches_per_s < 1 / 0.016
-    assert best.setting == {"num_workers": 2, "prefetch_factor": 2, "pin_memory": False, "persistent_workers": True}
+    assert best in found
     enough, _ = tune_loader(loader, workers=[0], seconds=0.05, step_s=0.1)
     assert enough.num_workers == 0
     assert loader.num_workers == 0
+
+
+def test_the_fewest_workers_that_are_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = {0: 50.0, 1: 80.0, 2: 100.0, 4: 103.0}
+    trial = lambda _, workers, ahead, pin, s: LoaderTrial(workers, ahead, pin, 0.0, speed[workers])  # noqa: E731
+    monkeypatch.setattr(tune, "_measure", trial)
+    loader = DataLoader(Slow(), batch_size=8)
+    best, _ = tune_loader(loader, workers=[0, 1, 2, 4], prefetch=[2], pin_memory=[False])
+    assert best.setting == {"num_workers": 2, "prefetch_factor": 2, "pin_memory": False, "persistent_workers": True}
+    assert tune_loader(loader, workers=[0, 1, 2, 4], prefetch=[2], step_s=1 / 70)[0].num_workers == 1
 
 
 def test_pinning_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
