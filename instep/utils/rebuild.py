@@ -32,7 +32,7 @@ from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import nn
@@ -212,7 +212,7 @@ def _is_structure(hint: Any) -> bool:
     return any(is_dataclass(kind) or is_model(kind) or _is_container(kind) for kind in (*kinds, *inner))
 
 
-def _is_class(kind: Any) -> bool:
+def _is_class(kind: Any) -> TypeGuard[type]:
     return isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 list[int] is a type, too
 
 
