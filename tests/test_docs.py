@@ -36,6 +36,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Accelerator, Trainer, TrainModule
@@ -83,6 +84,15 @@ if find_spec("bitsandbytes") is None:  # an extra of the development environment
 if find_spec("peft") is None or find_spec("transformers") is None or find_spec("bitsandbytes") is None:  # the same
     LEFT_OUT["docs/scale/big_models_training.md", "# lora.py"] = "needs peft and transformers"
     LEFT_OUT["docs/scale/quantization.md", "# qlora.py"] = "needs peft, transformers and bitsandbytes"
+try:
+    import torchao.quantization  # noqa: F401
+except ImportError:  # it is not there, or needs a newer torch
+    LEFT_OUT["docs/scale/quantization.md", "# quantize.py"] = "needs torchao"
+    LEFT_OUT["docs/scale/quantization.md", "Int8Tensor Parameter"] = "the same"
+    LEFT_OUT["docs/scale/quantization.md", "import torch"] = "the same"
+    LEFT_OUT["docs/train/finetuning.md", "import torch"] = "the same"
+if TorchVersion(torch.__version__) < "2.13":
+    LEFT_OUT["docs/scale/pipelines.md", "# pipe.py"] = "pp needs torch 2.13"
 RUNS = ("docs/command/checkpoints.md", "docs/recover/checkpoints.md", "docs/command/config_trainer.md")
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
@@ -208,6 +218,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "ignore:there is a validation",
     "ignore:the configured optimizer takes the place",
     "ignore:instep.compat.lightning:FutureWarning",
+    "ignore:The given buffer is not writable:UserWarning",  # of torch 2.9's export
 )
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of(

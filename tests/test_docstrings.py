@@ -28,7 +28,7 @@ CANNOT_RUN = {  # examples with a line that doctest skips
     "instep.big_models.load_and_quantize_model": "needs bitsandbytes",
     "instep.big_models.prepare_offloaded_training": "needs peft and a language model",
     "instep.big_models.prepare_pippy": "needs transformers, and a rank for each stage",
-    "instep.callbacks.QuantizationAwareTraining": "needs a trained checkpoint",
+    "instep.callbacks.QuantizationAwareTraining": "needs torchao and a trained checkpoint",
     "instep.debug_launcher": "starts processes",
     "instep.launch.engine.run": "starts processes, and ends this one",
     "instep.launchers.ray.RayLauncher": "needs a Ray cluster",

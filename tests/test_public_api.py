@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "public_api.py"
 
@@ -18,6 +21,7 @@ def _script() -> ModuleType:
     return module
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes signatures of enums in another way")
 def test_the_interface_is_the_one_that_is_kept() -> None:
     script = _script()
     found, kept = script.interface().splitlines(), script.KEPT.read_text().splitlines()

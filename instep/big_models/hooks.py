@@ -618,7 +618,7 @@ class CpuOffload(ModelHook):
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         if execution_device is None:
-            execution_device = torch.accelerator.current_accelerator() or torch.device("cpu")
+            execution_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.execution_device = as_device(execution_device)
         self.prev_module_hook = prev_module_hook
 

@@ -45,7 +45,7 @@ class QuantizationAwareTraining(Callback):
             weights up, and `convert_at_end` is True.
 
     Example:
-        >>> callback = QuantizationAwareTraining(start_epoch=2)
+        >>> callback = QuantizationAwareTraining(start_epoch=2)  # doctest: +SKIP
         >>> module = callback.convert(MyModule.load_from_checkpoint("runs/best"))  # doctest: +SKIP
 
     Source:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -183,10 +183,13 @@ def load_each(dataset: Any, indices: Any) -> list[Any]:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Have an error's traceback end with a line more, from Python 3.11 on."""
+    """Add a line to an error's `__notes__`, with which its traceback ends from Python 3.11 on."""
     add: Any = getattr(error, "add_note", None)
     if add is not None:
         add(text)
+    else:
+        with suppress(AttributeError):  # of a class with slots
+            error.__notes__ = [*getattr(error, "__notes__", ()), text]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _sample_seed(seed: int, index: Any) -> int:

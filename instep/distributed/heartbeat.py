@@ -53,7 +53,7 @@ _COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # where torch has NCCL; any backend, since torch 2.9
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # where torch has NCCL; any backend, since torch 2.11
 
 
 def recorded() -> list[dict[str, Any]]:

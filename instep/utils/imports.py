@@ -42,6 +42,11 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
         if error.name is None or package != error.name.split(".")[0]:
             raise
         raise _missing(package, extra, purpose) from error
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{purpose} needs {package}, whose version {_versions(package)[0]} cannot be loaded: {error}. It may want "
+            "a newer version of what it names, such as torch."
+        ) from error
 
 
 def check_torch(major: int, minor: int, *, purpose: str) -> None:

@@ -193,7 +193,7 @@ def _two(folder: Path) -> dict[str, Any]:
         "node": [(beat.rank, beat.step, beat.pid) for beat in heart._beats.read()],
         "pid": os.getpid(),
         "left": [path.name for path in Path(tempfile.gettempdir()).glob("instep-heartbeat-*")],
-        "last": flight.described(flight.recorded()[-1]) if torch.__version__ >= "2.9" else "gloo:",
+        "last": flight.described(flight.recorded()[-1]) if torch.__version__ >= "2.11" else "gloo:",
         "threads": [thread.name for thread in threading.enumerate() if "instep-pace" in thread.name],
     }
     return found
