@@ -107,13 +107,6 @@ def check_device(name: str, device: torch.device) -> None:
             field="precision",
             got=name,
         )
-    if name == "16-mixed" and device.type == "mps" and torch.__version__ < "2.8":
-        raise SettingError(
-            f"precision='16-mixed' scales gradients, which on mps needs torch 2.8 or newer, and {torch.__version__} is "
-            "installed. Upgrade torch, or use precision='bf16-mixed'.",
-            field="precision",
-            got=name,
-        )
     if name == "fp8":
         require("torchao.float8", extra="quant", purpose="precision='fp8'")
         native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from instep import Accelerator
 from instep.errors import MissingPackageError, SettingError
 from instep.strategies import PRECISIONS, Precision, Strategy
-from instep.strategies.precision import check_device, float32_products
+from instep.strategies.precision import float32_products
 from tests.strategies.tiny_gpt import TinyGPT, train
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -213,12 +212,6 @@ def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatc
     ) as error:
         quiet(precision="64-true")
     assert error.value.field == "precision"
-
-
-def test_scaling_on_mps_needs_a_torch_that_can(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
-    with pytest.raises(SettingError, match=r"on mps needs torch 2\.8 or newer, and 2\.7\.1 is.*'bf16-mixed'"):
-        check_device("16-mixed", torch.device("mps"))
 
 
 def test_tf32_is_refused_without_an_nvidia_device():
