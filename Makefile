@@ -113,6 +113,7 @@ $(OLDEST_VENV)/.ready: constraints-oldest.txt pyproject.toml scripts/cuda_stand_
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt --no-deps torch
 	$(OLDEST_VENV)/bin/python scripts/cuda_stand_ins.py
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
+	$(OLDEST_VENV)/bin/python -m pip uninstall --quiet --yes torchao  # needs torch 2.10
 	@touch $@
 
 test-newest: $(NEWEST_VENV)/.ready  ## run the tests with the newest versions that there are, on the newest Python

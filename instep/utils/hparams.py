@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, get_origin
 
 from instep.errors import UsageError
 from instep.utils.warn import warn_user
@@ -98,7 +98,8 @@ def is_model(kind: Any) -> bool:
     """Tell whether a type is a pydantic model."""
     pydantic = sys.modules.get("pydantic")  # there is one only where it is loaded
     base = getattr(pydantic, "BaseModel", None)
-    return isinstance(kind, type) and base is not None and hasattr(base, "model_fields") and issubclass(kind, base)
+    plain = isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 list[int] is a type, too
+    return plain and base is not None and hasattr(base, "model_fields") and issubclass(kind, base)
 
 
 def with_attributes(value: Any) -> Any:

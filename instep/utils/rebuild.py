@@ -228,7 +228,7 @@ def _is_leaf(hint: Any) -> bool:
 def _is_container(kind: Any) -> bool:
     """Tell whether a type is a Namespace, or a container of OmegaConf."""
     omegaconf = sys.modules.get("omegaconf")
-    return isinstance(kind, type) and (
+    return _is_class(kind) and (
         issubclass(kind, Namespace) or (omegaconf is not None and issubclass(kind, omegaconf.Container))
     )
 
