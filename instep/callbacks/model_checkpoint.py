@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
+    from instep.trainer.newest import NewestState
 
 
 def _check_template(name: str, value: Any) -> None:
@@ -80,7 +81,10 @@ class ModelCheckpoint(Callback):
             `step-<8 digits>`. An attempt number follows in any case.
         monitor: the logged metric to rank by; "epoch" and "step" need not be logged.
         verbose: print what is saved and deleted.
-        save_last: keep the newest as well, whatever its score. With a monitor it is saved at every occasion.
+        save_last: keep the newest as well, whatever its score. With a monitor it is saved at every occasion, and once
+            more at the end of fit. None: in a run that goes on by itself (`ckpt_path="auto"` or "last", or a launcher
+            that starts it again) one newest full state is kept beside what all ModelCheckpoints keep, saved at each of
+            their occasions; in other runs none. False: none there either, so that a crash goes back to the best.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
         save_on_exception: save when the run fails. With several processes only if all of them get that far. What
             failed may have left half an optimizer step, so that checkpoint is of a kind of its own: "auto", "last" and
@@ -110,7 +114,7 @@ class ModelCheckpoint(Callback):
         best_model_path: the best checkpoint; without `monitor` the newest. "" while there is none.
         best_model_score: its score, a 0-dim tensor; None while there is none.
         current_score: the score of the checkpoint that was ranked last.
-        last_model_path: the newest checkpoint of all.
+        last_model_path: the newest checkpoint that this callback has saved, or that the run was resumed from.
 
     Raises:
         SettingError: contradicting arguments.
@@ -173,6 +177,7 @@ class ModelCheckpoint(Callback):
         self.monitor = monitor
         self.verbose = verbose
         self.save_last = bool(save_last)
+        self._only_ranked = save_last is False  # the newest is not wanted, although the run goes on by itself
         self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
@@ -292,6 +297,16 @@ class ModelCheckpoint(Callback):
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
         return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
+    @property
+    def saves_nothing(self) -> bool:
+        """Return True if no schedule saves a checkpoint."""
+        return self.save_top_k == 0 and self.keep is None and not self.save_last
+
+    @property
+    def keeps_newest(self) -> bool:
+        """Return True if a run that goes on by itself keeps its newest full state too, by this callback's schedule."""
+        return not (self._only_ranked or self.saves_nothing)
+
     # ---- when
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -353,7 +368,7 @@ class ModelCheckpoint(Callback):
                 self.saved.append(known[key])
             elif (
                 about.get("saver") == self.state_key
-                and info.manifest.run_id == trainer.run_id
+                and trainer.line.has(info.manifest.run_id, info.step)
                 and info.step <= trainer.global_step
             ):
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
@@ -368,6 +383,7 @@ class ModelCheckpoint(Callback):
         if due and step != self._last_step_saved:
             waits = self.monitor is not None and trainer.enable_validation
             self._deferred = waits and trainer.agree(self.monitor not in _values(trainer))
+            self._want_newest(trainer)
             if not self._deferred:
                 self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
@@ -425,7 +441,11 @@ class ModelCheckpoint(Callback):
         if trainer.agree(saved and (due or not self.save_weights_only)):
             return self._path(self.last_model_path)
         self._save(trainer, last=True, full=not due, at_once=final, must=final)
-        return self._path(self.last_model_path)
+        newest = trainer.newest
+        if newest is None:
+            return self._path(self.last_model_path)
+        newest.settle(trainer)
+        return newest.path
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.position.epoch + 1) % self.every_n_epochs == 0
@@ -445,16 +465,23 @@ class ModelCheckpoint(Callback):
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
         new = Saved("", trainer.global_step, score)
-        wanted = last or self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
+        newest = self._want_newest(trainer)
+        wanted = self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
         self._last_step_saved = trainer.global_step
         if self.monitor is None or score is not None:
             self._last_step_judged = trainer.global_step
-        if not trainer.agree(wanted):
+        wanted = trainer.agree(wanted)
+        if last and not wanted and newest is not None:
+            newest.take(trainer, at_once, must)  # the run's, not one of those that are ranked here
+        if not wanted and not (last and newest is None):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
+        weights_only = self.save_weights_only and not full
         to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
+        if trainer.newest is not None and not weights_only:
+            to_delete += [key for key in trainer.newest.superseded(self, new.step) if key not in to_delete]
         what: dict[str, Any] = {
-            "weights_only": self.save_weights_only and not full,
+            "weights_only": weights_only,
             "saver": self.state_key,
             "monitor": self.monitor,
             "mode": self.mode,
@@ -472,6 +499,15 @@ class ModelCheckpoint(Callback):
             self._fail(trainer, error, must)
             return
         self._position_saved = trainer.position.state_dict()
+        if trainer.newest is not None and not weights_only:
+            trainer.newest.note(trainer, self)
+
+    def _want_newest(self, trainer: Trainer) -> NewestState | None:
+        """Ask for the newest full state at this occasion; return its saver, None where the run keeps none."""
+        newest = trainer.newest if self.keeps_newest else None
+        if newest is not None:
+            newest.due = True
+        return newest
 
     def _finish_pending(self, trainer: Trainer) -> None:
         """Wait for the save under way. Collective, the same on all ranks."""
@@ -490,6 +526,8 @@ class ModelCheckpoint(Callback):
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
         self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None
+        if trainer.newest is not None:
+            trainer.newest.note(trainer, None)
         if self.on_error == "raise" or must:
             raise error
         if trainer.is_global_zero:
@@ -516,6 +554,8 @@ class ModelCheckpoint(Callback):
 
     def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
         self.saved = [saved for saved in self.saved if saved.key not in deleted]
+        if trainer.newest is not None:
+            trainer.newest.forget(deleted)
         self._find_best()
         for path in deleted if self.verbose else ():
             trainer.print(f"deleted {path}")
@@ -534,9 +574,10 @@ class ModelCheckpoint(Callback):
         if self.monitor not in values:
             self._save(trainer, last=True, full=True, at_once=True)  # not ranked, so that nothing is lost
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            saved = self.last_model_path if trainer.newest is None else trainer.newest.path
             raise SettingError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. The run is saved as "
-                f"{self.last_model_path or 'nothing'}. Logged so far: {logged}. Log it with self.log("
+                f"{saved or 'nothing'}. Logged so far: {logged}. Log it with self.log("
                 f"{self.monitor!r}, ...), or save where it exists (save_on_train_epoch_end, every_n_epochs).",
                 field="monitor",
                 got=self.monitor,

@@ -88,13 +88,13 @@ class OnExceptionCheckpoint(Callback):
     def _superseded(self, trainer: Trainer) -> tuple[str, list[str]]:
         """Find the newest checkpoint of a ModelCheckpoint, and those of this run's exceptions that are not newer."""
         paths = [each.last_model_path for each in trainer.checkpoint_callbacks if each.last_model_path]
-        regular = [(found.step, path) for path in paths if (found := read_or_say(to_path(path))[0]) is not None]
-        step, newest = max(regular, default=(-1, ""))
+        regular = [(found.order, path) for path in paths if (found := read_or_say(to_path(path))[0]) is not None]
+        order, newest = max(regular, default=((-1, -1, -1), ""))
         old = [
             str(info.path)
             for info in CheckpointStore(self.own_folder).scan()
             if info.path.name.rpartition("-")[0] == self.filename
-            and info.manifest.run_id == trainer.run_id
-            and info.step <= step
+            and trainer.line.has(info.manifest.run_id, info.step)
+            and info.manifest.order <= order
         ]
         return newest, old

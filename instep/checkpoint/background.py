@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint.hashing import Data
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import Shard, framing
 from instep.checkpoint.writer import BaseWriter, Writer, checked_name
@@ -135,13 +136,14 @@ class BackgroundSaver:
         info: Mapping[str, Any] | None = None,
         name: str | None = None,
         run_id: str = "",
+        line: Line | None = None,
         to_delete: Iterable[str | Path] = (),
     ) -> PendingSave:
         """Write what `record` took, on the thread. Collective.
 
         Args:
             store: where to.
-            step: see `CheckpointStore.save`, as for `info`, `name` and `run_id`.
+            step: see `CheckpointStore.save`, as for `info`, `name`, `run_id` and `line`.
             recorder: of the latest `record`.
             to_delete: older checkpoints of that store, deleted once this one has verified.
         """
@@ -158,7 +160,7 @@ class BackgroundSaver:
 
         def save() -> None:
             try:
-                path = aside.save(step, recorder.replay, info=info, name=name, run_id=run_id)
+                path = aside.save(step, recorder.replay, info=info, name=name, run_id=run_id, line=line)
                 _drop_cached(path)
                 problems = aside.verify_together(path)
                 if problems:

@@ -16,6 +16,7 @@ from instep.checkpoint.codec import decode, encode
 from instep.checkpoint.edge import check, count, dict_of, list_of, named, none_or, number, reading, text
 from instep.checkpoint.files import patiently
 from instep.checkpoint.hashing import FileRecord, digest
+from instep.checkpoint.lineage import PLACES
 from instep.checkpoint.names import MANIFEST, is_inner_name
 from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
@@ -28,6 +29,7 @@ _BODY = {
     **dict.fromkeys(("info", "files"), named),
     "versions": dict_of(text),
 }
+_LINE = {"serial": count, "resumed_from": PLACES}  # manifests of the first format have none
 _INFO = {
     "kind": text,
     "epoch": none_or(count),
@@ -52,6 +54,10 @@ class Manifest:
         versions: of instep, torch and Python.
         files: what each file must be, by name.
         info: what the writer says of it, such as kind ("full" or "weights"), epoch, monitor, mode and score.
+        serial: number of the save: higher than that of every save before it in its folder and in its run; 0 where an
+            instep wrote it that did not count.
+        resumed_from: run and step of the checkpoint that the run was resumed from, then of what lies before; see
+            `lineage.Line`.
         format_version: of the layout.
     """
 
@@ -63,7 +69,14 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
     info: Mapping[str, Any] = field(default_factory=dict)
+    serial: int = 0
+    resumed_from: tuple[tuple[str, int], ...] = ()
     format_version: int = FORMAT_VERSION
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Key by which checkpoints are sorted: what was saved last has the highest."""
+        return self.serial, self.step, self.attempt
 
     def to_bytes(self) -> bytes:
         """Make the content of manifest.json.
@@ -80,7 +93,9 @@ class Manifest:
             "format_version": self.format_version,
             "step": self.step,
             "attempt": self.attempt,
+            "serial": self.serial,
             "run_id": self.run_id,
+            "resumed_from": self.resumed_from,
             "world_size": self.world_size,
             "created": self.created,
             "versions": dict(self.versions),
@@ -114,7 +129,8 @@ class Manifest:
                     "Upgrade instep to read it.",
                     path=path,
                 )
-            check(body, _BODY, "it")
+            check(body, _BODY, "it", _LINE)
+            body["resumed_from"] = tuple((run, step) for run, step in body.get("resumed_from", ()))
             body["info"] = decode(body["info"], {})
             check(body["info"], {}, "its info", _INFO)
             outside = [name for name in body["files"] if not is_inner_name(name)]

@@ -115,6 +115,7 @@ class ResumeReport:
         unexpected: names in the checkpoint that the module does not have.
         other_shape: name -> shape in the checkpoint and in the module, of what was left out for it.
         left_out: what else did not fit, of optimizers, schedulers and callbacks; for people.
+        reached: the highest optimizer step that the run is known to have reached before; 0 where that is not known.
     """
 
     path: Path
@@ -124,6 +125,7 @@ class ResumeReport:
     unexpected: list[str] = field(default_factory=list)
     other_shape: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    reached: int = 0
 
     @property
     def complete(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from instep.checkpoint import names
 from instep.checkpoint.files import LocalFiles, patiently
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
@@ -24,7 +25,7 @@ class CheckpointInfo:
     Args:
         path: its folder.
         step: the global step it was saved at.
-        attempt: counts the saves of that step; the later one wins.
+        attempt: counts the saves of that step.
         manifest: all that its manifest says.
     """
 
@@ -109,12 +110,20 @@ def folder_names(root: Path) -> list[str]:
         raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
 
 
-def list_checkpoints(root: Path) -> list[CheckpointInfo | Broken]:
-    """List the checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
+def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
+    """List the checkpoints of some folders and what is left of broken ones, what was saved last first.
 
-    A broken one is ordered by its name; one whose name does not say its step comes first, since it may be the newest.
+    A broken one is ordered by its name: before all of a lower (step, attempt). One whose name does not say its step
+    comes first, since it may be the newest.
     """
-    found: list[tuple[tuple[float, int, str], CheckpointInfo | Broken]] = []
+    found = [pair for root in roots for pair in _ordered(root)]
+    return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointInfo | Broken]]:
+    """List the checkpoints of a folder, each with the key to sort it by."""
+    whole: list[CheckpointInfo] = []
+    broken: list[tuple[float, int, Broken]] = []
     for name in folder_names(root):
         path = root / name
         if name.startswith("."):
@@ -125,12 +134,16 @@ def list_checkpoints(root: Path) -> list[CheckpointInfo | Broken]:
         except CheckpointError as error:
             problem, manifest_is_there = str(error), not isinstance(error, CheckpointNotFoundError)
         if manifest is not None:
-            order = (manifest.step, manifest.attempt, name)
-            found.append((order, CheckpointInfo(path, manifest.step, manifest.attempt, manifest)))
+            whole.append(CheckpointInfo(path, manifest.step, manifest.attempt, manifest))
         elif manifest_is_there or files_of(path).looks_damaged(path):
-            step, attempt = names.step_of(name) or (math.inf, 0)
-            found.append(((step, attempt, name), Broken(path, problem)))
-    return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
+            broken.append((*(names.step_of(name) or (math.inf, 0)), Broken(path, problem)))
+    found: list[tuple[tuple[int, float, int, str], CheckpointInfo | Broken]] = [
+        ((*info.manifest.order, info.path.name), info) for info in whole
+    ]
+    for step, attempt, what in broken:
+        before = [info.manifest.serial for info in whole if (info.step, info.attempt) < (step, attempt)]
+        found.append(((max(before, default=0), step, attempt, what.path.name), what))
+    return found
 
 
 @dataclass(frozen=True)
@@ -141,13 +154,15 @@ class Facts:
         name: the folder's.
         step: the global step by its manifest; by its name where the manifest was not asked.
         attempt: counts the saves of that step.
-        run_id: the run that saved it; None where the manifest was not asked.
+        run_id: the run that saved it; None where the manifest was not asked, like `serial`.
+        serial: number of the save.
     """
 
     name: str
     step: int
     attempt: int
     run_id: str | None
+    serial: int = 0
 
 
 _Stamp = tuple[int, int, int]  # of a manifest: when it was changed, its bytes, its inode
@@ -155,7 +170,7 @@ _index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
-    """List the checkpoints of a folder, the highest (step, attempt) first; this process reads a manifest once.
+    """List the checkpoints of a folder, what was saved last first; this process reads a manifest once.
 
     What was read holds as long as the manifest is the same file. Nothing is loaded by this: `list_checkpoints` and the
     reader read every manifest again.
@@ -185,12 +200,12 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
             manifest, _ = read_or_say(root / name)
             if manifest is None:
                 continue
-            known = (stamp or (0, 0, 0), Facts(name, manifest.step, manifest.attempt, manifest.run_id))
+            known = (stamp or (0, 0, 0), Facts(name, manifest.step, manifest.attempt, manifest.run_id, manifest.serial))
         found.append(known[1])
         if stamp is not None:
             now[name] = known
     _index[str(root)] = now
-    return sorted(found, key=lambda one: (one.step, one.attempt, one.name), reverse=True)
+    return sorted(found, key=lambda one: (one.serial, one.step, one.attempt, one.name), reverse=True)
 
 
 def _stamp(manifest: str) -> _Stamp | None:
@@ -229,8 +244,9 @@ def find_checkpoint(path: Location) -> Path:
     """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without its number.
 
     Args:
-        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". ".ckpt" may follow, as
-            Lightning's users write it: "runs/last.ckpt" is the newest checkpoint in "runs" where none has that name.
+        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". Where these are of
+            several steps and were ranked by a metric, it is the best of the run that saved last. ".ckpt" may follow,
+            as Lightning's users write it: "runs/last.ckpt" is the newest checkpoint in "runs" where none has that name.
 
     Returns:
         A folder whose manifest can be read.
@@ -259,7 +275,7 @@ def find_checkpoint(path: Location) -> Path:
         attempts = beside[:1]
     whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
     if whole:
-        return max(whole, key=lambda info: info.attempt).path
+        return _meant(whole).path
     if (path / names.MANIFEST).exists():
         raise CorruptCheckpointError(problem, path=path)
     if path.exists():
@@ -274,6 +290,22 @@ def find_checkpoint(path: Location) -> Path:
     raise CheckpointNotFoundError(
         f"there is no checkpoint {path}: it does not exist. Its folder holds {there}.", path=path
     )
+
+
+def _meant(attempts: Sequence[CheckpointInfo]) -> CheckpointInfo:
+    """Return the checkpoint that a name without its attempt means.
+
+    A name that says nothing of what it names, such as "best", is that of all that one ModelCheckpoint saves.
+    """
+    newest = max(attempts, key=lambda info: info.manifest.order)
+    line = Line.of(newest.manifest)
+    own = [info for info in attempts if line.has(info.manifest.run_id, info.step)]
+    ranked = [info for info in own if info.manifest.info.get("ranked") and info.manifest.info.get("score") is not None]
+    rules = {(info.manifest.info.get("monitor"), info.manifest.info.get("mode")) for info in ranked}
+    name = _base(newest.path)
+    if name == "last" or len({info.step for info in own}) < 2 or len(rules) != 1:
+        return newest
+    return best_first(sorted(ranked, key=lambda info: info.manifest.order, reverse=True))[0]
 
 
 def _base(path: Path) -> str | None:

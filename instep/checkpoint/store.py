@@ -17,6 +17,7 @@ from instep.checkpoint import names
 from instep.checkpoint.files import PAUSES_S, Files, passing, wait
 from instep.checkpoint.hashing import FileRecord
 from instep.checkpoint.lease import Lease, check_seen
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
@@ -110,6 +111,7 @@ class CheckpointStore:
         info: Mapping[str, Any] | None = None,
         name: str | None = None,
         run_id: str = "",
+        line: Line | None = None,
     ) -> Path:
         """Save a checkpoint: all of it is on the disk when this returns, or nothing of it is left. Collective.
 
@@ -125,6 +127,7 @@ class CheckpointStore:
                 Rank 0's are taken.
             name: the folder's name before "-<attempt>"; default "step-<8 digits>".
             run_id: the run that saves.
+            line: the same, with what the run goes on from; in place of `run_id`.
 
         Returns:
             The folder.
@@ -135,12 +138,13 @@ class CheckpointStore:
             RemoteError: another rank failed; has that rank's traceback.
         """
         saved: Path | _FailedTries = _FailedTries(0, 0, "")
+        line = Line(run_id) if line is None else line
         while isinstance(saved, _FailedTries):
-            saved = self._try(step, write, info or {}, name, run_id, saved)
+            saved = self._try(step, write, info or {}, name, line, saved)
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """List the checkpoints whose manifest can be read, the highest (step, attempt) first. Local.
+        """List the checkpoints whose manifest can be read, what was saved last first. Local.
 
         Returns:
             What was found; empty where the folder does not exist.
@@ -180,7 +184,9 @@ class CheckpointStore:
             raise CorruptCheckpointError(f"{folder} does not verify: {'; '.join(problems)}", path=folder)
         return Reader(folder, False, manifest)
 
-    def newest_verified(self, kind: str | None = None, job: str | None = None) -> Reader | None:
+    def newest_verified(
+        self, kind: str | None = None, job: str | None = None, also: Sequence[Path] = ()
+    ) -> Reader | None:
         """Open the newest checkpoint that verifies. Collective.
 
         A newer one that does not is passed over with a warning that says what is wrong with it.
@@ -188,26 +194,38 @@ class CheckpointStore:
         Args:
             kind: "full" or "weights"; None takes both.
             job: what their manifests say under that name; None takes all.
+            also: further folders to look in.
 
         Returns:
             A reader of the checkpoint, or None where there is none.
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
-            found = list_checkpoints(self.root)
+            found = list_checkpoints(*dict.fromkeys((self.root, *also)))
             return [one for one in found if isinstance(one, Broken) or job in (None, one.manifest.info.get("job"))]
 
         candidates = self.ranks.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
         return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])[0]
 
-    def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Reader | None:
+    def resolve(
+        self,
+        keyword: str,
+        *,
+        kind: str | None = None,
+        monitor: str | None = None,
+        line: Line | None = None,
+        also: Sequence[Path] = (),
+    ) -> Reader | None:
         """Open the checkpoint that a keyword means; always one that verifies. Collective.
 
         Args:
-            keyword: "last": the highest (step, attempt). "best": by the score in the manifests; nan is never the best.
-                "auto": like "last", and None where there is nothing to continue from.
+            keyword: "last": what was saved last. "best": by the score in the manifests; nan is never the best. "auto":
+                like "last", and None where there is nothing to continue from.
             kind: "full" or "weights"; None takes both, and only "full" for "auto".
             monitor: the metric for "best", where the checkpoints were scored by several.
+            line: the run whose checkpoints alone are looked at, with those that it goes on from. Default: the run that
+                saved last; where nothing of it verifies, the others follow for "last" and "auto".
+            also: further folders to look in.
 
         Returns:
             A reader of it, which holds no file against its checksum a second time; None only for "auto".
@@ -219,19 +237,24 @@ class CheckpointStore:
         """
         check_keyword(keyword)
         kind = "full" if keyword == "auto" and kind is None else kind
-        if keyword == "best":
-            doing = f"looking for the best in {self.root}"
-            found = self.ranks.on_rank_zero(lambda: best_first(self.scan(), monitor), doing)
-        else:
-            doing = f"looking for checkpoints in {self.root}"
-            found = self.ranks.on_rank_zero(lambda: list_checkpoints(self.root), doing)
-        chosen, broken = self._first_verified([c for c in found if isinstance(c, Broken) or kind in (None, c.kind)])
+        roots = list(dict.fromkeys((self.root, *also)))
+        where = ", ".join(map(str, roots))
+        candidates, others = self.ranks.on_rank_zero(
+            lambda: _candidates(keyword, list_checkpoints(*roots), kind, monitor, line), f"looking in {where}"
+        )
+        chosen, broken = self._first_verified(candidates)
+        if others and line is None and self.ranks.rank_and_size()[0] == 0:
+            warn_user(
+                f"{where} holds the checkpoints of {others + 1} runs. {keyword!r} means those of the run that saved last"
+                f"{'' if chosen is None else f', and is {chosen.path}'}. Give the path of another one to take that, and "
+                "each run a folder of its own."
+            )
         if chosen is not None:
             return chosen
         if broken:  # not None: a run would begin again at step 0, beside what may still be mended
             afresh = ", or move them away to start afresh" if keyword == "auto" else ""
             raise CorruptCheckpointError(
-                f"{keyword!r}: none of the checkpoints in {self.root} verifies:\n  "
+                f"{keyword!r}: none of the checkpoints in {where} verifies:\n  "
                 + "\n  ".join(broken[:5])
                 + f"\n  and {len(broken) - 5} more" * (len(broken) > 5)
                 + f"\nMend them or give the path of another one{afresh}.",
@@ -240,7 +263,8 @@ class CheckpointStore:
         if keyword == "auto":
             return None
         what = "with a score" if keyword == "best" else f"of kind {kind!r}" if kind else "that verifies"
-        raise CheckpointNotFoundError(f"{keyword!r}: {self.root} has no checkpoint {what}", path=self.root)
+        of_run = "" if line is None else f" of this run ({line.run_id})"
+        raise CheckpointNotFoundError(f"{keyword!r}: {where} has no checkpoint {what}{of_run}", path=self.root)
 
     def read(self, path: Location, verify: bool = True) -> Reader:
         """Open a checkpoint. Local: each file is verified by the process that reads it, when it first does.
@@ -293,7 +317,7 @@ class CheckpointStore:
         write: Callable[[Writer], None],
         info: Mapping[str, Any],
         name: str | None,
-        run_id: str,
+        line: Line,
         before: _FailedTries,
     ) -> Path | _FailedTries:
         """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
@@ -321,7 +345,7 @@ class CheckpointStore:
             self.ranks.fail_together(error, f"saving {final}")
         records = [(step, records) for step, records, _ in parts]
         done = self.ranks.on_rank_zero(
-            lambda: before.or_again(lambda: self._commit(folder, final, attempt, records, info, run_id), attempt),
+            lambda: before.or_again(lambda: self._commit(folder, final, attempt, records, info, line), attempt),
             f"saving {final}",
         )
         return final if done is None else done
@@ -362,17 +386,20 @@ class CheckpointStore:
         attempt: int,
         parts: Sequence[tuple[int, dict[str, FileRecord]]],
         info: Mapping[str, Any],
-        run_id: str,
+        line: Line,
     ) -> None:
         renamed: Path | None = None
         try:
             sizes = self.files.sizes(folder)
             records = _joined(parts, sizes, folder)
             foreign = [name for name in sorted(sizes.keys() - records.keys()) if names.is_inner_name(name)]
+            serial = self._next_serial(line)
             manifest = Manifest(
                 step=parts[0][0],
                 attempt=attempt,
-                run_id=run_id,
+                serial=serial,
+                run_id=line.run_id,
+                resumed_from=line.resumed_from,
                 world_size=len(parts),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
@@ -383,6 +410,9 @@ class CheckpointStore:
             self._check_lease()
             renamed = final
             self.files.publish(folder, final, manifest)
+            line.serial = serial
+            if self.lease is not None:
+                self.lease.serial = serial
         except BaseException as error:
             self._remove_quietly(folder, renamed)
             if isinstance(error, OSError):
@@ -391,6 +421,13 @@ class CheckpointStore:
                     path=final,
                 ) from error
             raise
+
+    def _next_serial(self, line: Line) -> int:
+        """Return a number above those of all saves in the folder, which its owner reads once, and of the run."""
+        known = None if self.lease is None else self.lease.serial
+        if known is None:
+            known = max((other.serial for other in facts(self.root)), default=0)
+        return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
         if folder.parent != self.root or names.split_name(folder.name) is None:
@@ -485,6 +522,28 @@ class _FailedTries:
             if self.last or not passing(error):
                 raise
             return self.again(attempt, str(error))
+
+
+def _candidates(
+    keyword: str,
+    found: Sequence[CheckpointInfo | Broken],
+    kind: str | None,
+    monitor: str | None,
+    line: Line | None,
+) -> tuple[Sequence[CheckpointInfo | Broken], int]:
+    """Return what a keyword may mean, in the order in which it is tried, and the number of other runs."""
+    whole = [one for one in found if isinstance(one, CheckpointInfo)]
+    of_line = line or next((Line.of(one.manifest) for one in whole if kind in (None, one.kind)), None)
+    own = [one for one in whole if of_line is not None and of_line.has(one.manifest.run_id, one.step)]
+    others = {one.manifest.run_id for one in whole if of_line is not None and not of_line.knows(one.manifest.run_id)}
+    if keyword == "best":
+        return best_first([one for one in own if kind in (None, one.kind)], monitor), len(others)
+    if line is not None and not own:
+        return [], len(others)
+    mine = {one.path for one in own}
+    tried = [one for one in found if isinstance(one, Broken) or one.path in mine]
+    rest = [one for one in whole if one.path not in mine] if line is None else []
+    return [one for one in (*tried, *rest) if isinstance(one, Broken) or kind in (None, one.kind)], len(others)
 
 
 def _joined(

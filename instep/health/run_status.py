@@ -106,6 +106,13 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     return _read(folder / NAME)
 
 
+def read_step(folder: Path, run_id: str) -> int:
+    """Return the optimizer step that a run is known to have reached; 0 where its folder does not say."""
+    said, seen = _read(folder / NAME) or {}, _read(folder / PROGRESS) or {}
+    steps = [each.get("global_step") for each in (said, seen)]
+    return max((step for step in steps if type(step) is int), default=0) if said.get("run_id") == run_id else 0
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return parse_object(read_regular(path, LEASE_BYTES))

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from instep.cuda_graphs import CapturedStep
     from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
+    from instep.trainer.newest import NewestState
     from instep.trainer.nonfinite import NonFiniteGuard
 
 
@@ -275,6 +276,7 @@ class RunContext:
         leases: folders that this fit saves in; the main process holds the lease.
         cleaned: folders that were cleared of what killed processes had left.
         saver: writes checkpoints beside the training.
+        newest: keeps the newest full state, where the run goes on by itself.
         plain_weights: kind of the plain weights that were collected last for a checkpoint: "live" or "averaged".
         left_out: the weights that checkpoints leave out, where the module's `checkpoint_filter` asks for it.
         logger_states: states of loggers for the next checkpoint, where it must not hold their present ones.
@@ -342,6 +344,7 @@ class RunContext:
     leases: dict[Path, Lease | None] = field(default_factory=dict)
     cleaned: set[Path] = field(default_factory=set)
     saver: BackgroundSaver | None = None
+    newest: NewestState | None = None
     plain_weights = "live"
     left_out = cast("LeftOutWeights | None", None)  # no field: few runs have it
     logger_states: dict[tuple[str, int], dict[str, Any]] | None = None

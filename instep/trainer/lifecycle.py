@@ -26,6 +26,7 @@ from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
+from instep.state.environment import read_job
 from instep.strategies import Precision
 from instep.strategies.base import check_cuttable, sync_batchnorm
 from instep.strategies.precision import float32_products
@@ -98,7 +99,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
     process = connect(settings)
     if trainer._seed is None:
         seed = torch.initial_seed() & (2**63 - 1)
-        trainer._seed, trainer.run_id = broadcast_object((seed, trainer.run_id))  # any rank may save after an error
+        trainer._seed, trainer.line = broadcast_object((seed, trainer.line))  # any rank may save after an error
     ctx.world_size, ctx.rank = process.num_processes, process.process_index
     ctx.device = ctx.clock.device = device_of(settings, process, trainer._environment)
     ctx.triggers = Triggers(settings.trigger_every)
@@ -138,7 +139,11 @@ def _set_up(ctx: RunContext) -> None:
     for callback in ctx.callbacks:
         callback._module = module
     trainer.profiler.attach(trainer, module)
-    ctx.hooks = HookTable(trainer, module, ctx.callbacks)
+    if ctx.fn == "fit" and not ctx.aside and (ctx.resumes or read_job() is not None):
+        from instep.trainer.newest import newest_state  # late: only a run that goes on by itself has one
+
+        ctx.newest = newest_state(ctx)
+    ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.newest is None else [ctx.newest])])
     check_hooks(ctx)
     if ctx.fn == "fit" and not ctx.aside:
         trainer.run_folder.leave_visited()
@@ -393,7 +398,7 @@ def _report_killed(ctx: RunContext, name: str) -> None:
     with suppress(Exception):  # whatever it came into, the signal must end the process
         if ctx.preempted or not trainer.is_global_zero:
             return
-        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        last = trainer.run_folder.last_saved
         saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
         os.write(2, f"\nStopped at once by a second signal, {name}; {saved}.\n".encode())
         trainer.run_folder.write_status(trainer, SystemExit(128 + signal.Signals[name]), name)

@@ -40,12 +40,13 @@ from instep.health.run_status import (
     is_bookkeeping,
     leave_failure,
     read_status,
+    read_step,
     write_status,
 )
 from instep.loggers.folders import RUNS, folder_name, is_free, is_run, leads_out, next_version, runs_in
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
-from instep.trainer.plugins import saves, writes_checkpoints
+from instep.trainer.plugins import writes_checkpoints
 from instep.trainer.weights import check_full, saved_run
 from instep.utils.paths import to_path
 from instep.utils.process_id import this_process
@@ -55,6 +56,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
     from instep.checkpoint import CheckpointStore, Reader
+    from instep.checkpoint.lineage import Line
     from instep.checkpoint.run_state import SavedRun
     from instep.loggers.base import Logger
 
@@ -134,32 +136,37 @@ class RunFolder:
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
-        apart = [each.own_folder for each in ctx.callbacks if writes_checkpoints(each) and not saves(each)]  # type: ignore[attr-defined]
+        """Open what a keyword means among the folders of all callbacks that save; "best" is the first one's."""
+        apart = list(dict.fromkeys(own_folders(ctx, ctx.trainer.checkpoint_callback)))
         if ckpt_path == "best" or not apart:
             return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only) else "full"
-        after_errors = [
-            found for folder in apart if (found := checkpoint.CheckpointStore(folder).newest_verified(kind)) is not None
-        ]
+        found = None
+        with suppress(CheckpointNotFoundError, CorruptCheckpointError):  # the regular folder has one, or raises
+            found = checkpoint.CheckpointStore(apart[0]).resolve(
+                "last", kind=kind, line=own_line(ctx.trainer), also=apart[1:]
+            )
         try:
-            regular = self._resolve_regular(ctx, ckpt_path, bool(after_errors))
-        except CheckpointNotFoundError:
-            if not after_errors:
+            regular = self._resolve_regular(ctx, ckpt_path, found is not None)
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            if found is None:
                 raise
             regular = None
-        every = [*([] if regular is None else [regular]), *after_errors]
-        return max(every, key=lambda found: found.manifest.step, default=None)  # of one step the regular one
+        every = [reader for reader in (regular, found) if reader is not None]
+        return max(every, key=lambda reader: reader.manifest.order, default=None)
 
     def _resolve_regular(self, ctx: RunContext, ckpt_path: str, quiet: bool) -> Reader | None:
         weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
         kind = None if weights else "full"
+        line = own_line(ctx.trainer)
         callback = ctx.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
         asked = ckpt_path
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.own_folder is not None:
-            found = checkpoint.CheckpointStore(callback.own_folder).resolve(ckpt_path, kind=kind, monitor=monitor)
+            store = checkpoint.CheckpointStore(callback.own_folder)
+            found = store.resolve(ckpt_path, kind=kind, monitor=monitor, line=line)
             return found or (None if quiet else self._none(ctx, callback.own_folder))
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
@@ -174,7 +181,7 @@ class RunFolder:
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
                 ctx.lease_folder(store.root)  # an error where the same command runs already, before its first save too
             try:
-                found = store.resolve(keyword, kind=kind, monitor=monitor)
+                found = store.resolve(keyword, kind=kind, monitor=monitor, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 if ckpt_path == "best" and self._has_other(store, kind):
                     raise
@@ -302,8 +309,7 @@ class RunFolder:
         status = read_status(folder) or {}
         if ctx.continues.path.parent != store.root and status.get("run_id") != ctx.trainer.run_id:
             return False
-        later = (info for info in store.scan() if (info.step, info.attempt) > _order(ctx.continues))
-        return next(later, None) is None
+        return all(info.manifest.order <= ctx.continues.manifest.order for info in store.scan())
 
     def _new(self, for_fit: bool) -> Path:
         """Make the folder that the logger's version names, unless it is another run's; else the next free one."""
@@ -394,6 +400,10 @@ class RunFolder:
                 return self._named in (None, folder) and folder.is_dir() and not is_run(folder)
         return False
 
+    def reached(self, run_id: str) -> int:
+        """Return the step that a run is known to have reached, where this is its folder; else 0. Local."""
+        return 0 if self.path is None else read_step(self.path, run_id)
+
     def runs_of(self, job: str) -> list[Path]:
         """List the run folders that a job wrote, the newest first."""
         runs = [*self._versions(), *(() if self._logger is None else runs_in(self._plain_base, False))]
@@ -424,6 +434,11 @@ class RunFolder:
             with suppress(OSError):  # the save itself was well
                 write_status(self.path, self._said)
 
+    @property
+    def last_saved(self) -> str:
+        """Newest full checkpoint that the fit has saved, or was resumed from; "" while there is none."""
+        return self._said.get("checkpoint") or ""
+
     def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
         """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1.
 
@@ -442,7 +457,7 @@ class RunFolder:
             text = find_failure(self.path) or text
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
         if signal:  # in its handler, or with little time left: nothing is looked for
-            path = getattr(trainer.checkpoint_callback, "last_model_path", None)
+            path = self.last_saved
         elif status != "preempted":
             path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)
         self._said = {
@@ -500,7 +515,14 @@ class RunFolder:
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "own_folder", None) or self.checkpoints
         with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
-            return next((info.path for info in checkpoint.CheckpointStore(folder).scan() if info.kind == "full"), None)
+            return next(
+                (
+                    info.path
+                    for info in checkpoint.CheckpointStore(folder).scan()
+                    if info.kind == "full" and trainer.line.has(info.manifest.run_id, info.step)
+                ),
+                None,
+            )
 
     def _content(self, trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
         job = read_job()
@@ -595,14 +617,18 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
         if writes_checkpoints(callback):
             chosen = getattr(callback, "own_folder", None)
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
-    newest, of_run = None, None
-    for folder, path in folders.items():
-        found = checkpoint.CheckpointStore(folder).newest_verified("full", job=ctx.fit_of_job)
-        if found is not None and (newest is None or _order(found) > _order(newest)):
-            newest, of_run = found, path
-    own.path = own.path or of_run
+    roots = list(folders)
+    newest = checkpoint.CheckpointStore(roots[0]).newest_verified("full", ctx.fit_of_job, roots[1:]) if roots else None
+    own.path = own.path or (None if newest is None else folders[newest.path.parent])
     return newest
 
 
-def _order(reader: Reader) -> tuple[int, int]:
-    return reader.manifest.step, reader.manifest.attempt
+def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
+    """Return the folders that callbacks were given to write checkpoints into, less those of one callback."""
+    given = [getattr(each, "own_folder", None) for each in ctx.callbacks if writes_checkpoints(each) and each is not but]
+    return [folder for folder in given if folder is not None]
+
+
+def own_line(trainer: Trainer) -> Line | None:
+    """Return the line whose checkpoints are meant once the Trainer has trained; None before."""
+    return trainer.line if trainer.global_step > 0 else None

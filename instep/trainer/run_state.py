@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
 from instep.distributed import gather_object
-from instep.distributed.rank_zero import RankGroup, together
+from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
 from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError
 from instep.trainer import replay
 from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states, metric_room
+from instep.trainer.run_folder import own_folders
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.hparams import plain_values
 from instep.utils.optimizer_state import clean_name
@@ -28,7 +30,7 @@ from instep.utils.seed import rng_state
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore
+    from instep.checkpoint import CheckpointStore, Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume
     from instep.data import DataModule
@@ -195,7 +197,7 @@ def save(
             state.write,
             info=about(ctx, weights_only, info),
             name=name,
-            run_id=ctx.trainer.run_id,
+            line=ctx.trainer.line,
         )
         _tell(ctx, path, weights_only)
     return path
@@ -230,7 +232,7 @@ def save_later(
         recorder,
         info=about(ctx, weights_only, info),
         name=name,
-        run_id=ctx.trainer.run_id,
+        line=ctx.trainer.line,
         to_delete=to_delete,
     )
     pending.weights_only = weights_only
@@ -348,11 +350,12 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     if parts.position:
         assert saved is not None
         ctx.continues = saved.reader
-        trainer._seed, trainer.run_id = state["seed"], state["run_id"]
+        trainer._seed = state["seed"]
         if ctx.restarted:
             ctx.resumed_with = state.get("resumed_with")
         if ctx.ckpt_path == "auto" or ctx.restarted:
             trainer.run_folder.adopt(ctx, state)  # the same command goes on in the same folder
+        _take_up_line(ctx, saved.reader)
         return
     trainer.run_folder.path = folder_before
     saver = trainer.checkpoint_callback
@@ -364,6 +367,24 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
             field="resume",
             got=asked,
         )
+
+
+def _take_up_line(ctx: RunContext, reader: Reader) -> None:
+    """Go on with the line of a checkpoint; report how far its run had come. Collective."""
+    from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # late: only a resume needs it
+
+    trainer, manifest = ctx.trainer, reader.manifest
+    folder = trainer.run_folder
+    roots = [root for root in (reader.path.parent, folder.checkpoints, *own_folders(ctx)) if root is not None]
+
+    def look() -> tuple[Line, int]:
+        beside = [found.manifest for found in list_checkpoints(*dict.fromkeys(roots)) if isinstance(found, CheckpointInfo)]
+        line = Line.resumed(manifest, beside)
+        ahead = [one.step for one in beside if one.run_id == manifest.run_id]
+        return line, max(*ahead, folder.reached(manifest.run_id), manifest.step)
+
+    assert ctx.report is not None
+    trainer.line, ctx.report.reached = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
 
 
 def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
+from instep.checkpoint.lineage import Line
 from instep.data import DataModule
 from instep.data.plan import rank_weight
 from instep.distributed import broadcast_object
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.compile import CompileConfig
     from instep.profilers.run_clock import RunSummary
+    from instep.trainer.newest import NewestState
     from instep.trainer.trials import Trial
 
 
@@ -215,7 +216,7 @@ class Trainer:
         self.run_folder = RunFolder(self.settings.default_root_dir)
         if isinstance(self.settings.logger, tuple):
             self.loggers  # noqa: B018  they learn of the run folder now: they may be used before the first run
-        self.run_id = uuid.uuid4().hex[:16]
+        self.line = Line()
         self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line has another way
         self._seed: int | None = None
         self.model: TrainModule | None = None
@@ -581,6 +582,10 @@ class Trainer:
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
     )
 
+    newest: ReadOnly[NewestState | None] = ReadOnly(
+        lambda t: t._ctx and t._ctx.newest, "Saver of the running fit's newest full state; None where it keeps none."
+    )
+
     def trial(self) -> Trial:
         """Make a trial: steps that leave no trace, for callbacks that look for a setting; see `Trial`."""
         from instep.trainer.trials import Trial  # late: only who looks for one pays for it
@@ -746,6 +751,7 @@ class Trainer:
     def ckpt_path(self, path: Location | None) -> None:
         self._loaded = self._asked_for = path
 
+    run_id: ReadOnly[str] = ReadOnly(lambda t: t.line.run_id, "Name of the run, which a resumed one takes over.")
     checkpoint_callbacks: ReadOnly[list[ModelCheckpoint]] = ReadOnly(
         lambda t: [callback for callback in t.callbacks if hasattr(callback, "save_now")]
     )

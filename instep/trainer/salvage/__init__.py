@@ -54,7 +54,7 @@ def save_after(ctx: RunContext, store: CheckpointStore, error: BaseException, na
             state.write,
             info=run_state.about(ctx, False, {"kind": "full" if whole else "exception"}),
             name=name,
-            run_id=trainer.run_id,
+            line=trainer.line,
         )
 
 
