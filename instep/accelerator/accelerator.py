@@ -255,7 +255,7 @@ class Accelerator(ProcessMethods):
     )
     step: ReadOnly[int] = ReadOnly(lambda a: a._prepared.step, "Number of optimizer steps, skipped ones too.")
     seed: ReadOnly[int] = ReadOnly(lambda a: a._prepared.seed, "Seed of the data's order, from rank 0.")
-    run_id: ReadOnly[str] = ReadOnly(lambda a: a._states.run_id, "Name of the run; `load_state` restores it.")
+    run_id: ReadOnly[str] = ReadOnly(lambda a: a._states.line.run_id, "Name of the run; `load_state` restores it.")
     optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
     """Optimizers that `prepare` has returned."""
     schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)

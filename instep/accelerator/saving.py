@@ -10,7 +10,6 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 from __future__ import annotations
 
 import re
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +26,10 @@ from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
 from instep.checkpoint.lease import Lease
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, load_model_state, record
-from instep.checkpoint.scan import facts
+from instep.checkpoint.scan import CheckpointInfo, facts, list_checkpoints
 from instep.checkpoint.writer import BaseWriter
 from instep.distributed import gather_object
 from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
@@ -87,7 +87,8 @@ class States:
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
-        self.run_id = uuid.uuid4().hex[:16]  # tells states from those of other runs; `load` takes the saved one up
+        self.line = Line()  # tells states from those of other runs; `load` takes the saved one up
+        self.goes_on = False  # this run has saved or loaded a state, so that "the newest" is that of its own line
         self.saver = BackgroundSaver()
         self.pending: PendingSave | None = None
         self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
@@ -97,7 +98,7 @@ class States:
     def own(self, store: CheckpointStore) -> None:
         """Take a folder of states until this run ends, this object is gone, or the process exits. Collective."""
         if store.root not in self._leases:
-            store.own(self.run_id)
+            store.own(self.line.run_id)
             self._leases[store.root] = store.lease
             if store.lease is not None:
                 self._releases.append(weakref.finalize(self, store.lease.release))
@@ -158,8 +159,6 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
         weights = {name: dict(states.prepared.strategy_of(model).model_state()) for name, model in models.items()}
         optimizers = _optimizers(states)
         seed = states.prepared.seed
-    if path is None and store.root not in states.cleaned:
-        on_rank_zero(lambda: _refuse_another_run(states, store), f"looking at {store.root}")
     clean_once(store, states.cleaned)
 
     def write(writer: BaseWriter) -> None:
@@ -171,13 +170,14 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
     if path is None:
         info["iteration"] = states.project.iteration
         states.project.iteration += 1
-    about: dict[str, Any] = {"info": info, "name": name, "run_id": states.run_id}
+    about: dict[str, Any] = {"info": info, "name": name, "line": states.line}
+    states.goes_on = states.goes_on or path is None
     if background:
         _start(states, store, write, limit, about)
         return None
     saved = store.save(states.prepared.step, write, **about)
     if limit is not None:
-        _keep(store, saved, limit, states.run_id)
+        _keep(store, saved, limit, states.line)
     return saved
 
 
@@ -190,46 +190,34 @@ def _start(
 ) -> None:
     recorder = record(states.saver, write, "copying the state")
     new = Saved("", states.prepared.step)
-    to_delete = [] if limit is None else _too_old(store, limit, states.run_id, new)
+    to_delete = [] if limit is None else _too_old(store, limit, states.line, new)
     states.pending = states.saver.start(store, states.prepared.step, recorder, to_delete=to_delete, **about)
 
 
-def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None:
+def _keep(store: CheckpointStore, newest: Path, limit: int, line: Line) -> None:
     """Delete the oldest of this run, once the newest is known to be whole. Collective."""
     problems = store.verify_together(newest)
     if problems:
         raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
-    for path in _too_old(store, limit, run_id):
+    for path in _too_old(store, limit, line):
         store.delete(path)
 
 
-def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> list[str]:
+def _too_old(store: CheckpointStore, limit: int, line: Line, *new: Saved) -> list[str]:
     """Return the oldest of this run, beyond a limit. Collective."""
 
     def old() -> list[str]:
-        own = [known for known in reversed(facts(store.root)) if known.run_id == run_id]
+        own = [known for known in reversed(facts(store.root)) if line.has(known.run_id or "", known.step)]
         return KeepNewest(limit).to_delete([*(Saved(str(store.root / known.name), known.step) for known in own), *new])
 
     return on_rank_zero(old, f"looking at {store.root}")
-
-
-def _refuse_another_run(states: States, store: CheckpointStore) -> None:
-    """Refuse a new run among the states of an older one that was further: "the newest" would be that one's."""
-    others = [info for info in store.scan() if info.manifest.run_id != states.run_id]
-    if others and others[0].step >= states.prepared.step:
-        raise CheckpointError(
-            f"{store.root} holds the states of another run, up to {others[0].path.name}, which load_state() would take "
-            "for the newest. Go on with that run by load_state() before training, or give this one a project_dir of "
-            "its own.",
-            path=store.root,
-        )
 
 
 def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
     """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
     if path is None:
         store, _ = _store_of(states, None)
-        reader = store.resolve("last", kind=KIND)
+        reader = store.resolve("last", kind=KIND, line=states.line if states.goes_on else None)
         assert reader is not None
     else:
         found = on_rank_zero(lambda: _find(path), f"finding {path}")
@@ -242,7 +230,23 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
         )
     report = ResumeReport(reader.path, parts.parts)
     _restore(states, _saved_run(reader), parts, report)
+    if parts.position:
+        _take_up_line(states, reader)
     return report
+
+
+def _take_up_line(states: States, reader: Reader) -> None:
+    """Go on with the run of a state; as a new run, where later ones of it are there. Collective."""
+    roots = [reader.path.parent]
+    if states.project.project_dir is not None and states.project.automatic_checkpoint_naming:
+        roots.append(_store_of(states, None)[0].root)
+
+    def look() -> Line:
+        found = list_checkpoints(*dict.fromkeys(roots))
+        return Line.resumed(reader.manifest, [one.manifest for one in found if isinstance(one, CheckpointInfo)])
+
+    states.line = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
+    states.goes_on = True
 
 
 def _find(path: Path) -> Path:
@@ -318,7 +322,7 @@ def _collect(
         "mixed_precision": states.prepared.precision.mixed_precision,
         "step": states.prepared.step,
         "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
-        "run_id": states.run_id,
+        "run_id": states.line.run_id,
         "scaler": states.prepared.precision_state(),
         "loaders": loaders,
         "rank_loaders": list(own_loaders),
@@ -442,7 +446,6 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     if not parts.position:
         return
     states.prepared.restore_counters(shared["step"], shared["seed"])
-    states.run_id = shared["run_id"]
     for name, loader in loaders.items():
         with taking_up(saved.path, f"the loader {name}"):
             loader.load_state_dict(places[name])

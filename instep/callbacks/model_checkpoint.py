@@ -369,8 +369,9 @@ class ModelCheckpoint(Callback):
             elif (
                 about.get("saver") == self.state_key
                 and trainer.line.has(info.manifest.run_id, info.step)
-                and info.step <= trainer.global_step
             ):
+                if info.step > trainer.global_step:  # weights alone, which are saved again soon: these go then
+                    score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
         self._find_best()
 

@@ -16,6 +16,7 @@ from instep.checkpoint.edge import list_of, text
 if TYPE_CHECKING:
     from instep.checkpoint.manifest import Manifest
 
+_LEADS_NOWHERE = ("weights", "exception")  # kinds that no run could have gone on from instead
 _MOST = 256  # origins in a manifest: one for each time that a run was gone back to
 
 
@@ -74,7 +75,10 @@ class Line:
         run, step = manifest.run_id, manifest.step
         earlier = [origin for origin in manifest.resumed_from if origin[0] != run]
         everything = [manifest, *beside]
-        gone_back = any(other.run_id == run and other.step > step for other in everything)
+        gone_back = any(
+            other.run_id == run and other.step > step and other.info.get("kind") not in _LEADS_NOWHERE
+            for other in everything
+        )
         line = cls(resumed_from=((run, step), *earlier)[:_MOST], serial=max(one.serial for one in everything))
         if not gone_back:
             line.run_id = run

@@ -7,6 +7,7 @@ from typing import Any
 
 from instep.checkpoint import CheckpointInfo, CheckpointStore, names
 from instep.checkpoint.files import Files
+from instep.checkpoint.lineage import Line
 from instep.checkpoint.scan import Broken, list_checkpoints
 from instep.utils.process_id import is_gone
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object
@@ -20,13 +21,17 @@ def describe(
 ) -> list[dict[str, Any]]:
     """Describe the checkpoints of a folder, the newest first, then what dead saves and deletions left.
 
+    The role of one is "newest" where a run goes on from it, "given up" where the run went back and left it behind, and
+    "another run" where the run that saved last does not come from it.
+
     Args:
         store: the folder.
         found: its checkpoints, and folders that are none.
         leftovers: what saves and deletions left; with each whether its process has gone, None where unknown.
         verify: compare every byte with its checksum, instead of the sizes alone.
     """
-    entries = [_entry(what, store.files) for what in found]
+    roles = _roles(found)
+    entries = [{**_entry(what, store.files), "role": roles.get(what.path)} for what in found]
     if verify:
         for what, entry in zip(found, entries, strict=True):
             if isinstance(what, CheckpointInfo) and (problems := store.verify(what.path)):
@@ -34,6 +39,30 @@ def describe(
             elif isinstance(what, CheckpointInfo):
                 entry["state"] = "verified"
     return [*entries, *(_leftover(path, gone, store.files) for path, gone in leftovers)]
+
+
+def state_of(entry: dict[str, Any]) -> str:
+    """Format role, state and note of a described checkpoint for people.
+
+    Example:
+        >>> state_of({"role": "newest", "state": "complete", "note": ""})
+        'newest, complete'
+    """
+    state = ", ".join(filter(None, (entry.get("role"), entry["state"])))
+    return state + (f": {entry['note']}" if entry["note"] else "")
+
+
+def _roles(found: list[CheckpointInfo | Broken]) -> dict[Path, str]:
+    """Return what a checkpoint is to the run that saved last, where that is worth a word."""
+    whole = [what for what in found if isinstance(what, CheckpointInfo)]
+    newest = next((info for info in whole if info.kind not in ("weights", "exception")), None)
+    if newest is None:
+        return {}
+    line, roles = Line.of(newest.manifest), {newest.path: "newest"}
+    for info in whole:
+        if not line.has(info.manifest.run_id, info.step):
+            roles[info.path] = "given up" if line.knows(info.manifest.run_id) else "another run"
+    return roles
 
 
 def checkpoints(root: Path, verify: bool = False) -> list[dict[str, Any]]:

@@ -134,6 +134,8 @@ class Position:
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
+        loaded_step: `global_step` when the training loader was asked for last, with
+            `reload_dataloaders_every_n_epochs`; `val_loaded_step` likewise of validation's.
     """
 
     epoch: int = 0
@@ -145,6 +147,8 @@ class Position:
     epoch_ended: bool = False
     skipped_rest: bool = False
     nonfinite_steps: int = 0
+    loaded_step: int = 0
+    val_loaded_step: int = 0
 
     def next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""

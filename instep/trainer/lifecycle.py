@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from instep.data import DataModule
 from instep.distributed import Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted, UsageError
 from instep.health.error_report import tell_trainer
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
@@ -31,7 +31,7 @@ from instep.strategies import Precision
 from instep.strategies.base import check_cuttable, sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
-from instep.trainer.context import RunContext, TrainerStatus
+from instep.trainer.context import Position, RunContext, TrainerStatus
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden, with_stage
 from instep.trainer.loaders import Loaders
@@ -134,7 +134,8 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
-    callbacks = add_module_callbacks(trainer.callbacks, module)
+    with _unknown_position(ctx):
+        callbacks = add_module_callbacks(trainer.callbacks, module)
     ctx.callbacks = trainer.callbacks = [each for each in callbacks if not (ctx.aside and saves(each))]
     for callback in ctx.callbacks:
         callback._module = module
@@ -191,6 +192,28 @@ def _set_up(ctx: RunContext) -> None:
         run_state.load_weights(ctx, path, ctx.resumed, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
             trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
+
+
+class _UnknownPosition:
+    """Stand-in for the position of a fit whose checkpoint is not found yet: nothing can be read of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"configure_callbacks reads trainer.{name}, and runs before the checkpoint is looked for: the callbacks say "
+            "where. Read it in setup(), or in the hooks of a callback."
+        )
+
+
+@contextmanager
+def _unknown_position(ctx: RunContext) -> Iterator[None]:
+    """Refuse to read the position where a checkpoint may set another one."""
+    trainer, position = ctx.trainer, ctx.trainer.position
+    if ctx.fn == "fit" and ctx.ckpt_path is not None:
+        trainer.position = cast("Position", _UnknownPosition())
+    try:
+        yield
+    finally:
+        trainer.position = position
 
 
 def _compile(ctx: RunContext, module: TrainModule) -> None:

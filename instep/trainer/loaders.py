@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,11 @@ class Loaders:
     def train(self) -> BatchSource:
         """The training data."""
         if self.prepared_train is None:
-            self.prepared_train = self.prepare_train(self._raw("train"))
+            every, at = self.settings.reload_dataloaders_every_n_epochs, self._trainer.position
+            # A resumed run asks as the run did that never stopped: at the last epoch that loads anew.
+            with self._as_of(at.epoch - at.epoch % every, at.loaded_step) if every else nullcontext():
+                raw = self._raw("train")
+            self.prepared_train = self.prepare_train(raw)
         return self.prepared_train
 
     def prepare_train(self, raw: Any = None) -> BatchSource:
@@ -272,8 +277,9 @@ class Loaders:
             self.prepared_train.history = max(self.prepared_train.history, accumulate)
 
     def reload_train(self) -> None:
-        """Ask the user for the training loader again."""
+        """Ask the user for the training loader again, when it is needed next."""
         self._close_train()
+        self._trainer.position.loaded_step = self._trainer.position.global_step
         self.prepared_train = None
 
     # ---- evaluation
@@ -337,19 +343,34 @@ class Loaders:
         That is in the first epoch that validates, and from there in every epoch that validates and is so many epochs
         after the one before: a function of the epoch alone, so that a resumed run does the same.
         """
-        every, check_every = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch
-        if every and self._loaded_epoch is not None:
-            step = check_every or 1
-            distance = -(-every // step) * step
-            now, then = ((at - step + 1) // distance for at in (epoch, self._loaded_epoch))
-            if now != then:
-                for source in self._eval.pop("val", ()):
-                    source.close()
-        if "val" not in self._eval or self._loaded_epoch is None:  # None: `num_val_batches` was read before
-            self._loaded_epoch = epoch
-        return self.evaluation("val")
+        every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
+        if not every:
+            return self.evaluation("val")
+        at, distance = self._trainer.position, -(-every // step) * step
+        first = (epoch - step + 1) // distance * distance + step - 1  # epoch that loads what this one validates
+        if self._loaded_epoch not in (None, first):
+            for source in self._eval.pop("val", ()):
+                source.close()
+        if "val" not in self._eval and epoch <= first:
+            at.val_loaded_step = at.global_step
+        self._loaded_epoch = first
+        with self._as_of(first, at.val_loaded_step) if epoch > first else nullcontext():
+            return self.evaluation("val")
 
     # ---- both
+
+    @contextmanager
+    def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:
+        """Show the user's loader methods the epoch and step at which a run that never stopped asked for the loaders."""
+        trainer = self._trainer
+        at, epoch_over = trainer.position, trainer._epoch_over
+        now = at.epoch, at.global_step
+        at.epoch, at.global_step, trainer._epoch_over = epoch, global_step, False
+        try:
+            yield
+        finally:
+            at.epoch, at.global_step = now
+            trainer._epoch_over = epoch_over
 
     def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
         settings = self.settings

@@ -134,7 +134,6 @@ def resume(ctx: RunContext) -> None:
     if report is None:
         return
     ctx.restore_rest = run_state.resume(ctx)
-    trainer._epoch_over = at.epoch_ended
     batch = " done" if at.epoch_ended else f", batch {at.batch}"
     where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
     if report.complete:

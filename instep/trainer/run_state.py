@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -351,6 +352,9 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
         assert saved is not None
         ctx.continues = saved.reader
         trainer._seed = state["seed"]
+        ctx.undo.push(partial(_leave_position, ctx, dict(vars(ctx.position))))
+        ctx.position.load_state_dict(state["position"])  # before any hook of the user's reads it
+        trainer._epoch_over = ctx.position.epoch_ended
         if ctx.restarted:
             ctx.resumed_with = state.get("resumed_with")
         if ctx.ckpt_path == "auto" or ctx.restarted:
@@ -367,6 +371,13 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
             field="resume",
             got=asked,
         )
+
+
+def _leave_position(ctx: RunContext, before: dict[str, Any], kind: Any, error: Any, trace: Any) -> None:
+    """Set the position back where the resume was refused: the Trainer may fit something else next."""
+    if error is not None and ctx.trainer.resume_report is not ctx.report:
+        vars(ctx.position).update(before)
+        ctx.trainer._epoch_over = ctx.position.epoch_ended
 
 
 def _take_up_line(ctx: RunContext, reader: Reader) -> None:
@@ -579,15 +590,12 @@ def _fits(differ: str, switch: str, path: Path, strict: bool, left_out: list[str
 
 
 def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
-    state, trainer, strategy = saved.shared, ctx.trainer, ctx.strategy
-    at = Position()
-    at.load_state_dict(state["position"])
+    state, trainer, strategy, at = saved.shared, ctx.trainer, ctx.strategy, ctx.position
     own = saved.rank(ctx.rank)
     first_part = strategy.contributes and strategy.data_rank == 0
     ranks = gather_object((saved.same_sharding(ctx.rank, ctx.world_size, strategy), first_part))
     own = own if all(same for same, _ in ranks) else None
     _resume_data(ctx, at, own, saved)
-    ctx.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     with taking_up(saved.path, "the logged values"):
         trainer.metrics.load_state_dict(state["metrics"])
     if state["strategy"] == strategy.name:

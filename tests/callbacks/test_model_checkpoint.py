@@ -346,7 +346,7 @@ def test_the_state_survives_a_restart(tmp_path: Path):
     second = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
     trainer = quiet(max_epochs=4, callbacks=[second], enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(Scored([0, 0, 2.0, 5.0]), loader(), loader(3), ckpt_path="last")
-    assert names(tmp_path / "kept") == ["step-00000008-1", "step-00000012-1"]
+    assert names(tmp_path / "kept") == ["step-00000008-1", "step-00000012-1", "step-00000016-1"], "two and the newest"
     assert second.best_model_path == str(tmp_path / "kept" / "step-00000008-1")
     assert second.best_model_score == 1.0
 

@@ -49,7 +49,10 @@ def run(folder: Path, values: list[float], mode: str, epochs: int, **fit: Any) -
     )
     trainer.fit(Watched(values, mode), loader(), loader(3), **fit)
     return {
-        "kept": sorted(int(path.name.split("-")[1]) - 1 for path in folder.glob("step-*")),
+        # Less the newest state, which a resumed run keeps beside the best.
+        "kept": sorted(
+            info.step - 1 for info in CheckpointStore(folder).scan() if info.manifest.info["saver"] != "newest"
+        ),
         "best": saver.best_model_path and int(Path(saver.best_model_path).name.split("-")[1]) - 1,
         "score": saver.best_model_score,
         "stopping": (float(stopping.best_score), stopping.wait_count),

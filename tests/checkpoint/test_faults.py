@@ -108,7 +108,7 @@ def test_a_failure_of_any_operation_of_delete(tmp_path: Path, monkeypatch: pytes
     count = len(plan.log) - before
     for number in range(count):
         store = CheckpointStore(tmp_path / str(number))
-        kept, gone = store.save(2, writes(NEW)), store.save(1, writes(OLD))
+        gone, kept = store.save(1, writes(OLD)), store.save(2, writes(NEW))
         store.files.trace = FaultPlan().fail_at(number, errno.EIO)
         with pytest.raises(CheckpointError, match="could not delete"):
             store.delete(gone)

@@ -49,6 +49,8 @@ def _print(folder: dict[str, Any], number: int) -> None:
     if number:
         output.say()
     output.say(folder["folder"])
+    from instep.runs.checkpoints import state_of  # late, as above
+
     lease = folder["lease"]
     if lease is not None:
         ended = " (it ended without giving the folder back)" if lease["dead"] else ""
@@ -62,7 +64,7 @@ def _print(folder: dict[str, Any], number: int) -> None:
                 None if score is None else f"{entry['monitor']}={score:.6g}",
                 output.size(entry["bytes"]),
                 None if created is None else output.age(created),
-                entry["state"] + (f": {entry['note']}" if entry["note"] else ""),
+                state_of(entry),
             )
         )
     headers = ("checkpoint", "step", "attempt", "kind", "epoch", "score", "size", "created", "state")

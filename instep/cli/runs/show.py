@@ -184,6 +184,8 @@ def _print_times(one: Run) -> None:
 def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         return
+    from instep.runs.checkpoints import state_of  # late: loads torch, for a run that has checkpoints
+
     output.say("\ncheckpoints")
     rows = [
         (
@@ -191,7 +193,7 @@ def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
             None if entry.get("score") is None else f"{entry['monitor']}={entry['score']:.6g}",
             output.size(entry["bytes"]),
             output.age(entry["created"]) if entry.get("created") else None,
-            entry["state"] + (f": {entry['note']}" if entry["note"] else ""),
+            state_of(entry),
         )
         for entry in checkpoints
     ]
