@@ -366,10 +366,7 @@ class ModelCheckpoint(Callback):
                 score = math.nan
             if key in known:
                 self.saved.append(known[key])
-            elif (
-                about.get("saver") == self.state_key
-                and trainer.line.has(info.manifest.run_id, info.step)
-            ):
+            elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
                 if info.step > trainer.global_step:  # weights alone, which are saved again soon: these go then
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))

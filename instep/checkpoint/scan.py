@@ -136,7 +136,8 @@ def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointIn
         if manifest is not None:
             whole.append(CheckpointInfo(path, manifest.step, manifest.attempt, manifest))
         elif manifest_is_there or files_of(path).looks_damaged(path):
-            broken.append((*(names.step_of(name) or (math.inf, 0)), Broken(path, problem)))
+            step, attempt = names.step_of(name) or (math.inf, 0)
+            broken.append((step, attempt, Broken(path, problem)))
     found: list[tuple[tuple[int, float, int, str], CheckpointInfo | Broken]] = [
         ((*info.manifest.order, info.path.name), info) for info in whole
     ]

@@ -354,7 +354,7 @@ class Loaders:
         if "val" not in self._eval and epoch <= first:
             at.val_loaded_step = at.global_step
         self._loaded_epoch = first
-        with self._as_of(first, at.val_loaded_step) if epoch > first else nullcontext():
+        with self._as_of(first, at.val_loaded_step) if epoch > first >= 0 else nullcontext():
             return self.evaluation("val")
 
     # ---- both

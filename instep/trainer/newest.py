@@ -38,7 +38,7 @@ class NewestState(ModelCheckpoint):
         self._step = -1
         self._position: dict[str, Any] | None = None
         if any("on_train_batch_end" in vars(each) for each in beside):
-            self.on_train_batch_end = self.settle
+            self.on_train_batch_end = self._after_batch
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_train_start(trainer, module)
@@ -51,7 +51,10 @@ class NewestState(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.settle(trainer)
 
-    def settle(self, trainer: Trainer, *_: Any) -> None:
+    def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.settle(trainer)
+
+    def settle(self, trainer: Trainer) -> None:
         """Save the state where one was due, and no full one of this step is there or under way. Collective."""
         if self.due:
             self.due = False

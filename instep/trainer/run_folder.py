@@ -625,7 +625,9 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
 
 def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
     """Return the folders that callbacks were given to write checkpoints into, less those of one callback."""
-    given = [getattr(each, "own_folder", None) for each in ctx.callbacks if writes_checkpoints(each) and each is not but]
+    given = [
+        getattr(each, "own_folder", None) for each in ctx.callbacks if writes_checkpoints(each) and each is not but
+    ]
     return [folder for folder in given if folder is not None]
 
 

@@ -389,7 +389,9 @@ def _take_up_line(ctx: RunContext, reader: Reader) -> None:
     roots = [root for root in (reader.path.parent, folder.checkpoints, *own_folders(ctx)) if root is not None]
 
     def look() -> tuple[Line, int]:
-        beside = [found.manifest for found in list_checkpoints(*dict.fromkeys(roots)) if isinstance(found, CheckpointInfo)]
+        beside = [
+            found.manifest for found in list_checkpoints(*dict.fromkeys(roots)) if isinstance(found, CheckpointInfo)
+        ]
         line = Line.resumed(manifest, beside)
         ahead = [one.step for one in beside if one.run_id == manifest.run_id]
         return line, max(*ahead, folder.reached(manifest.run_id), manifest.step)

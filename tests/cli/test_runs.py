@@ -156,8 +156,8 @@ def test_why_of_a_loader_that_failed_is_the_workers_own_error(
 def test_show_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "version_0")
     path = CheckpointStore(run / "checkpoints").save(10, writes(1.0, 10))
-    assert "  complete" in said(capsys, "show", run)
-    assert "  verified" in said(capsys, "show", run, "--verify")
+    assert "  newest, complete" in said(capsys, "show", run)
+    assert "  newest, verified" in said(capsys, "show", run, "--verify")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert "broken: model.safetensors differs from what was written" in said(capsys, "show", run, "--verify")
