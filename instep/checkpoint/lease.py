@@ -65,6 +65,7 @@ class Lease:
         self._since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._users, self._counter = 1, 0
         self.serial: int | None = None  # of the last save in the folder, once that is known
+        self.before: str | None = None  # run that held the folder before
         self._writing = threading.Lock()
         self._stop = threading.Event()
 
@@ -95,6 +96,7 @@ class Lease:
                         ours._users += 1
                         return ours
                 lease = cls(root, 1 + (before or 0), files, run_id, interval_s)
+                lease.before = last_run(root, files)
                 if lease._make():
                     return lease
         except OSError as error:
@@ -274,6 +276,19 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
         case [str() as job, int() as restart]:
             kept["job"] = [job, restart]
     return {**kept, "released": content.get("released") is True}
+
+
+def last_run(root: Path, files: Files) -> str | None:
+    """Return the run that held a folder last, before this process took it; None where nothing says so."""
+    try:
+        number = _highest(root, files)
+        content = None if number is None else _read(root, number, files)
+    except OSError:
+        return None
+    if content is None:
+        return None
+    ours = _held.get(str(content.get("id")))
+    return content.get("run_id") if ours is None else ours.before
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:

@@ -16,7 +16,7 @@ from instep import __version__
 from instep.checkpoint import names
 from instep.checkpoint.files import PAUSES_S, Files, passing, wait
 from instep.checkpoint.hashing import FileRecord
-from instep.checkpoint.lease import Lease, check_seen
+from instep.checkpoint.lease import Lease, check_seen, last_run
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
@@ -240,14 +240,17 @@ class CheckpointStore:
         roots = list(dict.fromkeys((self.root, *also)))
         where = ", ".join(map(str, roots))
         candidates, others = self.ranks.on_rank_zero(
-            lambda: _candidates(keyword, list_checkpoints(*roots), kind, monitor, line), f"looking in {where}"
+            lambda: _candidates(
+                keyword, list_checkpoints(*roots), kind, monitor, line, last_run(self.root, self.files)
+            ),
+            f"looking in {where}",
         )
         chosen, broken = self._first_verified(candidates)
         if others and line is None and self.ranks.rank_and_size()[0] == 0:
             warn_user(
-                f"{where} holds the checkpoints of {others + 1} runs. {keyword!r} means those of the run that saved last"
-                f"{'' if chosen is None else f', and is {chosen.path}'}. Give the path of another one to take that, and "
-                "each run a folder of its own."
+                f"{where} holds the checkpoints of {others + 1} runs. {keyword!r} means those of the run that saved "
+                f"last{'' if chosen is None else f', and is {chosen.path}'}. Give the path of another one to take that, "
+                "and each run a folder of its own."
             )
         if chosen is not None:
             return chosen
@@ -426,7 +429,7 @@ class CheckpointStore:
         """Return a number above those of all saves in the folder, which its owner reads once, and of the run."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)
+            known = max((other.serial for other in facts(self.root)), default=0)  # of copied ones too
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
@@ -530,10 +533,17 @@ def _candidates(
     kind: str | None,
     monitor: str | None,
     line: Line | None,
+    holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
-    """Return what a keyword may mean, in the order in which it is tried, and the number of other runs."""
+    """Return what a keyword may mean, in the order in which it is tried, and the number of other runs.
+
+    The run that saved last is the one that held the folder last: the serial numbers of a checkpoint that was copied
+    here are those of another folder.
+    """
     whole = [one for one in found if isinstance(one, CheckpointInfo)]
-    of_line = line or next((Line.of(one.manifest) for one in whole if kind in (None, one.kind)), None)
+    fitting = [one.manifest for one in whole if kind in (None, one.kind)]
+    last = next((one for one in fitting if one.run_id == holder), next(iter(fitting), None))
+    of_line = line or (None if last is None else Line.of(last))
     own = [one for one in whole if of_line is not None and of_line.has(one.manifest.run_id, one.step)]
     others = {one.manifest.run_id for one in whole if of_line is not None and not of_line.knows(one.manifest.run_id)}
     if keyword == "best":

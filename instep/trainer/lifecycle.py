@@ -199,8 +199,8 @@ class _UnknownPosition:
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            f"configure_callbacks reads trainer.{name}, and runs before the checkpoint is looked for: the callbacks say "
-            "where. Read it in setup(), or in the hooks of a callback."
+            f"configure_callbacks reads trainer.{name}, and runs before the checkpoint is looked for: the callbacks "
+            "say where. Read it in setup(), or in the hooks of a callback."
         )
 
 

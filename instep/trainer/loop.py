@@ -145,8 +145,8 @@ def resume(ctx: RunContext) -> None:
         trainer.print(
             f"  The run had reached step {report.reached:,}: {again:,} step{'s' * (again > 1)} are trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
-            else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they are, "
-            "and are no part of this run."
+            else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
+            "are, and are no part of this run."
         )
     if ctx.parts is not None and ctx.parts.lr is not None:
         now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]

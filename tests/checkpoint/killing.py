@@ -9,15 +9,20 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from instep.checkpoint import CheckpointStore
-from tests.checkpoint.victim import PHASES, Board, Way, train
+from tests.checkpoint.victim import PHASES, POLICIES, Board, Way, folders_of, train
 from tests.helpers.jobs import Job, JobServer
 from tests.helpers.spawn import HANG_S
 
 TARGETS = ("job", "rank", "agent")
+MONITORED = tuple(
+    Way(policy=policy, savers=savers, background=number % 3 == 1, ranks=1 + number % 2)
+    for number, (policy, savers) in enumerate(product(POLICIES, ("one", "one folder", "two folders")))
+)
 WAYS = tuple(Way(workers, background) for background in (False, True) for workers in (0, 2))
 RUN_S = END_S = HANG_S  # deadlines: of a run that nobody kills, and of what a kill leaves
 
@@ -198,11 +203,13 @@ def results_of(root: Path, way: Way) -> list[dict[str, Any]]:
 
 def lost(root: Path, board: Board) -> str | None:
     """What a kill has cost that it must not; None where the newest checkpoint is as new as the last save."""
-    saved = board.read()[3]
+    _, _, _, saved, must, most, rest = board.read()
+    if most > 2 or rest > 1:
+        return f"there were {rest} checkpoints more than the policies keep, and while a save was under way {most}"
+    saved = max(saved, must)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a kill leaves nothing that would have to be passed over
-        found_in = [folder for runs in ("instep_runs", "logs/exp") for folder in root.glob(f"{runs}/*/checkpoints")]
-        stores = [CheckpointStore(folder) for folder in found_in]
+        stores = [CheckpointStore(folder) for folder in folders_of(root)]
         found = [reader for store in stores if (reader := store.newest_verified("full")) is not None]
     newest = max((reader.manifest.step for reader in found), default=0)
     return None if newest >= saved else f"step {saved} was saved, but {newest} is the newest that verifies"

@@ -18,7 +18,7 @@ import pytest
 from instep.checkpoint import CheckpointStore, LocalFiles
 from instep.utils import atomic
 from tests.checkpoint.helpers import ACTIONS, NEW, OLD, left_over, value_of, writes
-from tests.checkpoint.killing import WAYS, Campaign, lost, results_of
+from tests.checkpoint.killing import MONITORED, WAYS, Campaign, lost, results_of
 from tests.checkpoint.victim import PHASES, Board, Way, train
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.spawn import run_ranks
@@ -228,6 +228,20 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
     campaign.run(9, print)
     assert len(campaign.kills) == 9
     assert {kill.target for kill in campaign.kills} == {"job", "rank", "agent"}
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
+def test_a_training_that_keeps_only_the_best_loses_no_more_than_one_occasion_to_save(tmp_path: Path) -> None:
+    """Three of twelve ways; all of them, and 40 kills, with INSTEP_KILL_EVERY=1."""
+    seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
+    print(f"INSTEP_KILL_SEED={seed}")
+    whole = os.environ.get("INSTEP_KILL_EVERY") == "1"
+    campaign = Campaign(tmp_path, seed, MONITORED if whole else MONITORED[::5])
+    campaign.run(40 if whole else 5, print)
+    assert len(campaign.kills) == (40 if whole else 5)
 
 
 @pytest.mark.slow

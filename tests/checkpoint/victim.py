@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from instep import Trainer, TrainModule, seed_everything
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore
+from instep.checkpoint.manifest import read_manifest
 from instep.loggers import CSVLogger
 from tests.trainer.resuming import Augmented, Plain
 
@@ -47,6 +48,21 @@ class Way:
     batch_size: int = 2
     ranks: int = 2
     strategy: str = "auto"
+    policy: str = ""  # of POLICIES: what is kept is ranked by a metric, and the newest state is the run's own
+    savers: str = "one"  # or "one folder", "two folders": of two ModelCheckpoints
+
+    @property
+    def most(self) -> int:
+        """Checkpoints that the policies keep at most."""
+        return POLICIES[self.policy].get("save_top_k", 1) * (1 if self.savers == "one" else 2)
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "best": {},
+    "two best": {"save_top_k": 2},
+    "weights": {"save_weights_only": True},
+    "steps": {"every_n_train_steps": 3},
+}
 
 
 class Board:
@@ -56,7 +72,9 @@ class Board:
         path: the file; made where it is missing.
     """
 
-    _FORMAT = "=bbbi"  # phase, saves and deletes under way, the last step that a save returned for
+    # Phase, saves and deletes under way; the last step that a save returned for, the last that must be on the disk, and
+    # the most checkpoints that were seen beyond what the policies keep, right after a save and between two steps.
+    _FORMAT = "=bbbiiii"
 
     def __init__(self, path: Path) -> None:
         size = struct.calcsize(self._FORMAT)
@@ -66,12 +84,12 @@ class Board:
         self._map = mmap.mmap(fd, size)
         os.close(fd)
 
-    def read(self) -> tuple[int, int, int, int]:
+    def read(self) -> tuple[int, ...]:
         return struct.unpack(self._FORMAT, self._map[:])
 
     def clear(self) -> None:
         """A new start: nothing is under way. What was saved stays saved."""
-        self._write(0, 0, 0, self.read()[3])
+        self._write(0, 0, 0, *self.read()[3:])
 
     def enter(self, phase: str) -> None:
         with self._lock:
@@ -79,7 +97,13 @@ class Board:
 
     def saved(self, step: int) -> None:
         with self._lock:
-            self._write(*self.read()[:3], step)
+            self._write(*self.read()[:3], step, *self.read()[4:])
+
+    def note(self, step: int, most: int, rest: int) -> None:
+        """Note a step that must be on the disk from here on, and numbers of checkpoints."""
+        with self._lock:
+            *before, must, most_before, rest_before = self.read()
+            self._write(*before, max(must, step), max(most, most_before), max(rest, rest_before))
 
     @contextmanager
     def doing(self, what: int) -> Iterator[None]:
@@ -99,7 +123,7 @@ class Board:
     @property
     def where(self) -> str:
         """Save and delete go before what happens meanwhile."""
-        phase, saves, deletes, _ = self.read()
+        phase, saves, deletes = self.read()[:3]
         return "delete" if deletes else "save" if saves else PHASES[phase]
 
     def _write(self, *state: int) -> None:
@@ -148,6 +172,58 @@ class Seen(Callback):
         return {epoch: Counter(i for batch in batches for i in batch) for epoch, batches in self.batches.items()}
 
 
+class Counts(Callback):
+    """Notes on the board what must be on the disk after each occasion to save, and how many checkpoints there are."""
+
+    def __init__(self, board: Board, root: Path, way: Way) -> None:
+        self._board, self._root, self._way = board, root, way
+        self._occasions = [0, 0]
+        self.saved = False
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not self._way.policy == "steps":
+            self._occasions.append(trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if self._way.policy == "steps" and step % 3 == 0 and step != self._occasions[-1]:
+            self._occasions.append(step)
+        # What is saved in the background is waited for at the next occasion.
+        must = self._occasions[-2 if self._way.background else -1]
+        self._board.note(must, 0, self.beyond() if self.saved and not self._way.background else 0)
+
+    def beyond(self) -> int:
+        found = [path for folder in folders_of(self._root) for path in folder.glob("[!.]*/manifest.json")]
+        return len(found) - self._way.most
+
+
+def folders_of(root: Path) -> list[Path]:
+    """List the folders in which a victim may save."""
+    return [
+        folder
+        for place in ("instep_runs/*/checkpoints", "logs/exp/*/checkpoints", "kept*")
+        for folder in root.glob(place)
+    ]
+
+
+def savers_of(root: Path, way: Way) -> list[ModelCheckpoint]:
+    """Make the ModelCheckpoints of a way; the first ranks by the validation's loss."""
+    if not way.policy:
+        return [
+            ModelCheckpoint(every_n_train_steps=1, **_background(way)),
+            ModelCheckpoint(monitor="val_loss", save_top_k=2, **_background(way)),
+        ]
+    what = {"monitor": "val_loss", "save_on_train_epoch_end": False, **POLICIES[way.policy], **_background(way)}
+    if way.savers == "one":
+        return [ModelCheckpoint(root / "kept", **what)]
+    return [
+        ModelCheckpoint(root / "kept", filename="least", **what),
+        ModelCheckpoint(
+            root / ("kept" if way.savers == "one folder" else "kept2"), filename="most", mode="max", **what
+        ),
+    ]
+
+
 class Victim(TrainModule):
     """Dropout, augmentation by three random generators, AdamW and a scheduler: all of it must come back."""
 
@@ -187,7 +263,9 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
     seed_everything(3)
     board = Board(root / f"board-{os.environ.get('RANK', '0')}")
     seen = Seen()
-    best = ModelCheckpoint(monitor="val_loss", save_top_k=2, **_background(way))
+    savers = savers_of(root, way)
+    best = savers[0] if way.policy else savers[1]
+    counts = [Counts(board, root, way)] if way.policy else []
     trainer = Trainer(
         accelerator="cpu",
         devices="auto",
@@ -203,7 +281,7 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
         trigger_every=1,
         callbacks=[
             *([] if kill_after is None else [Dies(kill_after)]),
-            *(seen, Tells(board), ModelCheckpoint(every_n_train_steps=1, **_background(way)), best),
+            *(seen, Tells(board), *counts, *savers),
         ],
     )
     module = Victim()
@@ -211,7 +289,7 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
     if way.workers:
         options["multiprocessing_context"] = "fork"
     loader = DataLoader(Augmented(SAMPLES), batch_size=way.batch_size, shuffle=True, **options)
-    with watched(board):
+    with watched(board, *counts):
         trainer.fit(module, loader, DataLoader(Plain(7), batch_size=3), ckpt_path="auto")
     result = {
         "weights": digest(module.state_dict()),
@@ -231,14 +309,18 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
 
 
 @contextmanager
-def watched(board: Board) -> Iterator[None]:
-    """Tell the board of every save and delete."""
+def watched(board: Board, counts: Counts | None = None) -> Iterator[None]:
+    """Note every save and delete on the board."""
     save, delete = CheckpointStore.save, CheckpointStore.delete
 
     def saving(store: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Path:
         with board.doing(1):
             path = save(store, step, *args, **kwargs)
-        board.saved(step)
+        if counts is None or read_manifest(path).info["kind"] == "full":
+            board.saved(step)
+        if counts is not None:
+            counts.saved = True
+            board.note(0, counts.beyond(), 0)
         return path
 
     def deleting(store: CheckpointStore, path: Any) -> None:
