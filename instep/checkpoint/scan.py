@@ -255,6 +255,7 @@ def find_checkpoint(path: Location) -> Path:
     Raises:
         CheckpointNotFoundError: there is none; the text says what lies there.
         CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
+        CheckpointError: the attempts were ranked by different metrics.
 
     Example:
         >>> import tempfile
@@ -302,9 +303,7 @@ def _meant(attempts: Sequence[CheckpointInfo]) -> CheckpointInfo:
     line = Line.of(newest.manifest)
     own = [info for info in attempts if line.has(info.manifest.run_id, info.step)]
     ranked = [info for info in own if info.manifest.info.get("ranked") and info.manifest.info.get("score") is not None]
-    rules = {(info.manifest.info.get("monitor"), info.manifest.info.get("mode")) for info in ranked}
-    name = _base(newest.path)
-    if name == "last" or len({info.step for info in own}) < 2 or len(rules) != 1:
+    if not ranked or _base(newest.path) == "last" or len({info.step for info in own}) == 1:
         return newest
     return best_first(sorted(ranked, key=lambda info: info.manifest.order, reverse=True))[0]
 

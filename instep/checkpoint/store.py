@@ -249,8 +249,8 @@ class CheckpointStore:
         if others and line is None and self.ranks.rank_and_size()[0] == 0:
             warn_user(
                 f"{where} holds the checkpoints of {others + 1} runs. {keyword!r} means those of the run that saved "
-                f"last{'' if chosen is None else f', and is {chosen.path}'}. Give the path of another one to take that, "
-                "and each run a folder of its own."
+                f"last{'' if chosen is None else f', and is {chosen.path}'}. Give the path of another one to take "
+                "that, and each run a folder of its own."
             )
         if chosen is not None:
             return chosen

@@ -239,7 +239,7 @@ def test_a_training_that_keeps_only_the_best_loses_no_more_than_one_occasion_to_
     seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
     print(f"INSTEP_KILL_SEED={seed}")
     whole = os.environ.get("INSTEP_KILL_EVERY") == "1"
-    campaign = Campaign(tmp_path, seed, MONITORED if whole else MONITORED[::5])
+    campaign = Campaign(tmp_path, seed, MONITORED if whole else MONITORED[::5], trains=True)
     campaign.run(40 if whole else 5, print)
     assert len(campaign.kills) == (40 if whole else 5)
 
