@@ -4,7 +4,7 @@
     python scripts/budgets.py --write    set the budgets to what is there
     python scripts/budgets.py --counts   print files, code lines, import circles and the largest base classes
 
-A code line is one that holds code: no docstring, no comment, not blank. A folder has at most 20 files and the body
+A code line is one that holds code: no docstring, no comment, not blank. A folder has at most 26 files and the body
 of a function at most 60 code lines; what is larger stands in the table by name and may not grow.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("budgets.json")
-FILES, FUNCTION_LINES = 20, 60  # of a folder, of a function
+FILES, FUNCTION_LINES = 26, 60  # of a folder, of a function
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
