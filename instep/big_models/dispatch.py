@@ -290,15 +290,17 @@ def _attach(
     own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
     offload = any(f"{name}.{key}".removeprefix(".") in weights for key, _ in own)
     if offload or (several and own):
+        prefix = f"{name}." * bool(name)
         hook = AlignDevicesHook(
             where.device(name),
             offload,
-            weights_map=Prefixed(weights, f"{name}." * bool(name)) if offload else None,
+            weights_map=Prefixed(weights, prefix) if offload else None,
             offload_buffers=offload_buffers,
             place_submodules=whole,
             skip_keys=skip_keys,
             tied_params_map=shared,
         )
+        hook.prefix = prefix
         add_hook_to_module(module, hook, append=True)
     if whole:
         return

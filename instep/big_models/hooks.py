@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from instep.big_models.placeholder import kind_of, placeholder_of
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
 from instep.utils.checks import wrong
@@ -237,43 +238,67 @@ def _detach(subject: Any) -> None:
 
 
 class _Slot:
-    """Place of one offloaded weight in a module.
+    """Place of one offloaded weight in a module, and the source of its value for code elsewhere.
 
     Args:
+        hook: of the module, with the map of weights.
         name: of the weight, as the map of weights has it.
         holder: the `_parameters` or `_buffers` that hold it.
         leaf: its name there.
     """
 
-    def __init__(self, name: str, holder: dict[str, Any], leaf: str) -> None:
-        self.name, self.holder, self.leaf = name, holder, leaf
+    def __init__(self, hook: AlignDevicesHook, name: str, holder: dict[str, Any], leaf: str) -> None:
+        self.hook, self.name, self.holder, self.leaf = hook, name, holder, leaf
         self.original: torch.device = holder[leaf].device
-        self.empty: Tensor = tensor_like(holder[leaf], holder[leaf].data.to(_META))
+        self.requires_grad: bool = holder[leaf].requires_grad
+        self.empty: Tensor = placeholder_of(holder[leaf], self)
+        self._there: Tensor | None = None  # what a forward has in the module
         self._value: Tensor | None = None  # what the tensor below was made of
         self._kept: Tensor | None = None
         self._seen: ref[Tensor] | None = None  # what it was before
 
+    @property
+    def full_name(self) -> str:
+        """Name of the weight in the model."""
+        return f"{self.hook.prefix}{self.name}"
+
     def load(self, value: Tensor, device: torch.device | None) -> None:
-        """Put a weight into the module, on a device. One that lies there already is put there as it is."""
-        if self._value is not value:
+        """Put a weight into the module, on a device; what users have put there in its place stays."""
+        if self.holder.get(self.leaf) is self.empty:
+            self._there = self.holder[self.leaf] = self._made(value, device)
+
+    def read(self) -> Tensor:
+        """Return the weight where its module computes."""
+        weights = self.hook.weights_map
+        assert weights is not None
+        return self._made(weights[self.name], self.hook.device)
+
+    def _made(self, value: Tensor, device: torch.device | None) -> Tensor:
+        """Make the weight of its value, on a device. A value that lies there already is used as it is."""
+        kept = self._kept if self._value is value else None
+        if kept is None:
             there = value if device is None or value.device == device else value.to(device)
-            made = tensor_like(self.empty, there)
+            kept = tensor_like(self.empty, there)
             # Only what costs no memory is kept until the next forward: what the map of weights holds in any case.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
-            self._value, self._kept = (value, made) if stays else (None, None)
+            self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-            self.holder[self.leaf] = made
-        else:
-            assert self._kept is not None
-            if self._kept.requires_grad is not self.empty.requires_grad:  # it was frozen since
-                self._kept.requires_grad_(self.empty.requires_grad)
-            self.holder[self.leaf] = self._kept
+        elif kept.requires_grad is not self.requires_grad:  # it was frozen since
+            kept.requires_grad_(self.requires_grad)
+        return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_value": None, "_kept": None, "_seen": None}  # a copy of the module reads the same files
+        nothing = dict.fromkeys(("_there", "_value", "_kept", "_seen"))
+        return {**vars(self), **nothing}  # a copy of the module reads the same files
 
     def unload(self) -> None:
         """Leave the weight on the meta device."""
+        if self._there is not None and self.holder.get(self.leaf) is self._there:
+            self.holder[self.leaf] = self.empty
+        self._there = None
+
+    def place(self) -> None:
+        """Put the placeholder into the module."""
         self.holder[self.leaf] = self.empty
 
 
@@ -320,7 +345,9 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
         self.tied_params_map = {} if tied_params_map is None else tied_params_map
         self.input_device: torch.device | None = None
-        self._device: torch.device | None = None if execution_device is None else as_device(execution_device)
+        self.device: torch.device | None = None if execution_device is None else as_device(execution_device)
+        self.prefix = ""
+        """Name of the module in its model with a dot, for errors."""
         self._slots: list[_Slot] = []
         self._users = 0  # forwards that run now: a module may call itself, or run in several threads
 
@@ -331,23 +358,25 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         left_out = non_persistent_buffers(module, self.place_submodules)
         tensors: dict[str, Any] = {}
+        places: list[tuple[str, dict[str, Any], str]] = []
         for name, holder, leaf in _places(module, self.place_submodules):
             offloaded = isinstance(holder[leaf], nn.Parameter) or (self.offload_buffers and name not in left_out)
             if self.offload and offloaded and (self.weights_map is None or name in self.weights_map):
                 tensors[name] = holder[leaf]
-                self._slots.append(_Slot(name, holder, leaf))
-            elif self._device is not None:
-                holder[leaf] = _placed(holder[leaf], self._device, self.tied_params_map)
+                places.append((name, holder, leaf))
+            elif self.device is not None:
+                holder[leaf] = _placed(holder[leaf], self.device, self.tied_params_map)
         if self.offload and self.weights_map is None:
             self.weights_map = {name: tensor.data.to("cpu") for name, tensor in tensors.items()}
+        self._slots = [_Slot(self, *place) for place in places]
         for slot in self._slots:
-            slot.unload()
+            slot.place()
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
-        device = self._device
+        device = self.device
         if device is not None:
             args = tuple(moved(value, device) for value in args)
             for key in kwargs:
@@ -392,7 +421,7 @@ class AlignDevicesHook(ModelHook):
                 return
             try:
                 for slot in self._slots:
-                    slot.load(weights[slot.name], device or self._device)
+                    slot.load(weights[slot.name], device or self.device)
             except BaseException:
                 self._users = 0
                 for slot in self._slots:
@@ -447,11 +476,13 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
         return value
     if isinstance(value, nn.Parameter):
         value = value.data
-    if type(old) is nn.Parameter:
+    kind = kind_of(old)
+    if kind is nn.Parameter:
         new: Any = nn.Parameter(value, requires_grad=old.requires_grad)
     else:  # not the constructor: those of subclasses, such as bitsandbytes' parameters, do much
-        new = Tensor._make_subclass(type(old), value, old.requires_grad)
+        new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
+    new.__dict__.pop("offloaded_source", None)  # of a placeholder
     return new
 
 
@@ -574,6 +605,7 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
+        hook.prefix = prefix
         add_hook_to_module(module, hook, append=True)
     if whole:
         return
