@@ -34,6 +34,7 @@ from instep.big_models.offload import (
     open_offload_folder,
     set_offloaded_weights,
 )
+from instep.big_models.placeholder import Placeholder, count_forwards
 from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
 from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import join_tensors, read_parts
@@ -315,6 +316,18 @@ class _InputsHook(AlignDevicesHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
 
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        moved = super().pre_forward(module, *args, **kwargs)
+        count_forwards(1)
+        return moved
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        count_forwards(-1)
+        return super().post_forward(module, output)
+
+    def after_error(self, module: nn.Module) -> None:
+        count_forwards(-1)
+
 
 class _Dispatched:
     """What makes a dispatched model still a model: a whole state dict, and errors where it is moved or changed.
@@ -369,7 +382,7 @@ class _GivesValues:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for leaf, name in self._names.items():
             value = state.get(prefix + leaf)
-            if value is not None and value.is_meta:
+            if isinstance(value, Placeholder):
                 state[prefix + leaf] = tensor_like(value, self._weights.at_rest(name))
 
 

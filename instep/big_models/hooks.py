@@ -258,6 +258,11 @@ class _Slot:
         self._seen: ref[Tensor] | None = None  # what it was before
 
     @property
+    def device(self) -> torch.device:
+        """Where the weight computes."""
+        return self.read().device if self.hook.device is None else self.hook.device
+
+    @property
     def full_name(self) -> str:
         """Name of the weight in the model."""
         return f"{self.hook.prefix}{self.name}"

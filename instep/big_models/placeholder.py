@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -22,6 +23,8 @@ _METADATA = frozenset(
     }
 )
 """Methods that answer for the placeholder itself; any other function gets the value."""
+_OF_DEVICE = frozenset({"device", "get_device", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla"})
+"""What a forward reads to make tensors beside the weight, which must be where the weight computes."""
 _VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 """Properties that are values; all others are metadata."""
 
@@ -30,6 +33,11 @@ class Source(Protocol):
     """Where the value of a weight comes from."""
 
     requires_grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight computes."""
+        ...
 
     @property
     def full_name(self) -> str:
@@ -44,7 +52,8 @@ class Source(Protocol):
 class Placeholder:
     """Tensor on the meta device that stands for an offloaded weight; mixed into the class of the weight.
 
-    Its shape, dtype, device and the like cost nothing. A function of torch that gets it computes with the value, which
+    Its shape, dtype and the like cost nothing; its device is that of the weight while the model computes, and the meta
+    device else. A function of torch that gets it computes with the value, which
     is read for that call: code outside of the weight's module gives the numbers of a model that is whole. What would
     change the value raises, and so does code that goes past torch's functions: torch's own kernels compute with a meta
     tensor, or return uninitialized memory.
@@ -58,27 +67,10 @@ class Placeholder:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        accesses = name in ("__get__", "__set__", "__delete__")
-        field = _property(func) if accesses else ""
-        if name == "detach" or (name == "__get__" and field == "data"):
-            return placeholder_of(args[0], args[0].offloaded_source, Tensor, requires_grad=False)
-        if name in _METADATA or (accesses and field not in _VIEWS and (name, field) != ("__set__", "data")):
-            with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-                found = func(*args, **kwargs)
-            if (name, field) == ("__set__", "requires_grad") or name == "requires_grad_":
-                _follow(args[0])
-            return found
-        for target in _targets(name, args, kwargs):
-            if isinstance(target, Placeholder):
-                raise UsageError(
-                    f"{field or name} would change {target.offloaded_source.full_name}, which is offloaded: its value is read "
-                    "where it lies and cannot be changed. Give its module a device in the device_map, or call "
-                    "remove_hook_from_submodules(model) first."
-                )
-        args, kwargs = tree_map_only(Placeholder, _value, (args, dict(kwargs)))
-        return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            eager: Any = torch.compiler.disable(_answer)
+            return eager(func, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -107,6 +99,45 @@ class Placeholder:
         weight: Any = self
         about = self.offloaded_class, weight.size(), weight.stride(), weight.dtype, weight.requires_grad
         return _again, about, vars(self), None, None, _update
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Answer a function that got a placeholder."""
+    name = getattr(func, "__name__", "")
+    accesses = name in ("__get__", "__set__", "__delete__")
+    field = _property(func) if accesses else ""
+    if name == "detach" or (name == "__get__" and field == "data"):
+        return placeholder_of(args[0], args[0].offloaded_source, Tensor, requires_grad=False)
+    if (field or name) in _OF_DEVICE and _computes():
+        return func(torch.empty(0, device=args[0].offloaded_source.device))
+    if name in _METADATA or (accesses and field not in _VIEWS and (name, field) != ("__set__", "data")):
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            found = func(*args, **kwargs)
+        if (name, field) == ("__set__", "requires_grad") or name == "requires_grad_":
+            _follow(args[0])
+        return found
+    for target in _targets(name, args, kwargs):
+        if isinstance(target, Placeholder):
+            raise UsageError(
+                f"{field or name} would change {target.offloaded_source.full_name}, which is offloaded: its value is read "
+                "where it lies and cannot be changed. Give its module a device in the device_map, or call "
+                "remove_hook_from_submodules(model) first."
+            )
+    args, kwargs = tree_map_only(Placeholder, _value, (args, dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+_forwards = threading.local()  # of models with placeholders, in this thread
+
+
+def count_forwards(more: int) -> None:
+    """Count a forward of a model with placeholders that begins (1) or ends (-1)."""
+    _forwards.depth = getattr(_forwards, "depth", 0) + more
+
+
+def _computes() -> bool:
+    """Return whether a model computes in this thread: a forward, or a part of it again in a backward."""
+    return getattr(_forwards, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
 
 
 def placeholder_of(
