@@ -15,12 +15,14 @@ from instep.big_models.hooks import (
     AlignDevicesHook,
     CpuOffload,
     Device,
+    FirstLayerHook,
     Prefixed,
     SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
     as_device,
     attach_align_device_hook,
+    offloading_hook,
     reads_within,
     remove_hook_from_module,
     tensor_like,
@@ -305,6 +307,8 @@ def _attach(
         add_hook_to_module(module, hook, append=True)
     if whole:
         return
+    if isinstance(module, nn.TransformerEncoder):
+        add_hook_to_module(module, FirstLayerHook(), append=True)
     for key, child in module.named_children():
         inner = f"{name}.{key}".removeprefix(".")
         _attach(child, inner, where, weights, offload_buffers, skip_keys, preloading, shared, several)
@@ -350,7 +354,7 @@ class _Dispatched:
             *(
                 module.register_state_dict_post_hook(_GivesValues(weights, name, hook.names))
                 for name, module in model.named_modules()
-                if (hook := _offloading(module)) is not None
+                if (hook := offloading_hook(module)) is not None
             ),
         ]
 
@@ -572,13 +576,6 @@ def cpu_offload_with_hook(
 # ---- single modules
 
 
-def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that holds a module's offloaded weights."""
-    hook = vars(module).get("_hf_hook")
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Tell whether a module's own weights are offloaded between its forwards.
 
@@ -588,13 +585,13 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    return _offloading(module) is not None
+    return offloading_hook(module) is not None
 
 
 def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
     """Give the hooks that hold offloaded weights, each with the name of its module."""
     for name, module in model.named_modules():
-        hook = _offloading(module)
+        hook = offloading_hook(module)
         if hook is not None and hook.names:
             yield name, hook
 
@@ -622,7 +619,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    hook = _offloading(module)
+    hook = offloading_hook(module)
     device = None if execution_device is None else as_device(execution_device)
     if hook is not None:
         hook.load(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any
 from weakref import ref
@@ -12,8 +13,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import swap_tensors
 
-from instep.big_models.placeholder import kind_of, placeholder_of
+from instep.big_models.placeholder import Placeholder, kind_of, placeholder_of
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
 from instep.utils.checks import wrong
@@ -252,6 +254,11 @@ class _Slot:
         self.original: torch.device = holder[leaf].device
         self.requires_grad: bool = holder[leaf].requires_grad
         self.empty: Tensor = placeholder_of(holder[leaf], self)
+        if self.original == _META and not isinstance(holder[leaf], Placeholder):
+            with suppress(RuntimeError):  # of a tensor that is in a graph or has weak references
+                # Whoever holds the weight without values, as a list of the module may, has the placeholder too.
+                swap_tensors(holder[leaf], self.empty)
+                self.empty = holder[leaf]
         self._there: Tensor | None = None  # what a forward has in the module
         self._value: Tensor | None = None  # what the tensor below was made of
         self._kept: Tensor | None = None
@@ -565,6 +572,33 @@ class Prefixed(Mapping[str, Tensor]):
         return f"{self._prefix}{name}" in self._weights
 
 
+class FirstLayerHook(ModelHook):
+    """Hook of torch's encoder, whose forward reads weights of its first layer to choose between two ways to compute."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self._hooks(module):
+            hook.load()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.after_error(module)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        for hook in self._hooks(module):
+            hook.unload()
+
+    def _hooks(self, module: Any) -> list[AlignDevicesHook]:
+        return [hook for part in module.layers[0].modules() if (hook := offloading_hook(part)) is not None]
+
+
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that holds a module's offloaded weights."""
+    hook = vars(module).get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
+
+
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: Device | None = None,
@@ -614,6 +648,8 @@ def attach_align_device_hook(
         add_hook_to_module(module, hook, append=True)
     if whole:
         return
+    if offload and isinstance(module, nn.TransformerEncoder):
+        add_hook_to_module(module, FirstLayerHook(), append=True)
     for name, child in module.named_children():
         attach_align_device_hook(
             child,
