@@ -531,6 +531,8 @@ def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
 def _is_there(data: Any, device: torch.device) -> bool:
     if isinstance(data, Tensor):
         return data.device == device
+    if isinstance(data, nn.Module):  # peft gives layers as arguments; those that are offloaded have hooks of their own
+        return all(isinstance(each, Placeholder) or each.device == device for each in data.parameters())
     if data is None or isinstance(data, bool | int | float | str):
         return True
     if isinstance(data, tuple | list):

@@ -25,6 +25,8 @@ _METADATA = frozenset(
 """Methods that answer for the placeholder itself; any other function gets the value."""
 _OF_DEVICE = frozenset({"device", "get_device", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla"})
 """What a forward reads to make tensors beside the weight, which must be where the weight computes."""
+_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16"})
+"""Methods that return the tensor itself where it is of that dtype already."""
 _VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 """Properties that are values; all others are metadata."""
 
@@ -110,9 +112,14 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return placeholder_of(args[0], args[0].offloaded_source, Tensor, requires_grad=False)
     if (field or name) in _OF_DEVICE and _computes():
         return func(torch.empty(0, device=args[0].offloaded_source.device))
-    if name in _METADATA or (accesses and field not in _VIEWS and (name, field) != ("__set__", "data")):
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-            found = func(*args, **kwargs)
+    if name in _CONVERSIONS and not any(map(_is_place, (*args[1:], *kwargs.values()))):
+        if _unread(func, args, kwargs) is args[0]:
+            return args[0]
+    sets_data = (name, field) == ("__set__", "data")
+    if sets_data and isinstance(args[1], Placeholder) and args[1].offloaded_source is args[0].offloaded_source:
+        return None
+    if name in _METADATA or (accesses and field not in _VIEWS and not sets_data):
+        found = _unread(func, args, kwargs)
         if (name, field) == ("__set__", "requires_grad") or name == "requires_grad_":
             _follow(args[0])
         return found
@@ -125,6 +132,12 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             )
     args, kwargs = tree_map_only(Placeholder, _value, (args, dict(kwargs)))
     return func(*args, **kwargs)
+
+
+def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with a placeholder as it is, on the meta device."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
 
 
 _forwards = threading.local()  # of models with placeholders, in this thread
@@ -184,6 +197,11 @@ def _property(func: Any) -> str:
     """Return the name of a tensor's property, of which `func` is an accessor."""
     owner = func.__self__
     return getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+
+
+def _is_place(argument: Any) -> bool:
+    """Return whether an argument of `to` names a device."""
+    return type(argument) in (str, int, torch.device) or isinstance(argument, Tensor)
 
 
 def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
