@@ -17,7 +17,6 @@ from instep.big_models.hooks import (
     Device,
     FirstLayerHook,
     Prefixed,
-    SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
     as_device,
@@ -385,7 +384,7 @@ class _GivesValues:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for leaf, name in self._names.items():
-            value = state.get(prefix + leaf)
+            value: Any = state.get(prefix + leaf)
             if isinstance(value, Placeholder):
                 state[prefix + leaf] = tensor_like(value, self._weights.at_rest(name))
 

@@ -175,15 +175,17 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Source: the function of this name in Hugging Face Accelerate.
     """
     subject: Any = module
-    before = getattr(subject, "_hf_hook", None)
+    before = vars(subject).get("_hf_hook")  # the module's own: a module around another may hand out that one's
     if before is not None:
         _detach(module)
     if append and before is not None:
         hook = SequentialHook(before, hook)
-    if not hasattr(subject, "_old_forward"):
-        subject._old_forward = subject.forward
     subject = hook.init_hook(module)
     subject._hf_hook = hook
+    if getattr(subject.forward, "__func__", None) is nn.Module.forward:
+        return subject  # a list or dict of parameters is not called
+    if "_old_forward" not in vars(subject):
+        subject._old_forward = subject.forward
     _set_forward(subject, _HookedForward(subject))
     return subject
 
@@ -224,10 +226,10 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 def _detach(subject: Any) -> None:
     """Take off a module's own hook; a model that is dispatched stays so."""
-    if hasattr(subject, "_hf_hook"):
+    if "_hf_hook" in vars(subject):
         subject._hf_hook.detach_hook(subject)
         del subject._hf_hook
-    if hasattr(subject, "_old_forward"):
+    if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
             del subject.forward  # the class has it

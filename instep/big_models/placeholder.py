@@ -112,24 +112,23 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return placeholder_of(args[0], args[0].offloaded_source, Tensor, requires_grad=False)
     if (field or name) in _OF_DEVICE and _computes():
         return func(torch.empty(0, device=args[0].offloaded_source.device))
-    if name in _CONVERSIONS and not any(map(_is_place, (*args[1:], *kwargs.values()))):
-        if _unread(func, args, kwargs) is args[0]:
-            return args[0]
+    converts = name in _CONVERSIONS and not any(map(_is_place, (*args[1:], *kwargs.values())))
+    if converts and _unread(func, args, kwargs) is args[0]:
+        return args[0]
     sets_data = (name, field) == ("__set__", "data")
-    if sets_data and isinstance(args[1], Placeholder) and args[1].offloaded_source is args[0].offloaded_source:
+    if sets_data and _source(args[0]) is _source(args[1]):
         return None
     if name in _METADATA or (accesses and field not in _VIEWS and not sets_data):
         found = _unread(func, args, kwargs)
         if (name, field) == ("__set__", "requires_grad") or name == "requires_grad_":
             _follow(args[0])
         return found
-    for target in _targets(name, args, kwargs):
-        if isinstance(target, Placeholder):
-            raise UsageError(
-                f"{field or name} would change {target.offloaded_source.full_name}, which is offloaded: its value is read "
-                "where it lies and cannot be changed. Give its module a device in the device_map, or call "
-                "remove_hook_from_submodules(model) first."
-            )
+    for source in filter(None, map(_source, _targets(name, args, kwargs))):
+        raise UsageError(
+            f"{field or name} would change {source.full_name}, which is offloaded: its value is read where it lies and "
+            "cannot be changed. Give its module a device in the device_map, or call remove_hook_from_submodules(model) "
+            "first."
+        )
     args, kwargs = tree_map_only(Placeholder, _value, (args, dict(kwargs)))
     return func(*args, **kwargs)
 
@@ -197,6 +196,10 @@ def _property(func: Any) -> str:
     """Return the name of a tensor's property, of which `func` is an accessor."""
     owner = func.__self__
     return getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+
+
+def _source(value: Any) -> Source | None:
+    return value.offloaded_source if isinstance(value, Placeholder) else None
 
 
 def _is_place(argument: Any) -> bool:

@@ -246,6 +246,26 @@ def test_two_stateful_callbacks_of_one_key_are_refused():
         quiet(max_epochs=1, callbacks=[Timer(), Timer()]).fit(Toy(), loader())
 
 
+class Late(Callback):
+    """Has a state once it has seen a batch."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen["step"] = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+
+def test_two_callbacks_of_one_key_are_refused_where_their_states_come_later(tmp_path: Path):
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    trainer = quiet(max_epochs=1, callbacks=[Late(), Late(), saver], enable_checkpointing=True)
+    with pytest.raises(SettingError, match="two callbacks keep their state under the same key Late"):
+        trainer.fit(Toy(), loader())
+
+
 # ---- loggers
 
 
