@@ -16,6 +16,7 @@ from instep.big_models.hooks import (
     CpuOffload,
     Device,
     FirstLayerHook,
+    ForwardHook,
     Prefixed,
     UserCpuOffloadHook,
     add_hook_to_module,
@@ -35,7 +36,7 @@ from instep.big_models.offload import (
     open_offload_folder,
     set_offloaded_weights,
 )
-from instep.big_models.placeholder import Placeholder, count_forwards
+from instep.big_models.placeholder import Placeholder
 from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
 from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import join_tensors, read_parts
@@ -126,6 +127,8 @@ def dispatch_model(
     weights = _weights_of(model, where, state_dict, offload_dir, offload_index, offload_buffers)
     several = {where.device(name) for name, _ in model.named_modules()} != {torch.device("cpu")}
     shared: dict[Any, Any] = {}
+    if weights:
+        add_hook_to_module(model, ForwardHook(), append=True)
     add_hook_to_module(model, _InputsHook(main, io_same_device=True, skip_keys=skip_keys), append=True)
     _attach(model, "", where, weights, offload_buffers, skip_keys, preload_module_classes or (), shared, several)
     shared.clear()  # or weights that were brought to a device would stay in main memory
@@ -318,18 +321,6 @@ class _InputsHook(AlignDevicesHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        moved = super().pre_forward(module, *args, **kwargs)
-        count_forwards(1)
-        return moved
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        count_forwards(-1)
-        return super().post_forward(module, output)
-
-    def after_error(self, module: nn.Module) -> None:
-        count_forwards(-1)
 
 
 class _Dispatched:

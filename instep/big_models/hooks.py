@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import swap_tensors
 
-from instep.big_models.placeholder import Placeholder, kind_of, placeholder_of
+from instep.big_models.placeholder import Placeholder, count_forwards, kind_of, placeholder_of
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
 from instep.utils.checks import wrong
@@ -576,6 +576,21 @@ class Prefixed(Mapping[str, Tensor]):
         return f"{self._prefix}{name}" in self._weights
 
 
+class ForwardHook(ModelHook):
+    """Hook of a whole model with offloaded weights: counts its forwards, in which a weight is where it computes."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count_forwards(1)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        count_forwards(-1)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        count_forwards(-1)
+
+
 class FirstLayerHook(ModelHook):
     """Hook of torch's encoder, whose forward reads weights of its first layer to choose between two ways to compute."""
 
@@ -636,6 +651,8 @@ def attach_align_device_hook(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
+    if offload and not module_name:
+        add_hook_to_module(module, ForwardHook(), append=True)
     whole = offload and reads_within(module, preload_module_classes or ())
     if whole or next(_places(module, recurse=False), None) is not None:
         prefix = f"{module_name}." * bool(module_name)
