@@ -375,9 +375,8 @@ class _GivesValues:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for leaf, name in self._names.items():
-            value: Any = state.get(prefix + leaf)
-            if isinstance(value, Placeholder):
-                state[prefix + leaf] = tensor_like(value, self._weights.at_rest(name))
+            if isinstance(state.get(prefix + leaf), Placeholder):
+                state[prefix + leaf] = tensor_like(state[prefix + leaf], self._weights.at_rest(name))
 
 
 class _RefusesValues:
