@@ -278,8 +278,12 @@ class _Slot:
 
     def load(self, value: Tensor, device: torch.device | None) -> None:
         """Put a weight into the module, on a device; what users have put there in its place stays."""
-        if self.holder.get(self.leaf) is self.empty:
-            self._there = self.holder[self.leaf] = self._made(value, device)
+        holder, leaf = self.holder, self.leaf
+        if holder.get(leaf) is self.empty:
+            kept = self._kept  # a forward of one token has time for little, so the common case is told apart here
+            if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
+                kept = self._made(value, device)
+            self._there = holder[leaf] = kept
 
     def read(self) -> Tensor:
         """Return the weight where its module computes."""
@@ -307,8 +311,9 @@ class _Slot:
 
     def unload(self) -> None:
         """Leave the weight on the meta device."""
-        if self._there is not None and self.holder.get(self.leaf) is self._there:
-            self.holder[self.leaf] = self.empty
+        there, holder, leaf = self._there, self.holder, self.leaf
+        if there is not None and holder.get(leaf) is there:
+            holder[leaf] = self.empty
         self._there = None
 
     def place(self) -> None:
