@@ -128,8 +128,9 @@ class States:
                 field="objects",
                 got=wrong,
             )
+        registered = dict(self.registered)
         for name, obj in items:
-            if self.registered.get(name, obj) is not obj:
+            if registered.setdefault(name, obj) is not obj:
                 raise SettingError(
                     f"two objects are registered as {name!r}. Name them: register_for_checkpointing(ema=..., ...)",
                     field="objects",

@@ -15,12 +15,14 @@ from instep.big_models.hooks import (
     AlignDevicesHook,
     CpuOffload,
     Device,
+    FirstLayerHook,
+    ForwardHook,
     Prefixed,
-    SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
     as_device,
     attach_align_device_hook,
+    offloading_hook,
     reads_within,
     remove_hook_from_module,
     tensor_like,
@@ -34,6 +36,7 @@ from instep.big_models.offload import (
     open_offload_folder,
     set_offloaded_weights,
 )
+from instep.big_models.placeholder import Placeholder
 from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
 from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import join_tensors, read_parts
@@ -124,6 +127,8 @@ def dispatch_model(
     weights = _weights_of(model, where, state_dict, offload_dir, offload_index, offload_buffers)
     several = {where.device(name) for name, _ in model.named_modules()} != {torch.device("cpu")}
     shared: dict[Any, Any] = {}
+    if weights:
+        add_hook_to_module(model, ForwardHook(), append=True)
     add_hook_to_module(model, _InputsHook(main, io_same_device=True, skip_keys=skip_keys), append=True)
     _attach(model, "", where, weights, offload_buffers, skip_keys, preload_module_classes or (), shared, several)
     shared.clear()  # or weights that were brought to a device would stay in main memory
@@ -290,18 +295,22 @@ def _attach(
     own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
     offload = any(f"{name}.{key}".removeprefix(".") in weights for key, _ in own)
     if offload or (several and own):
+        prefix = f"{name}." * bool(name)
         hook = AlignDevicesHook(
             where.device(name),
             offload,
-            weights_map=Prefixed(weights, f"{name}." * bool(name)) if offload else None,
+            weights_map=Prefixed(weights, prefix) if offload else None,
             offload_buffers=offload_buffers,
             place_submodules=whole,
             skip_keys=skip_keys,
             tied_params_map=shared,
         )
+        hook.prefix = prefix
         add_hook_to_module(module, hook, append=True)
     if whole:
         return
+    if isinstance(module, nn.TransformerEncoder):
+        add_hook_to_module(module, FirstLayerHook(), append=True)
     for key, child in module.named_children():
         inner = f"{name}.{key}".removeprefix(".")
         _attach(child, inner, where, weights, offload_buffers, skip_keys, preloading, shared, several)
@@ -335,7 +344,7 @@ class _Dispatched:
             *(
                 module.register_state_dict_post_hook(_GivesValues(weights, name, hook.names))
                 for name, module in model.named_modules()
-                if (hook := _offloading(module)) is not None
+                if (hook := offloading_hook(module)) is not None
             ),
         ]
 
@@ -366,9 +375,8 @@ class _GivesValues:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for leaf, name in self._names.items():
-            value = state.get(prefix + leaf)
-            if value is not None and value.is_meta:
-                state[prefix + leaf] = tensor_like(value, self._weights.at_rest(name))
+            if isinstance(state.get(prefix + leaf), Placeholder):
+                state[prefix + leaf] = tensor_like(state[prefix + leaf], self._weights.at_rest(name))
 
 
 class _RefusesValues:
@@ -557,13 +565,6 @@ def cpu_offload_with_hook(
 # ---- single modules
 
 
-def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that holds a module's offloaded weights."""
-    hook = vars(module).get("_hf_hook")
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Tell whether a module's own weights are offloaded between its forwards.
 
@@ -573,13 +574,13 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    return _offloading(module) is not None
+    return offloading_hook(module) is not None
 
 
 def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
     """Give the hooks that hold offloaded weights, each with the name of its module."""
     for name, module in model.named_modules():
-        hook = _offloading(module)
+        hook = offloading_hook(module)
         if hook is not None and hook.names:
             yield name, hook
 
@@ -607,7 +608,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    hook = _offloading(module)
+    hook = offloading_hook(module)
     device = None if execution_device is None else as_device(execution_device)
     if hook is not None:
         hook.load(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any
 from weakref import ref
@@ -12,7 +13,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import swap_tensors
 
+from instep.big_models.placeholder import Placeholder, count_forwards, kind_of, placeholder_of
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
 from instep.utils.checks import wrong
@@ -172,15 +175,17 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Source: the function of this name in Hugging Face Accelerate.
     """
     subject: Any = module
-    before = getattr(subject, "_hf_hook", None)
+    before = vars(subject).get("_hf_hook")  # the module's own: a module around another may hand out that one's
     if before is not None:
         _detach(module)
     if append and before is not None:
         hook = SequentialHook(before, hook)
-    if not hasattr(subject, "_old_forward"):
-        subject._old_forward = subject.forward
     subject = hook.init_hook(module)
     subject._hf_hook = hook
+    if getattr(subject.forward, "__func__", None) is nn.Module.forward:
+        return subject  # a list or dict of parameters is not called
+    if "_old_forward" not in vars(subject):
+        subject._old_forward = subject.forward
     _set_forward(subject, _HookedForward(subject))
     return subject
 
@@ -221,10 +226,10 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 def _detach(subject: Any) -> None:
     """Take off a module's own hook; a model that is dispatched stays so."""
-    if hasattr(subject, "_hf_hook"):
+    if "_hf_hook" in vars(subject):
         subject._hf_hook.detach_hook(subject)
         del subject._hf_hook
-    if hasattr(subject, "_old_forward"):
+    if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
             del subject.forward  # the class has it
@@ -237,43 +242,82 @@ def _detach(subject: Any) -> None:
 
 
 class _Slot:
-    """Place of one offloaded weight in a module.
+    """Place of one offloaded weight in a module, and the source of its value for code elsewhere.
 
     Args:
+        hook: of the module, with the map of weights.
         name: of the weight, as the map of weights has it.
         holder: the `_parameters` or `_buffers` that hold it.
         leaf: its name there.
     """
 
-    def __init__(self, name: str, holder: dict[str, Any], leaf: str) -> None:
-        self.name, self.holder, self.leaf = name, holder, leaf
+    def __init__(self, hook: AlignDevicesHook, name: str, holder: dict[str, Any], leaf: str) -> None:
+        self.hook, self.name, self.holder, self.leaf = hook, name, holder, leaf
         self.original: torch.device = holder[leaf].device
-        self.empty: Tensor = tensor_like(holder[leaf], holder[leaf].data.to(_META))
+        self.requires_grad: bool = holder[leaf].requires_grad
+        self.empty: Tensor = placeholder_of(holder[leaf], self)
+        if self.original == _META and not isinstance(holder[leaf], Placeholder):
+            with suppress(RuntimeError):  # of a tensor that is in a graph or has weak references
+                # Whoever holds the weight without values, as a list of the module may, has the placeholder too.
+                swap_tensors(holder[leaf], self.empty)
+                self.empty = holder[leaf]
+        self._there: Tensor | None = None  # what a forward has in the module
         self._value: Tensor | None = None  # what the tensor below was made of
         self._kept: Tensor | None = None
         self._seen: ref[Tensor] | None = None  # what it was before
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight computes."""
+        return self.read().device if self.hook.device is None else self.hook.device
+
+    @property
+    def full_name(self) -> str:
+        """Name of the weight in the model."""
+        return f"{self.hook.prefix}{self.name}"
+
     def load(self, value: Tensor, device: torch.device | None) -> None:
-        """Put a weight into the module, on a device. One that lies there already is put there as it is."""
-        if self._value is not value:
+        """Put a weight into the module, on a device; what users have put there in its place stays."""
+        holder, leaf = self.holder, self.leaf
+        if holder.get(leaf) is self.empty:
+            kept = self._kept  # the usual one, without a call: a model of many small layers has many weights
+            if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
+                kept = self._made(value, device)
+            self._there = holder[leaf] = kept
+
+    def read(self) -> Tensor:
+        """Return the weight where its module computes."""
+        weights = self.hook.weights_map
+        assert weights is not None
+        return self._made(weights[self.name], self.hook.device)
+
+    def _made(self, value: Tensor, device: torch.device | None) -> Tensor:
+        """Make the weight of its value, on a device. A value that lies there already is used as it is."""
+        kept = self._kept if self._value is value else None
+        if kept is None:
             there = value if device is None or value.device == device else value.to(device)
-            made = tensor_like(self.empty, there)
+            kept = tensor_like(self.empty, there)
             # Only what costs no memory is kept until the next forward: what the map of weights holds in any case.
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
-            self._value, self._kept = (value, made) if stays else (None, None)
+            self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-            self.holder[self.leaf] = made
-        else:
-            assert self._kept is not None
-            if self._kept.requires_grad is not self.empty.requires_grad:  # it was frozen since
-                self._kept.requires_grad_(self.empty.requires_grad)
-            self.holder[self.leaf] = self._kept
+        elif kept.requires_grad is not self.requires_grad:  # it was frozen since
+            kept.requires_grad_(self.requires_grad)
+        return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_value": None, "_kept": None, "_seen": None}  # a copy of the module reads the same files
+        nothing = dict.fromkeys(("_there", "_value", "_kept", "_seen"))
+        return {**vars(self), **nothing}  # a copy of the module reads the same files
 
     def unload(self) -> None:
         """Leave the weight on the meta device."""
+        there, holder, leaf = self._there, self.holder, self.leaf
+        if there is not None and holder.get(leaf) is there:
+            holder[leaf] = self.empty
+        self._there = None
+
+    def place(self) -> None:
+        """Put the placeholder into the module."""
         self.holder[self.leaf] = self.empty
 
 
@@ -320,7 +364,9 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
         self.tied_params_map = {} if tied_params_map is None else tied_params_map
         self.input_device: torch.device | None = None
-        self._device: torch.device | None = None if execution_device is None else as_device(execution_device)
+        self.device: torch.device | None = None if execution_device is None else as_device(execution_device)
+        self.prefix = ""
+        """Name of the module in its model with a dot, for errors."""
         self._slots: list[_Slot] = []
         self._users = 0  # forwards that run now: a module may call itself, or run in several threads
 
@@ -331,23 +377,25 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         left_out = non_persistent_buffers(module, self.place_submodules)
         tensors: dict[str, Any] = {}
+        places: list[tuple[str, dict[str, Any], str]] = []
         for name, holder, leaf in _places(module, self.place_submodules):
             offloaded = isinstance(holder[leaf], nn.Parameter) or (self.offload_buffers and name not in left_out)
             if self.offload and offloaded and (self.weights_map is None or name in self.weights_map):
                 tensors[name] = holder[leaf]
-                self._slots.append(_Slot(name, holder, leaf))
-            elif self._device is not None:
-                holder[leaf] = _placed(holder[leaf], self._device, self.tied_params_map)
+                places.append((name, holder, leaf))
+            elif self.device is not None:
+                holder[leaf] = _placed(holder[leaf], self.device, self.tied_params_map)
         if self.offload and self.weights_map is None:
             self.weights_map = {name: tensor.data.to("cpu") for name, tensor in tensors.items()}
+        self._slots = [_Slot(self, *place) for place in places]
         for slot in self._slots:
-            slot.unload()
+            slot.place()
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device((args, kwargs))
-        device = self._device
+        device = self.device
         if device is not None:
             args = tuple(moved(value, device) for value in args)
             for key in kwargs:
@@ -392,7 +440,7 @@ class AlignDevicesHook(ModelHook):
                 return
             try:
                 for slot in self._slots:
-                    slot.load(weights[slot.name], device or self._device)
+                    slot.load(weights[slot.name], device or self.device)
             except BaseException:
                 self._users = 0
                 for slot in self._slots:
@@ -447,11 +495,13 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
         return value
     if isinstance(value, nn.Parameter):
         value = value.data
-    if type(old) is nn.Parameter:
+    kind = kind_of(old)
+    if kind is nn.Parameter:
         new: Any = nn.Parameter(value, requires_grad=old.requires_grad)
     else:  # not the constructor: those of subclasses, such as bitsandbytes' parameters, do much
-        new = Tensor._make_subclass(type(old), value, old.requires_grad)
+        new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
+    new.__dict__.pop("offloaded_source", None)  # of a placeholder
     return new
 
 
@@ -488,6 +538,8 @@ def moved(data: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
 def _is_there(data: Any, device: torch.device) -> bool:
     if isinstance(data, Tensor):
         return data.device == device
+    if isinstance(data, nn.Module):  # peft gives layers as arguments; those that are offloaded have hooks of their own
+        return all(isinstance(each, Placeholder) or each.device == device for each in data.parameters())
     if data is None or isinstance(data, bool | int | float | str):
         return True
     if isinstance(data, tuple | list):
@@ -529,6 +581,48 @@ class Prefixed(Mapping[str, Tensor]):
         return f"{self._prefix}{name}" in self._weights
 
 
+class ForwardHook(ModelHook):
+    """Hook of a whole model with offloaded weights: counts its forwards, in which a weight is where it computes."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count_forwards(1)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        count_forwards(-1)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        count_forwards(-1)
+
+
+class FirstLayerHook(ModelHook):
+    """Hook of torch's encoder, whose forward reads weights of its first layer to choose between two ways to compute."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self._hooks(module):
+            hook.load()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.after_error(module)
+        return output
+
+    def after_error(self, module: nn.Module) -> None:
+        for hook in self._hooks(module):
+            hook.unload()
+
+    def _hooks(self, module: Any) -> list[AlignDevicesHook]:
+        return [hook for part in module.layers[0].modules() if (hook := offloading_hook(part)) is not None]
+
+
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that holds a module's offloaded weights."""
+    hook = vars(module).get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
+
+
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: Device | None = None,
@@ -562,6 +656,8 @@ def attach_align_device_hook(
 
     Source: the function of this name in Hugging Face Accelerate.
     """
+    if offload and not module_name:
+        add_hook_to_module(module, ForwardHook(), append=True)
     whole = offload and reads_within(module, preload_module_classes or ())
     if whole or next(_places(module, recurse=False), None) is not None:
         prefix = f"{module_name}." * bool(module_name)
@@ -574,9 +670,12 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
+        hook.prefix = prefix
         add_hook_to_module(module, hook, append=True)
     if whole:
         return
+    if offload and isinstance(module, nn.TransformerEncoder):
+        add_hook_to_module(module, FirstLayerHook(), append=True)
     for name, child in module.named_children():
         attach_align_device_hook(
             child,

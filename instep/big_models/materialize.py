@@ -13,6 +13,8 @@ from torch.utils import swap_tensors
 
 from instep.big_models.deferred import Stored, place_of
 
+_INDICES = (torch.int32, torch.int64)  # without a nan; their least value is no index, and stands for one
+
 
 class Materializer:
     """Gives modules memory and values, in the order in which it gets them.
@@ -162,6 +164,8 @@ def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stor
 
 
 def _lacks_values(value: Tensor) -> bool:
+    if value.dtype in _INDICES:
+        return bool((value == torch.iinfo(value.dtype).min).any())
     return value.is_floating_point() and bool(value.isnan().any())
 
 
@@ -174,6 +178,8 @@ def _empty_like(value: Tensor, device: torch.device) -> Tensor:
     made = torch.empty(value.shape, dtype=value.dtype, device=device)
     if made.is_floating_point():
         made.fill_(torch.nan)
+    elif made.dtype in _INDICES:
+        made.fill_(torch.iinfo(made.dtype).min)
     return _parameter_like(value, made)
 
 

@@ -39,7 +39,8 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
 
     Raises:
         UsageError: nothing of the model is offloaded.
-        SettingError: a trainable weight is offloaded; offloaded weights that are copied to the device are in no block.
+        SettingError: a trainable weight is offloaded; offloaded weights that are copied to the device are in no block;
+            nothing draws what an adapter has on the meta device.
 
     Example:
         >>> model = load_checkpoint_and_dispatch(model, folder, "auto", max_memory={"cpu": "6GB"})  # doctest: +SKIP
@@ -70,7 +71,17 @@ def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str |
             field="device_map",
             got=trainable,
         )
-    Materializer(_device(next(iter(hooks.values()))), empty).make_all(model)
+    maker = Materializer(_device(next(iter(hooks.values()))), empty)
+    maker.make_all(model)
+    if maker.without_values:
+        names = sorted(maker.without_values)
+        raise SettingError(
+            f"{len(names)} weights and buffers of adapters lost their values to the meta device, where the layers "
+            f"under them are, and no reset_parameters() of their modules sets them: {', '.join(names[:5])}. Add these "
+            "adapters before the model is dispatched.",
+            field="model",
+            got=names,
+        )
     copied = {name for name, hook in hooks.items() if _is_copied(hook)}
     if copied:
         _compute_again(model, blocks, copied)

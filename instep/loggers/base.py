@@ -398,7 +398,14 @@ class Logger:
                 plain[name] = self._number_of(name, value)
         x = step if self._x_axis == "step" else self._place(plain, step)
         if self._prefix or type(self)._sent_name is not Logger._sent_name:
-            plain = {self._sent_name(self._prefix + name): value for name, value in plain.items()}
+            sent = {name: self._sent_name(self._prefix + name) for name in plain}
+            plain = {sent[name]: value for name, value in plain.items()}
+            if len(plain) < len(sent):
+                alike = [name for name, there in sent.items() if [*sent.values()].count(there) > 1]
+                warn_user(
+                    f"{type(self).__name__} allows only one name for {', '.join(alike)}, so the last of their values "
+                    "takes the place of the others. Log them under names that differ in letters or digits."
+                )
         if step > self._last_step:
             self._last_step = step
         self._put("_log_metrics", plain, x, step=step)

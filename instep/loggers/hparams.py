@@ -14,6 +14,7 @@ from instep.errors import SettingError
 from instep.utils import plain_yaml
 from instep.utils.atomic import replacing
 from instep.utils.hparams import as_container
+from instep.utils.warn import warn_user
 
 NAME = "hparams.yaml"
 
@@ -57,9 +58,12 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
     flat: dict[str, bool | int | float | str] = {}
     for key, value in plain(params).items():
         if isinstance(value, dict) and value:
-            flat.update({f"{key}{separator}{name}": item for name, item in flatten(value, separator).items()})
+            new = {f"{key}{separator}{name}": item for name, item in flatten(value, separator).items()}
         else:
-            flat[key] = value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            new = {key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)}
+        for name in flat.keys() & new.keys():
+            warn_user(f"two hyperparameters are called {name!r} in one level; the last one is logged. Rename one.")
+        flat |= new
     return flat
 
 

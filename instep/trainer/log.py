@@ -177,6 +177,11 @@ class Accumulator:
     def epoch_name(self) -> str:
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
 
+    @property
+    def names(self) -> set[str]:
+        """The names under which loggers get its values."""
+        return {*[self.step_name] * self.on_step, *[self.epoch_name] * self.on_epoch}
+
     def add(self, value: float, weight: float) -> None:
         self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
         self.weight += weight
@@ -396,11 +401,22 @@ class MetricLog:
         metric = value if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
         accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
+        self._check_names(accumulator)
         self._order += 1
         self._current[name] = accumulator
         if not options.add_dataloader_idx:
             self._accumulators.setdefault((self._hook, None), {})[name] = accumulator
         return accumulator
+
+    def _check_names(self, new: Accumulator) -> None:
+        """Raise where a value with `_step` or `_epoch` in its name would take the place of another's."""
+        for one in self._all():
+            alike = one.names & new.names if one.name != new.name and not one.from_checkpoint else ()
+            for name in alike:
+                raise LogError(
+                    f"self.log({new.name!r}) and self.log({one.name!r}) both log {name!r}: what is logged with on_step "
+                    "and on_epoch gets these two endings. Use another name for one of them."
+                )
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
         """Give a sum of a checkpoint the arguments that the program has now; by another reduction it begins anew."""

@@ -231,6 +231,7 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
         for logger in trainer.loggers:
             logger.step_of_run = lambda: trainer.global_step
             logger.start(folder, trainer.is_global_zero)
+        _check_files(trainer.loggers)
     params: dict[str, Any] = {}
     for owner in (datamodule, module):
         if owner is not None and owner._log_hyperparams:
@@ -247,6 +248,21 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
     if params and ctx.fn == "fit":
         for logger in trainer.loggers:
             logger.log_hyperparams(params)
+
+
+def _check_files(loggers: Sequence[Any]) -> None:
+    """Raise where two loggers would write one file: which folder a logger has is known when it has started."""
+    taken: dict[Any, str] = {}
+    for logger in loggers:
+        path, kind = getattr(logger, "path", None), type(logger).__name__
+        if path is not None and path in taken:
+            raise SettingError(
+                f"logger: {taken[path]} and {kind} would both write {path}. Give one of them a save_dir, name or "
+                "version of its own.",
+                field="logger",
+                got=list(loggers),
+            )
+        taken[path] = kind
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -123,11 +123,27 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
         "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
         "resumed_with": ctx.resumed_with,
         "scaler": ctx.precision.state_dict(),
-        "callbacks": {callback.state_key: kept for callback in ctx.callbacks if (kept := callback.state_dict())},
+        "callbacks": _of_callbacks(ctx.callbacks),
         "loggers": loggers,
         "datamodule": None if ctx.datamodule is None else ctx.datamodule.state_dict(),
         "metrics": trainer.metrics.state_dict(),
     }
+
+
+def _of_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the states of callbacks by key; a run that begins checks the keys of those that have one by then."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        state, key = callback.state_dict(), callback.state_key
+        if state and key in states:
+            raise SettingError(
+                f"two callbacks keep their state under the same key {key}. Give one of them another state_key.",
+                field="callbacks",
+                got=key,
+            )
+        if state:
+            states[key] = state
+    return states
 
 
 def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
         kinds = [type(one) for one in value if type(one).__name__ in _ONE_FILE and getattr(one, "save_dir", 0) is None]
         if len(kinds) > len(set(kinds)):
             twice = next(kind.__name__ for kind in kinds if kinds.count(kind) > 1)
-            text = f"logger: two {twice} would write the same file; give one of them a save_dir"
+            text = f"logger: two {twice} would write the same file; give one of them a save_dir and a name"
             raise SettingError(text, field=name, got=value)
     elif not isinstance(value, Logger | type):
         raise wrong(name, value, "True, False, a name such as 'csv' or 'mlflow', an instep Logger, or a list of these")

@@ -140,6 +140,18 @@ def test_registered_objects_come_back_by_name(make: Any, tmp_path: Path) -> None
         second.register_for_checkpointing(Counter())
 
 
+@pytest.mark.parametrize(
+    ("objects", "named"),
+    [((Counter(1), Counter(2)), {}), ((Counter(1),), {"Counter": Counter(2)}), ((Counter(), Counter(), Counter()), {})],
+)
+def test_one_call_refuses_two_objects_of_one_name(make: Any, objects: Any, named: Any, tmp_path: Path) -> None:
+    accelerator = make()
+    with pytest.raises(SettingError, match=r"two objects are registered as 'Counter'\. Name them"):
+        accelerator.register_for_checkpointing(*objects, **named)
+    accelerator.register_for_checkpointing(objects[0], objects[0], other=objects[0])  # one object is no second one
+    accelerator.save_state(tmp_path / "state")
+
+
 def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
     accelerator = make()
     model = accelerator.prepare(Net())

@@ -55,6 +55,43 @@ def test_hooks_replace_each_other_or_run_in_turn_and_go() -> None:
     assert not {"forward", "_old_forward", "_hf_hook"} & set(vars(layer))
 
 
+class Wrapper(nn.Module):
+    """Hands attributes that it does not have on to the module within, as peft's models do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_wrapper_that_hands_attributes_on_has_hooks_of_its_own(layers: int) -> None:
+    base: Any = nn.Linear(4, 4)
+    plain = base(_X)
+    add_hook_to_module(base, AlignDevicesHook("cpu", offload=True))
+    model: Any = base
+    for _ in range(layers):
+        model = Wrapper(model)
+    remove_hook_from_module(model)
+    assert base.weight.is_meta
+    add_hook_to_module(model, Doubled(), append=True)
+    assert torch.equal(model(_X), 2 * plain)
+    remove_hook_from_module(model)
+    assert torch.equal(model(_X), plain)
+    add_hook_to_module(model, Doubled())
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(_X), plain)
+    assert not base.weight.is_meta
+
+
 def test_a_hook_without_gradients() -> None:
     hook = ModelHook()
     layer = add_hook_to_module(nn.Linear(4, 4), hook)

@@ -67,3 +67,28 @@ def test_a_weight_that_nothing_draws_is_named() -> None:
         model = nn.Sequential(Half())
     with pytest.raises(SettingError, match=r"without values: 0\.forgotten\. Give them"):
         give_values(model, CPU)
+
+
+@pytest.mark.parametrize("index", [torch.arange(4), torch.zeros(4, dtype=torch.int32), torch.tensor(0)])
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_buffer_of_indices_that_nothing_sets_is_named(index: torch.Tensor, resets: bool) -> None:
+    class Picked(nn.Linear):
+        index: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("index", index.to(self.weight.device))
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if resets and hasattr(self, "index"):
+                self.index.copy_(index)
+
+    with torch.device("meta"):
+        model = Picked()
+    if resets:
+        give_values(model, CPU)
+        assert torch.equal(model.index, index)
+    else:
+        with pytest.raises(SettingError, match=r"without values: index\. Give them"):
+            give_values(model, CPU)

@@ -119,6 +119,13 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(SettingError, match=r"32 offloaded weights require gradients, such as blocks.0.frozen.weight"):
         prepare_offloaded_training(model)
     model = net().requires_grad_(False)
+    attach_align_device_hook(model, "cpu", offload=True)
+    model.adapter = nn.Linear(WIDTH, WIDTH)
+    model.adapter.register_buffer("rows", torch.arange(WIDTH))
+    model.adapter.to("meta")
+    with pytest.raises(SettingError, match=r"adapters lost their values .*: adapter\.rows\. Add these adapters before"):
+        prepare_offloaded_training(model)
+    model = net().requires_grad_(False)
     attach_align_device_hook(model, "cpu", offload=True, weights_map=Copies(dict(net().named_parameters())))
     with pytest.raises(SettingError, match=r"no block of Net has offloaded weights \(blocks='Blok'\)"):
         prepare_offloaded_training(model, blocks="Blok")

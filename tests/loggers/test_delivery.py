@@ -313,6 +313,21 @@ def test_arguments_that_no_logger_has():
         Trainer(logger=["csv", "csv"])
 
 
+def test_names_that_a_tracker_cannot_tell_apart_are_a_warning(tmp_path):
+    class Narrow(Remote):
+        def _sent_name(self, name):
+            return name.lower().replace("?", "_")
+
+    logger = Narrow()
+    logger.start(tmp_path)
+    for metrics in ({"a?": 1.0, "a_": 2.0, "b": 0.0}, {"F1": 1.0, "f1": 2.0}, {"x": 1.0, "X": 2.0, "b": 0.0}):
+        with pytest.warns(UserWarning, match=r"Narrow allows only one name for (a\?, a_|F1, f1|x, X),"):
+            logger.log_metrics(metrics, 1)
+    logger.log_metrics({"a": 1.0, "b": 2.0}, 2)
+    logger.finalize()
+    assert logger.store[-1] == (2, {"a": 1.0, "b": 2.0})
+
+
 def test_a_batch_of_pictures_and_wrong_values(tmp_path):
     logger = Remote()
     logger.start(tmp_path)

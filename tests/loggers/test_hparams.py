@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from instep.loggers.hparams import NAME, flatten, merge_file, plain
@@ -66,6 +67,14 @@ def test_flatten():
         "e": "null",
         "f": "{}",
     }
+
+
+@pytest.mark.parametrize(
+    "params", [{"a": {"b": 1}, "a/b": 2}, {"a/b": 2, "a": {"b": 1}}, {"a": {"b/c": 1, "b": {"c": 2}}}]
+)
+def test_two_hyperparameters_of_one_name_in_one_level_are_a_warning(params):
+    with pytest.warns(UserWarning, match="are called .* the last one is logged"):
+        flatten(params)
 
 
 def test_merge_file(tmp_path):

@@ -97,6 +97,13 @@ def test_a_split_that_cannot_be_made_is_refused(count: int, starts: tuple[str, .
         runs_of(parts(1, 1, 1), count, starts)
 
 
+def test_a_split_at_a_name_that_two_parts_have_is_refused():
+    both = [*parts(1, 1), *parts(1, 1)]
+    assert [len(run) for run in runs_of(both, 2, ())] == [2, 2]
+    with pytest.raises(SettingError, match=r"several parts are called 'p1' among p0, p1, p0, p1"):
+        runs_of(both, 2, ("p1",))
+
+
 def test_stages_one_after_another_are_the_forward():
     torch.manual_seed(0)
     module = TinyGPT(layers=3)

@@ -531,6 +531,27 @@ def test_other_arguments_for_a_name(tmp_path: Any):
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        (("x", {"on_step": True, "on_epoch": True}), ("x_step", {"on_step": True}), "x_step"),
+        (("x_epoch", {"on_step": False, "on_epoch": True}), ("x", {"on_step": True, "on_epoch": True}), "x_epoch"),
+        (("x_step", {"on_step": True}), ("x", {"on_epoch": True}), "x_step"),
+    ],
+)
+def test_two_names_that_are_one_with_their_endings_are_refused(tmp_path: Any, first: Any, second: Any, name: str):
+    module = Toy()
+
+    def logs(batch: Any, batch_idx: int) -> Any:
+        for value, (key, options) in enumerate((first, second)):
+            module.log(key, float(value), **options)
+        return module.loss(batch)
+
+    module.training_step = logs
+    with pytest.raises(LogError, match=f"both log '{name}'"):
+        run(tmp_path, module)
+
+
+@pytest.mark.parametrize(
     ("hook", "arguments", "error", "text"),
     [
         *(

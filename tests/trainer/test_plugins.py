@@ -28,7 +28,7 @@ from instep.callbacks import (
     TQDMProgressBar,
 )
 from instep.errors import SettingError, UsageError
-from instep.loggers import CSVLogger, TensorBoardLogger
+from instep.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from tests.loggers.test_tensorboard import texts
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
 
@@ -246,7 +246,55 @@ def test_two_stateful_callbacks_of_one_key_are_refused():
         quiet(max_epochs=1, callbacks=[Timer(), Timer()]).fit(Toy(), loader())
 
 
+class Late(Callback):
+    """Has a state once it has seen a batch."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen["step"] = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+
+def test_two_callbacks_of_one_key_are_refused_where_their_states_come_later(tmp_path: Path):
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    trainer = quiet(max_epochs=1, callbacks=[Late(), Late(), saver], enable_checkpointing=True)
+    with pytest.raises(SettingError, match="two callbacks keep their state under the same key Late"):
+        trainer.fit(Toy(), loader())
+
+
 # ---- loggers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ({}, {}),
+        ({"version": 1}, {}),
+        ({}, {"version": 0}),
+        ({"name": "a"}, {"name": "a"}),
+        ({"save_dir": None}, {}),
+        ({"save_dir": "other"}, {"save_dir": None}),
+    ],
+)
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
+def test_two_loggers_of_one_file_are_refused(kind: Any, arguments: Any, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    loggers = [kind(**{"save_dir": "logs", **given}) for given in arguments]
+    with pytest.raises(SettingError, match=r"would both write .*metrics\."):
+        quiet(max_epochs=1, logger=loggers, default_root_dir=tmp_path).fit(Toy(), loader())
+
+
+@pytest.mark.parametrize("arguments", [({"name": "a"}, {"name": "b"}), ({"version": 1}, {"version": 2})])
+def test_two_loggers_of_a_kind_have_a_file_each(arguments: Any, tmp_path: Path):
+    loggers = [CSVLogger(tmp_path, **given) for given in arguments]
+    quiet(max_epochs=1, log_every_n_steps=1, logger=loggers, default_root_dir=tmp_path).fit(LoggingToy(), loader())
+    first, second = (rows(logger.path) for logger in loggers)
+    assert first == second
+    assert first
 
 
 def test_csv_holds_what_was_logged(tmp_path: Path):

@@ -18,7 +18,7 @@ import torch
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CorruptCheckpointError, Preempted
-from instep.loggers import CSVLogger, Logger, TensorBoardLogger
+from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from instep.trainer import run_folder
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import LoggingToy, Toy, loader, quiet
@@ -241,7 +241,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("version", [None, 3, "best", ""])
 def test_the_first_logger_with_a_save_dir_gives_the_run_folder(version: Any, tmp_path: Path):
     table, board = CSVLogger(), TensorBoardLogger(tmp_path / "tb", "exp", version, sub_dir="board")
-    beside, own = CSVLogger(tmp_path / "tb", "exp", version or None), CSVLogger(tmp_path / "own", version="x")
+    beside, own = JSONLinesLogger(tmp_path / "tb", "exp", version or None), CSVLogger(tmp_path / "own", version="x")
     trainer = logging_to([table, board, beside, own], default_root_dir=tmp_path / "root")
     trainer.fit(LoggingToy(), loader())
     folder = tmp_path / "tb" / "exp" / {None: "version_0", 3: "version_3"}.get(version, version)

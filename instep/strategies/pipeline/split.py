@@ -90,6 +90,14 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
         for start in starts:
             choice(*names)("split", start)
         cuts = [names.index(start) for start in starts]
+        twice = [start for start in starts if names.count(start) > 1]
+        if twice:
+            raise SettingError(
+                f"split={list(starts)!r}: several parts are called {twice[0]!r} among {', '.join(names)}. Begin "
+                "stages with submodules, or let pipeline_stages() list functions of different names.",
+                field="split",
+                got=starts,
+            )
         if len(starts) != count - 1 or cuts != sorted(set(cuts)) or cuts[0] == 0:
             raise SettingError(
                 f"split={list(starts)!r} must name the first part of each of the {count} stages but the first one, in "

@@ -1,0 +1,234 @@
+"""Placeholders of weights that lie elsewhere: the metadata of a weight, and its value for any code that computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from instep.errors import UsageError
+
+_METADATA = frozenset(
+    {
+        *("__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"),
+        *("element_size", "data_ptr", "untyped_storage", "_typed_storage", "storage", "get_device"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned", "is_shared", "is_inference"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    }
+)
+"""Methods that answer for the placeholder itself; any other function gets the value."""
+_OF_DEVICE = frozenset({"device", "get_device", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla"})
+"""What a forward reads to make tensors beside the weight, which must be where the weight computes."""
+_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16"})
+"""Methods that return the tensor itself where it is of that dtype already."""
+_VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+"""Properties that are values; all others are metadata."""
+
+
+class Source(Protocol):
+    """Where the value of a weight comes from."""
+
+    requires_grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight computes."""
+        ...
+
+    @property
+    def full_name(self) -> str:
+        """Name of the weight in the model."""
+        ...
+
+    def read(self) -> Tensor:
+        """Return the weight on the device where it computes."""
+        ...
+
+
+class Placeholder:
+    """Tensor on the meta device that stands for an offloaded weight; mixed into the class of the weight.
+
+    Its shape, dtype and the like cost nothing; its device is that of the weight while the model computes, and the meta
+    device else. A function of torch that gets it computes with the value, which
+    is read for that call: code outside of the weight's module gives the numbers of a model that is whole. What would
+    change the value raises, and so does code that goes past torch's functions: torch's own kernels compute with a meta
+    tensor, or return uninitialized memory.
+    """
+
+    offloaded_class: type[Tensor]
+    """The class of the weight itself."""
+    offloaded_source: Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            eager: Any = torch.compiler.disable(_answer)
+            return eager(func, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found: list[str] = []
+        tree_map_only(Placeholder, lambda each: found.append(each.offloaded_source.full_name), (args, kwargs))
+        raise UsageError(
+            f"{func} reads {' and '.join(dict.fromkeys(found)) or 'a weight'}, which is offloaded, past torch's "
+            "functions that would read its value. Call it with weight.clone(), or name the class whose forward does "
+            "this in preload_module_classes."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        weight: Any = self
+        about = f"{self.offloaded_source.full_name}, size={tuple(weight.shape)}, dtype={weight.dtype}"
+        return f"{type(self).__name__}({about}, requires_grad={weight.requires_grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, arguments, own, *_ = self.__reduce_ex__(4)
+        memo[id(self)] = new = make(*arguments)
+        _update(new, deepcopy(own, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        weight: Any = self
+        about = self.offloaded_class, weight.size(), weight.stride(), weight.dtype, weight.requires_grad
+        return _again, about, vars(self), None, None, _update
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Answer a function that got a placeholder."""
+    name = getattr(func, "__name__", "")
+    accesses = name in ("__get__", "__set__", "__delete__")
+    field = _property(func) if accesses else ""
+    if name == "detach" or (name == "__get__" and field == "data"):
+        return placeholder_of(args[0], args[0].offloaded_source, Tensor, requires_grad=False)
+    if (field or name) in _OF_DEVICE and _computes():
+        return func(torch.empty(0, device=args[0].offloaded_source.device))
+    converts = name in _CONVERSIONS and not any(map(_is_place, (*args[1:], *kwargs.values())))
+    if converts and _unread(func, args, kwargs) is args[0]:
+        return args[0]
+    sets_data = (name, field) == ("__set__", "data")
+    if sets_data and _source(args[0]) is _source(args[1]):
+        return None
+    if name in _METADATA or (accesses and field not in _VIEWS and not sets_data):
+        found = _unread(func, args, kwargs)
+        if (name, field) == ("__set__", "requires_grad") or name == "requires_grad_":
+            _follow(args[0])
+        return found
+    for source in filter(None, map(_source, _targets(name, args, kwargs))):
+        raise UsageError(
+            f"{field or name} would change {source.full_name}, which is offloaded: its value is read where it lies and "
+            "cannot be changed. Give its module a device in the device_map, or call remove_hook_from_submodules(model) "
+            "first."
+        )
+    args, kwargs = tree_map_only(Placeholder, _value, (args, dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with a placeholder as it is, on the meta device."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
+
+
+_forwards = threading.local()  # of models with placeholders, in this thread
+
+
+def count_forwards(more: int) -> None:
+    """Count a forward of a model with placeholders that begins (1) or ends (-1)."""
+    _forwards.depth = getattr(_forwards, "depth", 0) + more
+
+
+def _computes() -> bool:
+    """Return whether a model computes in this thread: a forward, or a part of it again in a backward."""
+    return getattr(_forwards, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
+
+
+def placeholder_of(
+    weight: Tensor, source: Source, kind: type[Tensor] | None = None, requires_grad: bool | None = None
+) -> Any:
+    """Make the placeholder of a weight.
+
+    Args:
+        weight: on any device, or a placeholder.
+        source: of its value.
+        kind: class of the weight; None: its own.
+        requires_grad: None: as the weight.
+    """
+    kind = kind or kind_of(weight)
+    requires_grad = weight.requires_grad if requires_grad is None else requires_grad
+    new = _again(kind, weight.size(), weight.stride(), weight.dtype, requires_grad)
+    if issubclass(kind, nn.Parameter):  # with what users put on it
+        vars(new).update(vars(weight))
+    new.offloaded_source = source
+    return new
+
+
+def kind_of(weight: Tensor) -> type[Tensor]:
+    """Return the class of a weight, or of the weight that a placeholder stands for."""
+    return weight.offloaded_class if isinstance(weight, Placeholder) else type(weight)
+
+
+def _again(kind: type[Tensor], size: Any, stride: Any, dtype: torch.dtype, requires_grad: bool) -> Any:
+    empty = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return Tensor._make_subclass(_class_of(kind), empty, requires_grad)
+
+
+def _update(weight: Any, own: Mapping[str, Any]) -> None:
+    vars(weight).update(own)
+
+
+@cache
+def _class_of(kind: type[Tensor]) -> Any:
+    """Make the class of placeholders for weights of a class."""
+    return type(kind)(f"Offloaded{kind.__name__}", (Placeholder, kind), {"offloaded_class": kind})
+
+
+def _property(func: Any) -> str:
+    """Return the name of a tensor's property, of which `func` is an accessor."""
+    owner = func.__self__
+    return getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+
+
+def _source(value: Any) -> Source | None:
+    return value.offloaded_source if isinstance(value, Placeholder) else None
+
+
+def _is_place(argument: Any) -> bool:
+    """Return whether an argument of `to` names a device."""
+    return type(argument) in (str, int, torch.device) or isinstance(argument, Tensor)
+
+
+def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a function would write to."""
+    out = kwargs.get("out")
+    found = [*out] if isinstance(out, tuple | list) else [out]
+    name = name.partition(".")[0]  # of an operator its overload follows
+    special = name.startswith("__")
+    changes = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    if changes if special else name.endswith("_") or kwargs.get("inplace") is True:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        found += [*first] if isinstance(first, tuple | list) else [first]
+    return found
+
+
+_NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
+
+
+def _follow(weight: Any) -> None:
+    """Let the value follow a placeholder that was frozen, or is trained again."""
+    if isinstance(weight, weight.offloaded_class) and issubclass(weight.offloaded_class, nn.Parameter):
+        weight.offloaded_source.requires_grad = weight.requires_grad
+
+
+def _value(weight: Any) -> Tensor:
+    value = weight.offloaded_source.read()
+    return value if weight.offloaded_class is kind_of(value) else value.detach()
