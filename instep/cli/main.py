@@ -22,6 +22,7 @@ from io import TextIOWrapper
 from typing import Any
 
 from instep import __version__
+from instep.cli import output
 from instep.errors import EXIT_FAILED, InstepError, SettingError
 
 Command = tuple[str, ...]
@@ -274,7 +275,7 @@ def _columns(texts: dict[Command, str]) -> list[str]:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"instep: {message}\n")
+    output.warn(message)
 
 
 if __name__ == "__main__":

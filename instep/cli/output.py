@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
 _LONG_BITS = 256  # of a number that is written in full
@@ -23,6 +24,34 @@ def say(text: str = "") -> None:
     encoding = sys.stdout.encoding or "utf-8"
     text = clean(text)
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
+
+
+def warn(text: str) -> None:
+    """Print a message for people on stderr; what a terminal would obey becomes an escape."""
+    encoding = sys.stderr.encoding or "utf-8"
+    text = clean(text)
+    sys.stderr.write(f"instep: {text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
+
+
+def confirm(what: str, question: str, otherwise: str, refusal: str) -> None:
+    """Ask the user for a yes.
+
+    Args:
+        what: it is about, in whole lines.
+        question: that yes answers.
+        otherwise: what to do where nobody can be asked.
+        refusal: the error's text after another answer.
+
+    Raises:
+        UsageError: it is no yes, or nobody can be asked.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"{what}\n{otherwise}")
+    warn(what)
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError(refusal)
 
 
 def say_json(value: Any, indent: int | None = None) -> None:

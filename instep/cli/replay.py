@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     command, folder, starts_ranks = _program(args, recorded, path, ranks)
     with tempfile.TemporaryDirectory(prefix="instep-replay-") as out:
         order = json.dumps({"checkpoint": str(path), "steps": args.steps, "output": out})
-        sys.stderr.write(f"instep: replay in {folder} with world size {ranks}: {shlex.join(command)}\n")
+        output.warn(f"replay in {folder} with world size {ranks}: {shlex.join(command)}")
         code = _execute(command, folder, order, 1 if starts_ranks else ranks)
         steps = _collect(Path(out), ranks, code)
     if args.json:
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if code:
         raise UsageError(f"the program ended with exit code {code} after these steps; what it said stands above")
     if len(steps) < args.steps:
-        sys.stderr.write(f"instep: the run ended after {len(steps)} of {args.steps} steps, by its own limits")
-        sys.stderr.write("\n" if steps else f"; `instep checkpoint ls {path.parent}` lists earlier checkpoints\n")
+        more = "" if steps else f"; `instep checkpoint ls {path.parent}` lists earlier checkpoints"
+        output.warn(f"the run ended after {len(steps)} of {args.steps} steps, by its own limits{more}")
     return 0
 
 
@@ -117,7 +117,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
     if given and not own:
         folder = os.getcwd()  # modules are looked for in it
     if not Path(folder).is_dir():
-        sys.stderr.write(f"instep: {folder}, where the program ran, is gone: it is run in this folder\n")
+        output.warn(f"{folder}, where the program ran, is gone: it is run in this folder")
         folder = os.getcwd()
     script = _script(command, path, own or bool(given))
     if script and not (Path(folder) / script).exists():
@@ -188,13 +188,9 @@ def _check_place(command: list[str], script: str, folder: str, path: Path, own: 
 def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
     """Let the user decide on a program that another one's checkpoint names."""
     what = f"{path} was not saved by you, or not here. It names this program, to be run with your rights:\n"
-    what += f"  in {folder!r}, {ranks} processes: python {shlex.join(command)!r}\n"
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"{what}Look at it, then run it with --yes, or give another one with --command.")
-    sys.stderr.write(f"instep: {what}Run it? [y/N] ")
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise UsageError("nothing was run")
+    what += f"  in {folder!r}, {ranks} processes: python {shlex.join(command)!r}"
+    otherwise = "Look at it, then run it with --yes, or give another one with --command."
+    output.confirm(what, "Run it?", otherwise, "nothing was run")
 
 
 def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:

@@ -48,6 +48,7 @@ class AimLogger(Logger):
     _NEEDS = ("aim", "aim")
     _LOCAL, _OWN_FOLDERS = False, True
     _SYNC = ("repo",)
+    _PATHS = {"repo": ""}
 
     def __init__(
         self,
@@ -79,10 +80,16 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
+        if self._sends_rest:  # of this process, which is not the run
+            self._extras = {
+                "system_tracking_interval": None,
+                "log_system_params": False,
+                "capture_terminal_logs": False,
+            }
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
             warn_user("Aim's log_system_params is left out: it needs pkg_resources, of setuptools below 81")
-        repo = self._repo or self._save_dir
+        repo = self._repo or self._save_dir or (self._log_dir if self._is_strangers else None)
         if repo is not None and "://" not in str(repo):
             Path(repo).mkdir(parents=True, exist_ok=True)
         arguments = {"run_hash": self._version, "repo": repo, "experiment": self._experiment_name, **self._extras}

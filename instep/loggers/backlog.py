@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from instep.loggers.kinds import from_json, size_of, to_json
 from instep.utils.atomic import replacing
+from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
@@ -28,6 +30,8 @@ _DISK_PAUSE_S = 5.0  # until a disk that took nothing is asked again: each time 
 _MOST_LINE_BYTES = 512 * 2**20
 _READ_BYTES = 2**20  # a group that is read holds up who appends
 _HOOKS = ("_log_", "_after_save_checkpoint")
+_WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
+_MARK = b', "'  # in front of the mark, the last part of a line
 
 
 class Record(NamedTuple):
@@ -37,16 +41,32 @@ class Record(NamedTuple):
     args: tuple[Any, ...]
     step: int | None
     time_s: float
+    row: int | None = None
+    """Index of its row in the logger's file, where the record makes one and the logger counts them."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that the record makes in a file of rows."""
+        if self.hook == "_log_metrics":
+            return 1
+        if self.hook == "_log_hyperparams":
+            return int(len(self.args) > 1 and bool(self.args[1]))
+        return int(self.hook not in _WITHOUT_ROW)
 
     def names(self) -> list[str]:
         """List the names that the record is about: of its metrics, else of its hook and value."""
         if self.hook == "_log_metrics":
-            return list(self.args[0])
+            return list(self.args[0].keys())
         return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
 
-    def line(self) -> bytes:
-        """Return the record as a line of JSON; what JSON does not have, such as a path on an object store, as text."""
-        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s], default=str).encode() + b"\n"
+    def line(self, seal: Seal | None = None) -> bytes:
+        """Return the record as a line of JSON; what JSON does not have, such as a path on an object store, as text.
+
+        Args:
+            seal: marks the line as this user's own.
+        """
+        data = json.dumps([self.hook, to_json(self.args), self.step, self.time_s, self.row], default=str).encode()
+        return b'%s, "%s"]\n' % (data[:-1], b"" if seal is None else seal.mark(data).encode())
 
     @staticmethod
     def of_line(line: bytes) -> Record:
@@ -55,10 +75,28 @@ class Record(NamedTuple):
         Raises:
             ValueError: it is no record.
         """
-        match json.loads(line):
-            case [str(hook), list(args), int() | None as step, float() | int() as time_s] if hook.startswith(_HOOKS):
-                return Record(hook, tuple(map(from_json, args)), step, time_s)
-        raise ValueError(f"{line[:80]!r} is no record of a logger")
+        try:
+            return Record._of(json.loads(line))
+        except (TypeError, LookupError, AttributeError, RecursionError, MemoryError, EOFError, OSError) as error:
+            raise ValueError(f"{line[:80]!r} is no record of a logger: {error}") from error
+
+    @staticmethod
+    def _of(value: Any) -> Record:
+        match value:
+            case [str(hook), list(args), int() | None as step, float() | int() as time_s, *rest] if (
+                hook.startswith(_HOOKS) and len(rest) <= 2
+            ):
+                row = rest[0] if rest and type(rest[0]) is int else None
+                record = Record(hook, tuple(map(from_json, args)), step, time_s, row)
+                record.names()
+                return record
+        raise ValueError(f"{value!r:.80} is no record of a logger")
+
+
+def is_own(line: bytes, seal: Seal | None) -> bool:
+    """Return True if a line of the file was marked as this user's own."""
+    data, _, mark = line.rstrip().rpartition(_MARK)
+    return seal is not None and seal.is_own(data + b"]", mark.decode(errors="replace").removesuffix('"]'))
 
 
 class Row(NamedTuple):
@@ -81,6 +119,18 @@ class Backlog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.find_seal: Callable[[], Seal | None] = lambda: None
+        self.announce: Callable[[], None] = lambda: None
+        """Called before the file is made."""
+        self.note: Path | None = None
+        """File that is deleted with this one."""
+        self.refuses: Callable[[Record], bool] = lambda record: False
+        """Asked of what an earlier process left, where this user did not mark it."""
+        self.refused = 0
+        """Records that were moved into the file of those that the logger does not take."""
+        self.place: int | None = None
+        """Rows that the logger's file has before the first record that waits; None where it does not count them."""
+        self._next_row: int | None = None  # of the first record in memory, where some wait in the file
         self.lost = 0
         """Records that neither the memory nor the disk could take."""
         self._memory: deque[Record] = deque()
@@ -116,9 +166,21 @@ class Backlog:
                 found = self._read(most)
             return found or list(islice(self._memory, most))
 
-    def drop(self, number: int) -> None:
-        """Take the first records away, of those that `peek` returned last: they have arrived."""
+    def few(self) -> tuple[Record, Record] | None:
+        """Return the first and the last record, where some wait in memory but less than a batch; else None."""
         with self._lock:
+            few = not self._in_file and 0 < len(self._memory) < BATCH
+            return (self._memory[0], self._memory[-1]) if few else None
+
+    def drop(self, number: int, place: int | None = None) -> None:
+        """Take the first records away, of those that `peek` returned last: they have arrived.
+
+        Args:
+            number: of the records.
+            place: rows that the logger's file has now.
+        """
+        with self._lock:
+            self.place = place
             gone, self._gone = min(number, self._gone), 0
             self.lost -= gone
             if self._in_file:  # also where they were spilled after `peek`
@@ -136,15 +198,20 @@ class Backlog:
         with self._lock:
             self._spill(sync)
 
-    def take_over(self, keep: Callable[[Record], bool]) -> int:
+    def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
         """Put in front what an earlier process left in the file, as far as `keep` says.
 
         Called once, before the first `peek`. What was spilled until then stays, behind it.
+
+        Args:
+            keep: whether a record still waits.
+            place: rows that the logger's file has.
 
         Returns:
             how many records were kept.
         """
         with self._lock:
+            self.place = self._next_row = place
             try:
                 source = BufferedReader(open_regular(self.path))
             except FileNotFoundError:
@@ -154,18 +221,40 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError, TypeError, RecursionError):  # a process killed while writing leaves half
-                        if keep(Record.of_line(line)):
-                            out.write(line.rstrip(b"\n") + b"\n")
+                    with suppress(ValueError):  # a process killed while writing leaves half
+                        record, own = Record.of_line(line), is_own(line, self.seal)
+                        if not keep(record):
+                            continue
+                        if own or not self.refuses(record):
+                            out.write(self._numbered(record).line(self.seal if own else None))
                             kept += 1
+                        else:
+                            self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
+                    self._next_row = None  # its lines were written when nobody knew the rows before them
             if self._file is not None:
                 self._file.close()
                 self._file = None
             self._opened()
             self._in_file, self._offset = self._in_file + kept, 0
             return kept
+
+    @cached_property
+    def seal(self) -> Seal | None:
+        """Marks the lines as this user's own."""
+        return self.find_seal()
+
+    def refuse(self, record: Record, seal: Seal | None = None) -> None:
+        """Add a record to the file of those that the logger does not take."""
+        self.refused += 1
+        with open(self.refused_path, "ab", opener=_private) as file:
+            file.write(record._replace(row=None).line(seal))
+
+    @property
+    def refused_path(self) -> Path:
+        """Path of the file of what the logger does not take."""
+        return self.path.with_suffix(".refused.jsonl")
 
     def close(self) -> None:
         """Close the file, and delete it where nothing waits. A later record is written into it at once."""
@@ -174,6 +263,9 @@ class Backlog:
             if self._file is not None:
                 if not self._in_file and self._is_ours(self._file):
                     self.path.unlink(missing_ok=True)
+                    if self.note is not None:
+                        self.note.unlink(missing_ok=True)
+                        self.path.parent.rmdir()  # fails where something else waits
                 _lock_file(self._file.fileno(), False)  # a forked process may have the descriptor, and the lock with it
                 self._file.close()
                 self._file = None
@@ -181,6 +273,7 @@ class Backlog:
     def _opened(self) -> BinaryIO:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.announce()
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = os.fdopen(descriptor, "r+b")
             _lock_file(descriptor, True)
@@ -191,8 +284,18 @@ class Backlog:
         """Return whether nobody else has written into the file, as the next thread does while a tracker hangs."""
         return os.fstat(file.fileno()).st_size == self._end
 
+    def _numbered(self, record: Record) -> Record:
+        """Give a record that goes into the file the index of its row."""
+        if self._next_row is None or not record.rows:
+            return record if record.row is None else record._replace(row=None)
+        self._next_row += 1
+        return Record(*record[:4], self._next_row - 1)
+
     def _spill(self, sync: bool) -> None:
-        data = memoryview(b"".join(record.line() for record in self._memory))
+        before = self._next_row
+        if not self._in_file:
+            self._next_row = self.place
+        data = memoryview(b"".join(self._numbered(record).line(self.seal) for record in self._memory))
         try:
             file = self._opened() if data else self._file
             if file is None:
@@ -208,6 +311,7 @@ class Backlog:
                 os.ftruncate(descriptor, self._end)
                 raise
         except OSError as error:
+            self._next_row = before
             self._next_spill_s = time.monotonic() + _DISK_PAUSE_S
             self._make_room(error)
             return
@@ -236,7 +340,7 @@ class Backlog:
                 break
             try:
                 found.append(Record.of_line(file.readline(_MOST_LINE_BYTES)))
-            except (ValueError, TypeError, RecursionError):
+            except ValueError:
                 if not found:
                     self.lost += 1
                     self._skip(1)
@@ -260,7 +364,7 @@ class Backlog:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 def _lock_file(descriptor: int, locked: bool) -> None:

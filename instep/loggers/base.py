@@ -24,13 +24,15 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from instep.loggers.backlog import Row
+    from instep.loggers.appended import AppendedFile
+    from instep.loggers.backlog import Record, Row
     from instep.loggers.delivery import Delivery, Marks
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 T = TypeVar("T")
 _Call: TypeAlias = "tuple[str, tuple[Any, ...], int | None, float]"  # of a hook: name, arguments, step, time
 
+_MOST_TIMEOUT_S = 1e9  # 30 years; locks of the system take no infinity
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
 
 _OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
@@ -132,6 +134,10 @@ class Logger:
     _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
     _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
     _sends_rest: bool = False  # of a run that is over
+    _rest_dir: Path | None = None  # where that wrote
+    _is_strangers: bool = False  # that run's note was not written by this user
+    _appended: AppendedFile | None = None  # that only grows, of a logger with one
+    _had_rows: tuple[int, AbstractSet[int]] = 0, frozenset()  # at the start: how many first ones, and which others
     status: str = "interrupted"
     """How the run ended: "success", "interrupted" or "failed"."""
     _in_doubt: int = 0  # records in front of which a part may have arrived: sending them failed
@@ -162,8 +168,15 @@ class Logger:
     _LOCAL: bool = True
     """Whether the subclass, on a resume, takes back what it wrote after the checkpoint. False: what was given to the
     tracker stays there, and a resumed run does not send it a second time."""
+    _ROWS: bool = False
+    """Whether each record is one row of one file, which `_row_count` counts."""
     _OWN_FOLDERS: bool = False
     """Whether the tracker's package names the places of its runs: such a logger never decides the run folder."""
+    _PATHS: Mapping[str, str | None] = {}
+    """Which of `_SYNC` name a file, folder or URL, each with the environment variable that stands for it: "" for none,
+    None where a note that another user wrote does not decide it."""
+    _HOSTS: Mapping[str, str | None] = {}
+    """Which of `_SYNC` name a host in another way than by a URL, as in `_PATHS`."""
     _SYNC: tuple[str, ...] = ()
     """Attributes, less the underscore in front, that `instep runs sync` gives to the constructor: no secrets."""
 
@@ -204,7 +217,8 @@ class Logger:
         self.log_model = log_model
         self._save_code = FLAG("save_code", save_code)
         self._per_rank = FLAG("per_rank", per_rank)
-        self._flush_timeout_s = above_zero("of seconds above 0")("flush_timeout_s", flush_timeout_s)
+        seconds = above_zero("of seconds above 0")("flush_timeout_s", flush_timeout_s)
+        self._flush_timeout_s = min(seconds, _MOST_TIMEOUT_S)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
@@ -448,7 +462,8 @@ class Logger:
 
     @property
     def _takes_rows(self) -> bool:
-        return type(self)._log_rows is not Logger._log_rows
+        first = next(kind for kind in type(self).__mro__ if {"_log_rows", "_log_metrics"} & vars(kind).keys())
+        return first is not Logger and "_log_rows" in vars(first)
 
     def _takes(self, kind: str) -> bool:
         if self.takes(kind):
@@ -682,9 +697,10 @@ class Logger:
             self._early, self._earlier, self._version = False, self._own_log_dir(), self._given_version
         if self._version is None:
             version = state_dict.get("version")
-            name, kind = str(version), type(self).__name__
-            is_name = name != ".." and Path(name).name == name and "\0" not in name
-            if not is_name or not isinstance(version, int | str | None):
+            kind = type(self).__name__
+            from instep.loggers.trust import is_version  # late: a new run does not need it
+
+            if not is_version(version):
                 raise CorruptCheckpointError(
                     f"the checkpoint's {kind} has the version {version!r}, which is no name of a folder. Give "
                     f"version=... to {kind}, or resume with Resume(loggers=False)."
@@ -766,6 +782,23 @@ class Logger:
         what it has kept of what came after the checkpoint.
         """
         return None
+
+    def _sync_arguments(self) -> dict[str, Any]:
+        """Return what `instep runs sync` gives to the constructor: `_SYNC`."""
+        return {name: getattr(self, f"_{name}", None) for name in self._SYNC}
+
+    def _due(self, first: Record, last: Record) -> bool:
+        """Return True if the few records from the first to the last are to be written now, not with later ones."""
+        return True
+
+    def _row_count(self) -> int | None:
+        """Return how many rows the file has, to which each record adds one; None where there is no such file."""
+        return None
+
+    def _holds(self, record: Record) -> bool:
+        """Return True if the files have a record that an earlier process left as one that waits. After `_start`."""
+        front, others = self._had_rows
+        return record.row is not None and (record.row < front or record.row in others)
 
     def _sent_name(self, name: str) -> str:
         """Return the name that the tracker allows for a name; the same for the same."""
@@ -882,7 +915,7 @@ class Logger:
 
     def _flush(self, timeout_s: float) -> None:
         assert self._delivery is not None
-        if self._delivery.flush(timeout_s):
+        if self._delivery.flush(timeout_s, early=True):
             try:
                 self._delivery.ask(self._save, timeout_s)
             except Exception as error:  # noqa: BLE001  a tracker never ends a run
@@ -908,16 +941,18 @@ class Logger:
         from instep.loggers.delivery import Delivery, LoggerSide, Marks, close_in_forks
 
         assert self._run_dir is not None
-        self._log_dir = self._choose_log_dir(self._run_dir)
-        if self._rank:
+        self._log_dir = self._rest_dir or self._choose_log_dir(self._run_dir)
+        if self._rank and self._rest_dir is None:
             self._log_dir /= f"rank-{self._rank}"
         self._began_s = self._began_s or time.time()
         self._logged = {} if self._logged is None else self._logged
         is_new = not self._resumed
         if self._resumed or self._marks is None:
-            self._marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
+            at_checkpoint = dict(self._logged) if self._resumed and not self._sends_rest else None
+            self._marks = Marks(at_checkpoint, whole=self._ROWS, exact=self._LOCAL)
         number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
-        backlog = Backlog(self._run_dir / "loggers" / f"{type(self).__name__}{number}{rank}.jsonl")
+        folder = self._run_dir.absolute() / "loggers"
+        backlog = Backlog(folder / f"{type(self).__name__}{number}{rank}.jsonl")
         self._delivery = Delivery(LoggerSide(self, backlog, self._marks), type(self).__name__, backlog)
         try:
             self._delivery.begin(self._start_timeout_s)

@@ -48,7 +48,8 @@ class CometLogger(Logger):
     _NEEDS = ("comet_ml", "comet")
     _LOCAL, _OWN_FOLDERS = False, True
     _start_timeout_s = 15.0  # with a server that is away the run begins without it
-    _SYNC = ("workspace", "project", "online")
+    _SYNC = ("workspace", "project", "online", "offline_directory")
+    _PATHS = {"offline_directory": ""}
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class CometLogger(Logger):
         super().__init__(**{"version": experiment_key, "prefix": prefix or "", **options})
         self._api_key, self._workspace, self._project = api_key, workspace, project
         self._mode, self._online, self._config = mode, online, kwargs
+        self._offline_directory = kwargs.get("offline_directory")
         self._comet: Any = None
 
     def _start(self) -> None:
@@ -74,7 +76,7 @@ class CometLogger(Logger):
         offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
         key = self._version or (comet.generate_guid() if offline else None)
         folder = ((self._save_dir or self._log_dir or Path()) / "comet").absolute()
-        self._archives = Path(self._config.get("offline_directory") or folder)
+        self._archives = Path(self._offline_directory or folder)
         config = {"name": self._name, **self._config, "offline_directory": str(self._archives)}
         with self._unfinished(str(key), folder) if offline else nullcontext():
             self._comet = comet.start(

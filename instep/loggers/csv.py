@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
+from instep.loggers.appended import AppendedFile
+from instep.loggers.backlog import Record, Row
 from instep.loggers.base import Logger
 from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
 from instep.types import PathLike
-from instep.utils.atomic import replacing
 from instep.utils.checks import at_least
 from instep.utils.untrusted_files import open_regular
 
@@ -19,16 +21,16 @@ class CSVLogger(Logger):
 
     The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
     the same float64. A metric that appears later gets its column at the next flush, by one rewrite of the file, however
-    many rows it comes in. A resumed run appends: rows that were written after its checkpoint for later steps are
-    removed first, since they are about to be written again.
+    many rows it comes in. Until then rows wait in the logger's queue. A resumed run appends: rows that were written
+    after its checkpoint for later steps are removed first, since they are about to be written again.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
         name: with `save_dir`, the folder below it.
         version: with `save_dir`, the folder below that; see `Logger`.
         prefix: put before every metric's name, joined by "-".
-        flush_logs_every_n_steps: rows go to the disk when the step has advanced by this many, and at a checkpoint's
-            and a run's end.
+        flush_logs_every_n_steps: rows go to the disk when the step has advanced by this many, when 500 wait, and at a
+            checkpoint's and a run's end.
         **options: `x_axis` and the others of `Logger`.
 
     Raises:
@@ -51,6 +53,7 @@ class CSVLogger(Logger):
     """
 
     NAME_HPARAMS_FILE = NAME
+    _ROWS, _writers = True, frozenset({"_appended"})
 
     def __init__(
         self,
@@ -66,12 +69,11 @@ class CSVLogger(Logger):
         self._flush_steps = check("flush_logs_every_n_steps", flush_logs_every_n_steps)
         self._columns: dict[str, None] = {"step": None}
         self._columns_in_file = 0
-        self._rows: list[dict[str, float]] = []
         self._rows_in_file = 0
         self._rows_to_keep: int | None = None
         self._has: dict[str, int] = {}  # of what came after the checkpoint
         self._resumed_step = -1  # later rows go on from here; `_last_step` may be of a user's own axis
-        self._flushed_step = -1
+        self._flushed_step: int | None = None
 
     @property
     def path(self) -> Path | None:
@@ -80,7 +82,7 @@ class CSVLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state, and the number of rows."""
-        return {**super().state_dict(), "rows": self._rows_in_file + len(self._rows)}
+        return {**super().state_dict(), "rows": self._rows_in_file}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue below the row of this state."""
@@ -96,48 +98,78 @@ class CSVLogger(Logger):
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._columns = {"step": None}
         self._columns_in_file = self._rows_in_file = 0
-        path = self._log_dir / "metrics.csv"
-        if path.exists():
-            self._take_over(path)
+        self._had_rows, self._flushed_step = (0, frozenset()), None
+        path = self._log_dir.absolute() / "metrics.csv"
+        self._appended = AppendedFile(path)  # a folder that cannot be written is an error before the first step
+        with self._appended.turn():
+            if path.stat().st_size:
+                self._take_over(path)
         self._rows_to_keep = None
-        path.open("a").close()  # a folder that cannot be written is an error before the first step
 
     def _take_over(self, path: Path) -> None:
+        assert self._appended is not None
         with open_regular(path) as file:  # the folder may be another's run that goes on
             text = file.readall().decode()
         whole = text[: text.rfind("\n") + 1]  # a process killed while writing leaves half a row
-        table = list(csv.reader(whole.splitlines(keepends=True)))
-        if not table:
-            path.unlink()
-            return
-        header, rows = table[0], table[1:]
-        kept = rows
+        header, *rows = csv.reader(whole.splitlines(keepends=True)) if whole else [[]]
+        front, later = len(rows), dict[int, list[str]]()
         if self._rows_to_keep is not None:
-            later = [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._resumed_step]
-            kept = rows[: self._rows_to_keep] + later
-            for row in later:
+            front = self._rows_to_keep
+            later = {i: row for i, row in enumerate(rows) if i >= front and float(row[0] or 0) <= self._resumed_step}
+            for row in later.values():
                 self._has |= {name: int(float(row[0])) for name, cell in zip(header, row, strict=False) if cell}
+        kept = [*rows[:front], *later.values()]
         if len(kept) < len(rows) or whole != text:
-            _write_table(path, header, kept)
-        self._columns = dict.fromkeys(header)
-        self._columns_in_file = len(self._columns)
+            _write_table(self._appended, header, kept)
+        self._columns = dict.fromkeys(header) or {"step": None}
+        self._columns_in_file = len(header)
         self._rows_in_file = len(kept)
+        self._had_rows = front, frozenset(later)
 
     def _delivered(self) -> dict[str, int]:
         return self._has
 
+    def _row_count(self) -> int | None:
+        return None if self._appended is None or self._appended.is_shared else self._rows_in_file
+
+    def _due(self, first: Record, last: Record) -> bool:
+        if first.hook != "_log_metrics" or last.hook != "_log_metrics":
+            return True
+        flushed = first.args[1] if self._flushed_step is None else self._flushed_step
+        return abs(last.args[1] - flushed) >= self._flush_steps
+
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._log_rows([Row(metrics, step, self._now_s)])
+
+    def _log_rows(self, rows: list[Row]) -> None:
+        assert self._appended is not None
         # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
-        row: dict[str, float] = {"step": step, **metrics}
-        self._rows.append(row)
-        for name in row:
-            if name not in self._columns:
-                self._columns[name] = None
-        if self._flushed_step < 0:
-            self._flushed_step = step
-        if abs(step - self._flushed_step) >= self._flush_steps:
-            self._flushed_step = step
-            self._save()
+        named: list[dict[str, float]] = [{"step": row.step, **row.metrics} for row in rows]
+        with self._appended.turn() as changed:
+            if changed:  # by another logger of this folder
+                self._read_columns(self._appended.path)
+            self._add(self._appended, named)
+        self._rows_in_file += len(rows)
+        self._flushed_step = rows[-1].step
+
+    def _add(self, file: AppendedFile, named: list[dict[str, float]]) -> None:
+        for row in named:
+            if not row.keys() <= self._columns.keys():
+                self._columns |= dict.fromkeys(row)
+        columns = list(self._columns)
+        if len(columns) > self._columns_in_file:
+            self._widen(file, columns)
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([row.get(name, "") for name in columns] for row in named)
+        file.append(text.getvalue().encode())
+
+    def _read_columns(self, path: Path) -> None:
+        with path.open(newline="", encoding="utf-8") as file:
+            table = csv.reader(file)
+            header = next(table, [])
+            self._rows_in_file = sum(1 for _ in table)
+        self._columns = dict.fromkeys(header or ["step"]) | self._columns
+        self._columns_in_file = len(header)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
@@ -145,33 +177,18 @@ class CSVLogger(Logger):
         if metrics:
             self._log_metrics(metrics, self._step)
 
-    def _save(self) -> None:
-        if not self._rows:
-            return
-        assert self._log_dir is not None
-        columns = list(self._columns)
-        if len(columns) > self._columns_in_file:
-            self._widen(columns)
-        with (self._log_dir / "metrics.csv").open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(
-                [row.get(name, "") for name in columns] for row in self._rows
-            )
-        self._rows_in_file += len(self._rows)
-        self._rows = []
-
-    def _widen(self, columns: list[str]) -> None:
-        assert self._log_dir is not None
-        path = self._log_dir / "metrics.csv"
+    def _widen(self, file: AppendedFile, columns: list[str]) -> None:
         rows: list[list[str]] = []
         if self._columns_in_file:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.reader(file))[1:]
-        _write_table(path, columns, rows)
+            with file.path.open(newline="", encoding="utf-8") as table:
+                rows = list(csv.reader(table))[1:]
+        _write_table(file, columns, rows)
         self._columns_in_file = len(columns)
 
     def _finalize(self, status: str) -> None:
-        self._save()
         assert self._log_dir is not None
+        assert self._appended is not None
+        self._appended.close()
         ensure_file(self._log_dir / NAME)
 
     def _take_along(self, earlier: Path) -> None:
@@ -185,9 +202,10 @@ class CSVLogger(Logger):
         path.unlink()
 
 
-def _write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
+def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:
     """Replace the file by this table in one step; short rows are filled with empty cells."""
-    with replacing(path, sync=False) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(row + [""] * (len(header) - len(row)) for row in rows)
+    with table.replacing() as part, part.open("w", newline="", encoding="utf-8") as file:
+        if header:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(header)
+            writer.writerows(row + [""] * (len(header) - len(row)) for row in rows)

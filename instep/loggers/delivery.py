@@ -23,7 +23,9 @@ from weakref import WeakValueDictionary
 
 from instep.errors import InstepError
 from instep.loggers.backlog import BATCH, Backlog, Record, Row, read_note
+from instep.loggers.trust import seal_of, sent_in, signed, version_in, why_not
 from instep.utils.atomic import replace
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ if hasattr(os, "register_at_fork"):
 
 def in_short(error: Exception | None) -> str:
     """Write an error on one line: clients put whole chains of causes into theirs."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = clean(" ".join(str(error).split()).rstrip("."))
     return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
 
 
@@ -77,6 +79,18 @@ class Tracker(Protocol):
 
     def send(self, records: list[Record]) -> None:
         """Write one record, or several rows of metrics."""
+        ...
+
+    def is_due(self, first: Record, last: Record) -> bool:
+        """Return True if the few records from the first to the last should not wait for more."""
+        ...
+
+    def place(self) -> int | None:
+        """Return the number of rows in the tracker's file; None where it does not count them."""
+        ...
+
+    def stop(self) -> None:
+        """Write nothing more from now on. Called from another thread, where a call of this one does not end."""
         ...
 
     def rest(self) -> None:
@@ -104,12 +118,12 @@ class Delivery:
         self.backlog = backlog
         self.error: Exception | None = None
         """Why nothing could be sent last; None while it works."""
-        self.refused = 0
         self.is_begun = False
         self._tracker, self._name = tracker, name
         self._failures = 0
         self._singly = 0  # records that are sent one by one, since one of them was refused
         self._next_try_s = 0.0
+        self._hurries = False  # to send what else would wait for more
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = threading.Event()
         self._ends = False
@@ -150,13 +164,14 @@ class Delivery:
             self._wake.set()
         return record
 
-    def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False) -> Any:
+    def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
         """Run a function in the thread and return its result.
 
         Args:
             function: what to run.
             timeout_s: how long to wait.
             after_all: run it once all that waits now has been sent, or cannot be.
+            early: send what would wait for more, too.
 
         Raises:
             TimeoutError: it did not come to its end in time.
@@ -164,6 +179,7 @@ class Delivery:
         if threading.current_thread() is self._thread:
             return function()
         future: Future[Any] = Future()
+        self._hurries |= after_all and early
         self._tasks.append((function, future, after_all))
         self._wake.set()
         try:
@@ -172,14 +188,20 @@ class Delivery:
             raise TimeoutError(f"{self._name} did not answer within {timeout_s:g} s") from None
         return future.result()
 
-    def flush(self, timeout_s: float) -> bool:
-        """Send all that waits; what does not arrive in time is brought to the disk. Returns whether all arrived."""
+    def flush(self, timeout_s: float, early: bool = False) -> bool:
+        """Send what is due; what does not arrive in time is brought to the disk. Returns whether all arrived.
+
+        Args:
+            timeout_s: how long to wait.
+            early: send what would wait for more, too.
+        """
         with suppress(TimeoutError):
-            self.ask(lambda: None, timeout_s, after_all=True)
-        if len(self.backlog):
+            self.ask(lambda: None, timeout_s, after_all=True, early=early)
+        left = len(self.backlog) > 0 and (early or self._is_due())
+        if left:
             self.backlog.spill()
             self._tracker.write_note()
-        return not len(self.backlog)
+        return not left
 
     def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
         """Send all that waits, close the tracker and end the thread; say what did not arrive.
@@ -196,7 +218,7 @@ class Delivery:
                 finalize()
 
         self._next_try_s = 0.0  # one more try, whatever the pause
-        self.flush(timeout_s)
+        self.flush(timeout_s, early=True)
         try:
             self.ask(last, max(0.1, end_s - time.monotonic()))
         except TimeoutError:
@@ -205,6 +227,8 @@ class Delivery:
             warn_user(f"{self._name} could not be closed: {in_short(error)}")
         self._end()
         self._thread.join(max(0.1, end_s - time.monotonic()))
+        if self._thread.is_alive():
+            self._tracker.stop()  # so that the number that is said stays true
         self.backlog.spill()
         self._say_left()
         if self._thread.is_alive():
@@ -221,14 +245,10 @@ class Delivery:
                 f"{self._name} did not take {left} records{reason}. They are kept in {path}; send them by: "
                 f"instep runs sync {path.parent.parent}"
             )
-        if self.refused:
-            warn_user(f"{self._name} refused {self.refused} records; they are in {self._refused_path}")
+        if self.backlog.refused:
+            warn_user(f"{self._name} refused {self.backlog.refused} records; they are in {self.backlog.refused_path}")
         if self.backlog.lost:
             warn_user(f"{self._name} lost {self.backlog.lost} records: neither it nor the disk took them")
-
-    @property
-    def _refused_path(self) -> Path:
-        return self.backlog.path.with_suffix(".refused.jsonl")
 
     # ---- in the thread
 
@@ -237,7 +257,8 @@ class Delivery:
             self._before.join()
         while not self._ends:
             waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
-            if not self._begun.done() or (time.monotonic() >= self._next_try_s and self._is_due()):
+            hurries, self._hurries = self._hurries, False
+            if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
                 self._try()
             self._run_tasks(waited)
             if not self._tasks and not self._ends:
@@ -251,7 +272,8 @@ class Delivery:
             self.backlog.close()
 
     def _is_due(self) -> bool:
-        return not self.is_begun or len(self.backlog) > 0
+        few = self.backlog.few()
+        return not self.is_begun or (len(self.backlog) > 0 and (few is None or self._tracker.is_due(*few)))
 
     def _try(self) -> None:
         group: list[Record] = []
@@ -265,7 +287,7 @@ class Delivery:
             # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
             while not self._ends and max(left, len(self.backlog) - BATCH + 1) > 0 and (group := self._next_group()):
                 self._tracker.send(group)
-                self.backlog.drop(len(group))
+                self.backlog.drop(len(group), self._tracker.place())
                 left -= len(group)
                 self._failures, self._singly = 0, max(0, self._singly - len(group))
                 if time.monotonic() > self._noted_s + _PERIOD_S:  # also of a tracker that never catches up
@@ -274,6 +296,8 @@ class Delivery:
             self.error = None
             self._rest()
         except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
+            if self._ends and group:
+                return  # it was stopped, and what is left has been said
             self._singly = self._singly or len(group)
             self._note(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
@@ -315,14 +339,14 @@ class Delivery:
         return bool(second)
 
     def _put_aside(self, record: Record) -> None:
-        self.refused += 1
-        self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {in_short(self.error)}")
+        names = clean(", ".join(record.names()) or record.hook)
+        self._say(f"{self._name} refuses {names}: {in_short(self.error)}")
         try:
-            with self._refused_path.open("ab") as file:
-                file.write(record._replace(step=None).line())  # later steps have arrived, and say nothing of this one
+            # Without its step: later ones have arrived, and say nothing of this one.
+            self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
-        self.backlog.drop(2)  # with the one after it, which has arrived
+        self.backlog.drop(2, self._tracker.place())  # with the one after it, which has arrived
         self._failures, self._next_try_s = 0, 0.0
 
     def _say(self, text: str) -> None:
@@ -349,11 +373,16 @@ class Marks:
 
     Args:
         at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
+        whole: a record is sent whole where the tracker lacks one of its metrics: it is one row of a file.
+        exact: what an earlier process left has been held against what the tracker has, record by record.
     """
 
-    def __init__(self, at_checkpoint: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, at_checkpoint: Mapping[str, int] | None = None, whole: bool = False, exact: bool = False
+    ) -> None:
         self.sent: dict[str, int] = {}
         """The last step by name that was sent."""
+        self._whole, self._exact = whole, exact
         self._at_checkpoint = at_checkpoint
         self._has: Mapping[str, int] = {}
         self._left_over = 0
@@ -388,9 +417,12 @@ class Marks:
 
     def _missing(self, record: Record, left_over: bool) -> Record | None:
         step, low = record.step, {} if left_over else self._at_checkpoint
-        if step is None or low is None:
+        if step is None or low is None or (left_over and self._exact):
             return record
-        there = {name for name in record.names() if low.get(name, -1) < step <= self._has.get(name, -1)}
+        names = record.names()
+        there = {name for name in names if low.get(name, -1) < step <= self._has.get(name, -1)}
+        if self._whole and len(there) < len(names):
+            return record
         if not there or record.hook != "_log_metrics":
             return None if there else record
         left = {name: value for name, value in record.args[0].items() if name not in there}
@@ -412,6 +444,13 @@ class LoggerSide:
         self.is_started = False
         self.note_path = backlog.path.with_suffix(".json")
         self.takes_many = logger._takes_rows
+        self._home = Path.cwd()  # where relative paths point from
+        self._left_over = 0
+        self._has_escaped = False
+        backlog.refuses = self._refuses
+        backlog.note = self.note_path if logger._LOCAL else None
+        backlog.find_seal = lambda: seal_of(self.note_path)
+        backlog.announce = self.write_note
 
     def begin(self) -> None:
         logger = self._logger
@@ -419,27 +458,36 @@ class LoggerSide:
             self._start(logger)
             self.is_started = True
         if logger._resumed:
-            sent = {} if logger._LOCAL else read_note(self.note_path).get("sent")
-            self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), self._left_over)
+            sent = {} if logger._LOCAL else sent_in(read_note(self.note_path))
+            self._marks.resume(sent, self._delivered(), self._left_over)
         logger._resumed = False
-        earlier, logger._earlier = logger._earlier, None
-        if earlier is not None and earlier != logger._log_dir:
-            logger._take_along(earlier)
-            logger._remove_if_empty(earlier)
-            logger._remove_if_empty(earlier.parent)
         self.rest()
 
     def _start(self, logger: Logger) -> None:
         if logger._resumed and logger._version is None and not logger._LOCAL:
-            logger._version = read_note(self.note_path).get("version")
+            logger._version = version_in(read_note(self.note_path))
         try:
             logger._start()
         except Exception as error:
             if logger._LOCAL or isinstance(error, _MISTAKES):
                 raise logger._error("start", error) from error
             raise
-        keep = self._marks.belongs if logger._resumed else lambda record: True
-        self._left_over = self._backlog.take_over(keep)
+        earlier, logger._earlier = logger._earlier, None
+        if earlier is not None and earlier != logger._log_dir:
+            logger._take_along(earlier)
+            logger._remove_if_empty(earlier)
+            logger._remove_if_empty(earlier.parent)
+        self._left_over = self._backlog.take_over(self._keep, logger._row_count())
+
+    def _keep(self, record: Record) -> bool:
+        logger = self._logger
+        return not (logger._holds(record) or (logger._resumed and not self._marks.belongs(record)))
+
+    def _refuses(self, record: Record) -> bool:
+        why = clean(why_not(record, self._backlog.path.parent.parent))
+        if why:
+            warn_user(f"{type(self._logger).__name__} does not take a record that you did not write: {why}")
+        return bool(why)
 
     def _delivered(self) -> Mapping[str, int] | None:
         return self._logger._delivered() if self._logger._x_axis == "step" else None
@@ -451,9 +499,10 @@ class LoggerSide:
             if has is not None:
                 marks.doubt(has, logger._in_doubt)
         logger._in_doubt = max(logger._in_doubt, len(records))
-        left = marks.missing(records)
+        left = [self._in_utf8(record) for record in marks.missing(records)]
         if left and self.takes_many and left[0].hook == "_log_metrics":
             logger._log_rows([Row(record.args[0], record.args[1], record.time_s) for record in left])
+            logger._now_s = left[-1].time_s
         else:
             for record in left:
                 logger._now_s = record.time_s
@@ -462,24 +511,57 @@ class LoggerSide:
         logger._in_doubt = 0
         marks.note(records)
 
+    def _in_utf8(self, record: Record) -> Record:
+        """Escape what UTF-8 does not have in the names of metrics: one would cost the whole file."""
+        names = [name for name in record.names() if not name.isascii()] if record.hook == "_log_metrics" else []
+        changed = {name: name.encode("utf-8", "backslashreplace").decode() for name in names}
+        wrong = [name for name, text in changed.items() if name != text]
+        if not wrong:
+            return record
+        if not self._has_escaped:
+            self._has_escaped = True
+            warn_user(
+                f"the name {wrong[0]!r} is no text of UTF-8: {type(self._logger).__name__} writes it as it is here"
+            )
+        metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
+        return record._replace(args=(metrics, *record.args[1:]))
+
+    def is_due(self, first: Record, last: Record) -> bool:
+        return self._logger._due(first, last)
+
+    def place(self) -> int | None:
+        return self._logger._row_count()
+
+    def stop(self) -> None:
+        if self._logger._appended is not None:
+            self._logger._appended.stop()
+
     def rest(self) -> None:
         if not self._logger._LOCAL:
             self.write_note()
 
     def write_note(self) -> None:
-        """Write which logger this is, and how far it came, beside the backlog."""
+        """Write which logger this is, where it writes, and how far it came, beside the backlog."""
         logger, kind = self._logger, type(self._logger)
-        arguments = {name: getattr(logger, f"_{name}", None) for name in ("name", *logger._SYNC)}
-        arguments["save_dir"] = None if logger._save_dir is None else str(logger._save_dir)
+        assert logger._log_dir is not None
+        run, folder = self._backlog.path.parent.parent, Path(self._home, logger._log_dir)
+        arguments = {"name": logger._name, **logger._sync_arguments()}
+        arguments["save_dir"] = None if logger._save_dir is None else Path(self._home, logger._save_dir)
+        seal = self._backlog.seal
         note = {
             "logger": f"{kind.__module__}:{kind.__qualname__}",
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": logger._version,
             "status": logger.status,
             "sent": dict(self._marks.sent),  # a copy: the other thread may add to it
+            "id": seal and seal.about,
+            "cwd": self._home,
+            # Of a folder in the run folder the part below it: the run folder may be moved.
+            "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
         }
+        note = json.loads(json.dumps(note, default=str))
         try:
             self.note_path.parent.mkdir(parents=True, exist_ok=True)
-            replace(self.note_path, json.dumps(note).encode())
+            replace(self.note_path, json.dumps(note if logger._is_strangers else signed(note)).encode())
         except OSError as error:
             warn_user(f"{self.note_path} could not be written: {error}")

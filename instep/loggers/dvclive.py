@@ -45,6 +45,7 @@ class DVCLiveLogger(Logger):
     _NEEDS = ("dvclive", "dvclive")
     _LOCAL = False
     _SYNC = ("dir",)
+    _PATHS = {"dir": ""}
 
     def __init__(
         self,
@@ -91,6 +92,8 @@ class DVCLiveLogger(Logger):
                 if not text.endswith(b"\n"):  # of a machine that went down
                     table.write_bytes(text[: text.rfind(b"\n") + 1])
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
+        if self._sends_rest:
+            self._settings["save_dvc_exp"] = False  # of the repository of this folder, which is not the run's
         self._live = dvclive.Live(fspath(folder), resume=resume, dvcyaml=dvcyaml, exp_name=self._name, **self._settings)
 
     def _delivered(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ def move_file(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    if not path.exists() or path.is_symlink():  # a stranger's link would bring in what it leads to
         return {}
     values: Any = None
     with suppress(SettingError):  # the folder may be another's; what is no such file of ours is written anew

@@ -6,8 +6,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+from instep.loggers.appended import AppendedFile, check_no_link
+from instep.loggers.backlog import Row
 from instep.loggers.base import Logger
 from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
 from instep.types import PathLike
@@ -48,7 +50,7 @@ class JSONLinesLogger(Logger):
         0.5
     """
 
-    _writers = frozenset({"_file"})
+    _ROWS, _writers = True, frozenset({"_appended"})
 
     NAME_HPARAMS_FILE = NAME
 
@@ -60,7 +62,6 @@ class JSONLinesLogger(Logger):
         **options: Any,
     ) -> None:
         super().__init__(save_dir, name, version, **options)
-        self._file: BinaryIO | None = None
         self._lines = 0
         self._lines_to_keep: int | None = None
         self._has: dict[str, int] = {}  # of what came after the checkpoint
@@ -87,38 +88,60 @@ class JSONLinesLogger(Logger):
     def _start(self) -> None:
         assert self._log_dir is not None
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        path, self._lines = self._log_dir / FILE, 0
-        if path.exists():
-            self._take_over(path)
+        path, self._lines = self._log_dir.absolute() / FILE, 0
+        self._had_rows = 0, frozenset()
+        self._appended = AppendedFile(path)
+        with self._appended.turn():
+            if path.stat().st_size:
+                self._take_over(path)
         self._lines_to_keep = None
-        self._file = path.open("ab", buffering=0)
 
     def _take_over(self, path: Path) -> None:
+        assert self._appended is not None
         with open_regular(path) as file:  # the folder may be another's run that goes on
             content = file.readall()
         whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a line
-        kept = lines = whole.splitlines(keepends=True)
+        lines = whole.splitlines(keepends=True)
+        front, later = len(lines), dict[int, bytes]()
         if self._lines_to_keep is not None:
-            later = [line for line in lines[self._lines_to_keep :] if _step(line) <= self._resumed_step]
-            kept = lines[: self._lines_to_keep] + later
-            for line in later:
+            front = self._lines_to_keep
+            later = {i: line for i, line in enumerate(lines) if i >= front and _step(line) <= self._resumed_step}
+            for line in later.values():
                 self._has |= dict.fromkeys(json.loads(line), int(_step(line)))
+        kept = [*lines[:front], *later.values()]
         if len(kept) < len(lines) or whole != content:
-            replace(path, b"".join(kept))
+            with self._appended.replacing() as part:
+                part.write_bytes(b"".join(kept))
         self._lines = len(kept)
+        self._had_rows = front, frozenset(later)
 
     def _delivered(self) -> dict[str, int]:
         return self._has
 
+    def _row_count(self) -> int | None:
+        return None if self._appended is None or self._appended.is_shared else self._lines
+
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        assert self._file is not None
-        row = {"step": step, "time": round(self._now_s, 3), **values}
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._lines += 1
+        self._append([(step, self._now_s, values)])
+
+    def _append(self, rows: list[tuple[int, float, dict[str, Any]]]) -> None:
+        assert self._appended is not None
+        lines = [
+            json.dumps({"step": step, "time": round(time_s, 3), **values}, ensure_ascii=False) + "\n"
+            for step, time_s, values in rows
+        ]
+        with self._appended.turn():
+            self._appended.append("".join(lines).encode("utf-8", "backslashreplace"))  # half a surrogate, as in JSON
+        self._lines += len(rows)
+
+    def _log_rows(self, rows: list[Row]) -> None:
+        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
+        self._append(
+            [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
+        )
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
-        self._write(step, {name: _number(value) for name, value in metrics.items()})
+        self._log_rows([Row(metrics, step, self._now_s)])
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
@@ -149,6 +172,7 @@ class JSONLinesLogger(Logger):
     def _keep(self, kind: str, name: str, contents: list[bytes], suffix: str, step: int) -> None:
         assert self._log_dir is not None
         folder = self._log_dir / "media"
+        check_no_link(folder)
         folder.mkdir(exist_ok=True)
         stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{step}"
         files = [folder / f"{stem}-{i}.{suffix}" for i in range(len(contents))]
@@ -158,17 +182,17 @@ class JSONLinesLogger(Logger):
 
     def _finalize(self, status: str) -> None:
         assert self._log_dir is not None
-        assert self._file is not None
-        self._file.close()
+        assert self._appended is not None
+        self._appended.close()
         ensure_file(self._log_dir / NAME)
 
     def _take_along(self, earlier: Path) -> None:
         assert self._log_dir is not None
-        assert self._file is not None
+        assert self._appended is not None
         move_file(earlier / NAME, self._log_dir)
         with open_regular(earlier / FILE) as file:
             lines = file.readall().splitlines(keepends=True)
-        self._file.write(b"".join(lines))
+        self._appended.append(b"".join(lines))
         self._lines += len(lines)
         (earlier / FILE).unlink()
         if (earlier / "media").is_dir():

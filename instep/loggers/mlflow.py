@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from instep.errors import SettingError
 from instep.loggers.backlog import Row
@@ -61,6 +62,7 @@ class MLFlowLogger(Logger):
     _OWN_FOLDERS = True
     project_argument = "experiment_name"
     _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
+    _PATHS = {"tracking_uri": "MLFLOW_TRACKING_URI", "artifact_location": None}
 
     def __init__(
         self,
@@ -123,9 +125,11 @@ class MLFlowLogger(Logger):
         self._entities = mlflow.entities
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
+        if self._sends_rest:  # where MLflow would print what the note and its host say, among the lines of the command
+            os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         if self._tracking_uri is None:
             assert self._log_dir is not None
-            folder = (self._save_dir or self._log_dir.parent).absolute()
+            folder = (self._save_dir or (self._log_dir if self._is_strangers else self._log_dir.parent)).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             self._tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
             self._artifact_location = self._artifact_location or str(folder / "mlartifacts")
@@ -147,7 +151,9 @@ class MLFlowLogger(Logger):
     def _open_run(self) -> None:
         client = self._client
         if self._version is not None:
-            self._experiment_id = client.get_run(self._version).info.experiment_id
+            info = client.get_run(self._version).info
+            self._check_place(info.artifact_uri)
+            self._experiment_id = info.experiment_id
             client.update_run(self._version, status="RUNNING", name=self._name)
             self._tag(self._tags)
             return
@@ -157,8 +163,23 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         else:
             self._experiment_id = experiment.experiment_id
-        run = client.create_run(self._experiment_id, tags=context.resolve_tags(self._tags), run_name=self._name)
+        # Who runs which program here is no matter of another user's host.
+        tags = self._tags if self._is_strangers else context.resolve_tags(self._tags)
+        run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
+        self._check_place(run.info.artifact_uri)
         self._version = run.info.run_id
+
+    def _check_place(self, uri: str) -> None:
+        """Raise where the server or database of another user's note would have files written outside of the run."""
+        assert self._log_dir is not None
+        if not self._is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
+            return
+        is_remote = str(self._tracking_uri).startswith(("http:", "https:"))
+        if is_remote and urlsplit(uri).scheme == "mlflow-artifacts" and not urlsplit(uri).netloc:
+            return
+        path = unquote(uri.removeprefix("file:").removeprefix("//"))
+        if is_remote or not Path(path).resolve().is_relative_to(self._log_dir.resolve()):
+            raise SettingError(f"MLflow's run has its files in {uri!r:.300}, which is outside of {self._log_dir}")
 
     def _delivered(self) -> dict[str, int]:
         has = {metric.key: metric.step for metric in self._client.get_run(self._version).to_proto().data.metrics}

@@ -46,7 +46,8 @@ class SwanLabLogger(Logger):
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL, _OWN_FOLDERS = False, True
     _start_timeout_s = 15.0  # with a server that is away the run begins without it
-    _SYNC = ("project", "workspace", "mode")
+    _SYNC = ("project", "workspace", "mode", "log_dir")
+    _PATHS = {"log_dir": ""}
 
     def __init__(
         self,
@@ -70,6 +71,9 @@ class SwanLabLogger(Logger):
         self._sent: dict[str, int] = {}  # the last step of each metric,
         self._written: dict[str, int] = {}  # and that which SwanLab's thread has written
         self._writes = Condition()
+
+    def _sync_arguments(self) -> dict[str, Any]:
+        return {**super()._sync_arguments(), "log_dir": self._folder}
 
     def _start(self) -> None:
         self._swanlab = require("swanlab", extra="swanlab", purpose="SwanLabLogger")

@@ -4,24 +4,51 @@ from __future__ import annotations
 
 import os
 import re
+import site
+import stat
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from instep.errors import InstepError, SettingError
+from instep.errors import InstepError, SettingError, UsageError
 from instep.loggers import logger_class, logger_names
-from instep.loggers.backlog import read_note
+from instep.loggers.appended import check_no_link
+from instep.loggers.backlog import Record, is_own, read_note
 from instep.loggers.base import Logger
 from instep.loggers.delivery import in_short
+from instep.loggers.trust import (
+    arguments_in,
+    files_of,
+    is_signed,
+    leads_out,
+    status_in,
+    version_in,
+    why_links,
+    why_not,
+    why_outside,
+)
 from instep.utils.atomic import replace
+from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import open_regular
 
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
 _TRIES = 3
 _PAUSE_S = 2.0
+_FEW = 20  # files that are named
+_NETWORK = ("http", "https", "aim")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
+_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that no package reads as something else
+# Variables without which a program does not run, or finds no way out.
+_KEPT = (
+    *("PATH", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "TMP", "TEMP", "VIRTUAL_ENV", "SYSTEMROOT"),
+    *("SSL_CERT", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+)
 
 
 class Sent(NamedTuple):
@@ -33,56 +60,201 @@ class Sent(NamedTuple):
     reason: str
 
 
-def sync(run: Path, timeout_s: float = 600.0) -> Iterator[Sent]:
-    """Send what waits in a run folder, logger by logger, in the order it was logged.
+def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None = None) -> Iterator[Sent]:
+    """Send what waits in a run folder, logger by logger, in the order it was logged, to where the run's logger wrote.
 
-    The file beside it that says which logger to use is read as data: only a registered logger is made, only by its own
-    plain arguments, and only where the file belongs to the user who asks, since it says where records are sent with the
-    user's credentials.
+    The note beside it that says which logger to use is read as data: only a registered logger is made, only by its own
+    plain arguments. A note and records that this user's instep has not written go only where the user agrees, without
+    the user's credentials where the note names another host, with no file from outside of the run folder, and nothing
+    is written outside of it.
 
     Args:
         run: the run folder.
         timeout_s: how long one logger may take.
+        ask: gets a text that says what would be sent where, and raises if that is not to be. None: it is not to be.
 
     Raises:
-        SettingError: the logger is not known, or a file belongs to another user.
+        SettingError: the logger is not known, a file belongs to another user, or something leads out of the folder.
         InstepError: the run is still going on, or the logger cannot be opened.
     """
+    run = run.absolute()
     folder = run / "loggers"
+    check_no_link(folder)
     for file in sorted(folder.glob("*.jsonl")):
         if file.name.endswith(".refused.jsonl") and file.with_name(file.name.replace(".refused", "")).exists():
             continue  # it is sent with the other one
         note = file.with_name(file.name.removesuffix(".jsonl").removesuffix(".refused") + ".json")
-        yield _send(run, note, timeout_s)
+        yield _send(run, note, timeout_s, ask or _refuse)
 
 
-def _send(run: Path, note: Path, timeout_s: float) -> Sent:
-    backlog, refused = note.with_suffix(".jsonl"), note.with_suffix(".refused.jsonl")
-    for file in (note, backlog, refused):
-        if os.path.lexists(file) and hasattr(os, "getuid") and os.lstat(file).st_uid != os.getuid():
-            raise SettingError(f"{file} belongs to another user: it says where records are sent with your credentials")
-    content = read_note(note)
-    kind = _class_of(str(content.get("logger")), note)
+def _refuse(text: str) -> None:
+    raise UsageError(text)
+
+
+def _send(run: Path, path: Path, timeout_s: float, ask: Callable[[str], None]) -> Sent:
+    backlog, refused = path.with_suffix(".jsonl"), path.with_suffix(".refused.jsonl")
+    for file in (path, backlog, refused):
+        _check_file(file)
+    note = read_note(path)
+    kind = _class_of(str(note.get("logger")), path)
     _check_free(backlog, kind.__name__)
+    known = ("name", "save_dir", *kind._SYNC)
+    note["arguments"] = arguments = {name: it for name, it in arguments_in(note, path).items() if name in known}
+    seal = Seal(str(note.get("id"))) if is_signed(note) else None
+    waiting = [line for file in (backlog, refused) for line in _lines(file)]
+    own = seal is not None and all(is_own(line, seal) for line in waiting)
+    folder, bare = Path(str(note.get("folder", "."))), False
+    if not own:
+        arguments.pop("save_dir", None)
+        folder = folder if not why_outside(run / folder, run) else Path()
+        bare = _settle_places(kind, arguments, run)
+        to = f"into {run / folder}" if kind._LOCAL else "to where your own settings of the tracker say"
+        to = "without your passwords and keys" if bare else to
+        to += "" if note.get("version") is None else f", run {version_in(note)!r:.80}"
+        ask(_question(run, path, kind, arguments, waiting, to))
+        if why := why_links(run):
+            raise SettingError(f"{why}: what came with a run folder may not lead out of it")
+    elif not folder.is_absolute() and folder.parts and not (run / folder).resolve().is_relative_to(run.resolve()):
+        raise SettingError(f"{run / folder} leads out of the run folder by a link")
     if refused.exists():  # tried again, before the others
-        with open_regular(refused) as file:
-            first = file.readall()
-        rest = b""
-        if backlog.exists():
-            with open_regular(backlog) as file:
-                rest = file.readall()
-        replace(backlog, first + rest)
+        replace(backlog, b"".join([*_lines(refused), *_lines(backlog)]))
         refused.unlink()
-    given = content.get("arguments")
-    known = {"name", "save_dir", *kind._SYNC}
-    arguments = {name: value for name, value in given.items() if name in known} if isinstance(given, dict) else {}
-    logger = kind(**arguments)
-    match = _STEM.fullmatch(note.stem)
+    match = _STEM.fullmatch(path.stem)
     number, rank = (int(match[key] or 0) for key in ("number", "rank")) if match is not None else (0, 0)
-    logger.take_up(content.get("version"), max(0, number - 1), rank, str(content.get("status", "interrupted")))
-    with BufferedReader(open_regular(backlog)) as lines:
-        waited = sum(line.startswith(b"[") for line in lines)  # one that has arrived has lost its "["
-    return _deliver(logger, run, waited, timeout_s)
+    with _apart(_home(note, kind, arguments) if own else None, bare) as left_running:
+        logger = kind(**arguments)
+        logger.take_up(version_in(note), max(0, number - 1), rank, status_in(note))
+        logger._rest_dir, logger._is_strangers = run / folder, not own
+        sent, thread = _deliver(logger, run, len(waiting), timeout_s)
+        if thread.is_alive():
+            left_running.append(thread)
+    return sent
+
+
+def _check_file(file: Path) -> None:
+    if not os.path.lexists(file):
+        return
+    check_no_link(file)
+    state = os.lstat(file)
+    if hasattr(os, "getuid") and state.st_uid != os.getuid():
+        raise SettingError(f"{file} belongs to another user: it says where records are sent with your credentials")
+    if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        raise SettingError(f"{file} is no regular file, or has another name too, and sending from it would change that")
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yield the lines of what waits: one that has arrived has lost its first character."""
+    with suppress(FileNotFoundError), BufferedReader(open_regular(file)) as lines:
+        yield from (line.rstrip(b"\n") + b"\n" for line in lines if line.startswith(b"["))
+
+
+def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> bool:
+    """Settle the places in a stranger's note; return True if one is a host that the user's settings do not name.
+
+    What the environment names takes the place of the note's.
+
+    Raises:
+        SettingError: one is outside of the run folder.
+    """
+    places = {**kind._PATHS, **kind._HOSTS}
+    for name in arguments.keys() & places.keys():
+        if arguments[name] is None or places[name] is None or places[name] in os.environ:
+            del arguments[name]
+    for name in arguments.keys() & kind._PATHS.keys():
+        before, after = _local(str(arguments[name]))
+        if after is None:
+            if urlsplit(str(arguments[name])).scheme not in _NETWORK:
+                raise SettingError(
+                    f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write: only "
+                    f"folders and {', '.join(_NETWORK)} addresses are taken from another user's note"
+                )
+            continue
+        path = run / after
+        if why_outside(path, run, exists=False) or not _PLAIN(after):
+            way = f"set {places[name]}, or " if places[name] else ""
+            raise SettingError(
+                f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write, leads out "
+                f"of {run}, and nothing is written there. To send what waits, {way}move the run to where it was made."
+            )
+        arguments[name] = f"{before}{path}"
+    hosts = {name for name in arguments.keys() & kind._PATHS.keys() if _local(str(arguments[name]))[1] is None}
+    hosts |= arguments.keys() & kind._HOSTS.keys()
+    known = kind.__module__.startswith("instep.")
+    for name in arguments.keys() - kind._PATHS.keys():
+        parts = str(arguments[name]).replace("\\", "/").split("/")
+        if ".." in parts or (not known and leads_out(str(arguments[name]))):
+            raise SettingError(
+                f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write, leads out "
+                f"of {run}"
+            )
+    if not known:  # it may not say which of its arguments are places
+        hosts |= arguments.keys() - {"name", *kind._PATHS}
+    return bool(hosts)
+
+
+def _local(place: str) -> tuple[str, str | None]:
+    """Split a place on this machine into what stands before the path, and the path; None for the path of a host."""
+    for before, kept in (("sqlite:///", "sqlite:///"), ("file://", ""), ("file:", "")):
+        if place.startswith(before):
+            return kept, place.removeprefix(before)
+    return "", None if _SCHEME(place) else place
+
+
+def _home(note: dict[str, Any], kind: type[Logger], arguments: dict[str, Any]) -> Path:
+    """Return the folder that paths in this user's note point from."""
+    home = Path(str(note.get("cwd")))
+    if home.is_dir():
+        return home
+    for name in arguments.keys() & kind._PATHS.keys():
+        if (path := _local(str(arguments[name]))[1]) is not None and not os.path.isabs(path):
+            raise InstepError(f"{kind.__name__}({name}={arguments[name]!r}) is in {home}, which is gone: make it again")
+    return Path.cwd()
+
+
+def _question(
+    run: Path, note: Path, kind: type[Logger], arguments: dict[str, Any], waiting: list[bytes], to: str
+) -> str:
+    """Describe what would be sent where."""
+    lines = [f"{note} was not written by you, or not here. It has {len(waiting):,} records that would be sent by"]
+    lines.append(f"  {kind.__name__}({', '.join(f'{name}={value!r:.200}' for name, value in arguments.items())}) {to}")
+    files: list[str] = []
+    for line in waiting:
+        with suppress(ValueError):
+            record = Record.of_line(line)
+            why = why_not(record, run)
+            files += [f"  {path!s:.300}: {'not sent, ' + why if why else 'sent'}" for path in files_of(record)]
+    more = [f"  and {len(files) - _FEW:,} more"] if len(files) > _FEW else []
+    return "\n".join([*lines, *(["with the files"] if files else []), *files[:_FEW], *more])
+
+
+@contextmanager
+def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
+    """Work in a folder in a `with` block; what it appends to its list are threads that go on after it.
+
+    Args:
+        home: the folder; None for an empty one, in which no package finds settings.
+        bare: without the user's variables, and without files of a home folder: no package finds a password or a key.
+    """
+    before, variables, threads = os.getcwd(), dict(os.environ), list[threading.Thread]()
+    with tempfile.TemporaryDirectory(prefix="instep-sync-") as empty:
+        try:
+            if bare:
+                kept = {name: value for name, value in variables.items() if name.upper().startswith(_KEPT)}
+                base = {"PYTHONUSERBASE": site.getuserbase(), "HOME": empty, "USERPROFILE": empty, "NETRC": os.devnull}
+                no_cloud = {"AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true"}
+                _set_variables({**kept, **base, **no_cloud})
+            os.chdir(empty if home is None else home)
+            yield threads
+        finally:
+            os.chdir(before)
+            if not threads:  # one that goes on would find them
+                _set_variables(variables)
+
+
+def _set_variables(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def _class_of(text: str, note: Path) -> type[Logger]:
@@ -109,17 +281,18 @@ def _check_free(backlog: Path, name: str) -> None:
                 raise InstepError(f"{backlog}: the run goes on, and its {name} sends this itself") from None
 
 
-def _deliver(logger: Logger, run: Path, waited: int, timeout_s: float) -> Sent:
+def _deliver(logger: Logger, run: Path, waited: int, timeout_s: float) -> tuple[Sent, threading.Thread]:
     end_s = time.monotonic() + timeout_s
     logger.start(run)
     delivery = logger._delivery
     assert delivery is not None
     for attempt in range(_TRIES):
-        all_sent = delivery.flush(max(0.1, end_s - time.monotonic())) and delivery.is_begun
+        all_sent = delivery.flush(max(0.1, end_s - time.monotonic()), early=True) and delivery.is_begun
         if all_sent or time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S * (attempt + 1))
     left, error = len(delivery.backlog) if delivery.is_begun else waited, delivery.error
     logger.finalize(logger.status)
     reason = in_short(error) if error is not None else ""
-    return Sent(type(logger).__name__, waited, left + delivery.refused, reason)
+    sent = Sent(type(logger).__name__, waited, left + delivery.backlog.refused, reason)
+    return sent, delivery._thread

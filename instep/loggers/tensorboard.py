@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import socket
 import time
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.loggers.appended import AppendedFile
+from instep.loggers.backlog import Record, Row
 from instep.loggers.base import Logger, numbered
 from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file, move_file
 from instep.types import PathLike
@@ -15,17 +21,20 @@ from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_QUEUE_EVENTS = 1000  # the library's 10 would make the training thread wait for a slow disk
+_NUMBERS = count()  # of the files that this process made in one second
 
 
 class TensorBoardLogger(Logger):
     """Writes metrics as TensorBoard event files into the run folder: `tensorboard --logdir <folder>` shows them.
 
-    The library's own event writer is used, with its background thread; torch's SummaryWriter, whose import takes nine
-    times as long, is loaded only if `experiment` is used. Hyperparameters are written for the HParams tab, whose
-    metrics are all the run's scalars, and into `hparams.yaml`. TensorBoard keeps float32.
+    The library's own records are written, without its thread, which forgets what a full disk does not take. torch's
+    SummaryWriter, whose import takes nine times as long, is loaded only if `experiment` is used. Hyperparameters are
+    written for the HParams tab, whose metrics are all the run's scalars, and into `hparams.yaml`. TensorBoard keeps
+    float32.
 
     A resumed run writes a further event file into the same folder, which begins by telling TensorBoard to forget the
     points that were logged after the checkpoint.
@@ -39,7 +48,7 @@ class TensorBoardLogger(Logger):
             the HParams tab has a column for it; `self.log("hp_metric", value)` fills it.
         prefix: put before every metric's name, joined by "-".
         sub_dir: a folder below all that.
-        flush_s: seconds after which events are on the disk at the latest.
+        flush_s: seconds after which events are on the disk at the latest; 500 rows of metrics are written at once.
         **options: `x_axis` and the others of `Logger`.
 
     Raises:
@@ -57,7 +66,7 @@ class TensorBoardLogger(Logger):
         1
     """
 
-    _writers = frozenset({"_writer", "_summary_writer", "_event", "_proto"})
+    _writers = frozenset({"_appended", "_summary_writer", "_event", "_proto", "_records"})
 
     NAME_HPARAMS_FILE = NAME
 
@@ -78,11 +87,12 @@ class TensorBoardLogger(Logger):
         self._default_hp_metric = FLAG("default_hp_metric", default_hp_metric)
         self._sub_dir = sub_dir
         self._flush_s = above_zero("of seconds above 0")("flush_s", flush_s)
-        self._writer: Any = None
+        self._records: Any = None
         self._summary_writer: Any = None
         self._event: Any = None
         self._proto: Any = None
         self._has: dict[str, int] = {}
+        self._events: set[tuple[int, float]] | None = None  # step and time of those that were there
         self._has_hparams = False
         self._has_hp_metric = False
 
@@ -101,49 +111,84 @@ class TensorBoardLogger(Logger):
 
     def _start(self) -> None:
         # Slow imports, 0.2 s together.
-        writer = require("tensorboard.summary.writer.event_file_writer", extra=None, purpose="TensorBoardLogger")
+        self._records = require("tensorboard.summary.writer.record_writer", extra=None, purpose="TensorBoardLogger")
         self._event = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="TensorBoardLogger")
         self._proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
         assert self._log_dir is not None
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        earlier = any(self._log_dir.glob("events.out.tfevents.*"))
-        self._writer = writer.EventFileWriter(
-            str(self._log_dir), max_queue_size=_QUEUE_EVENTS, flush_secs=self._flush_s
-        )
+        earlier, self._events = any(self._log_dir.glob("events.out.tfevents.*")), None
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._appended = AppendedFile(self._log_dir.absolute() / name)
+        self._write([self._event.Event(wall_time=time.time(), file_version="brain.Event:2")])
         self._has_hp_metric = self._has_hp_metric or self._resumed
-        if self._resumed and earlier:
+        if self._resumed and earlier and not self._sends_rest:
             self._has = self._scalars_up_to(self._last_step)
             log = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(step=self._last_step + 1, session_log=log)
 
-    def _scalars_up_to(self, last: int) -> dict[str, int]:
-        """Return the last step of each scalar, of those that a resumed run keeps."""
+    def _found(self) -> Iterator[Any]:
+        """Yield the events in the files, in their order."""
         reader = require(
             "tensorboard.backend.event_processing.event_file_loader", extra=None, purpose="TensorBoardLogger"
         )
-        has: dict[str, int] = {}
         assert self._log_dir is not None
         for file in sorted(self._log_dir.glob("events.out.tfevents.*")):
-            for event in reader.LegacyEventFileLoader(str(file)).Load():
-                if event.HasField("session_log"):
-                    has = {name: min(step, event.step - 1) for name, step in has.items()}
-                elif event.step <= last:
-                    has.update(dict.fromkeys((value.tag for value in event.summary.value), event.step))
+            if file.is_file() and not file.is_symlink():
+                yield from reader.LegacyEventFileLoader(str(file)).Load()
+
+    def _scalars_up_to(self, last: int) -> dict[str, int]:
+        """Return the last step of each scalar, of those that a resumed run keeps."""
+        has: dict[str, int] = {}
+        for event in self._found():
+            if event.HasField("session_log"):
+                has = {name: min(step, event.step - 1) for name, step in has.items()}
+            elif event.step <= last:
+                has.update(dict.fromkeys((value.tag for value in event.summary.value), event.step))
         return has
 
     def _delivered(self) -> dict[str, int]:
         return self._has
 
+    def _holds(self, record: Record) -> bool:
+        if self._events is None:
+            self._events = {(event.step, event.wall_time) for event in self._found()}
+        step = record.args[1] if record.hook == "_log_metrics" else record.args[-1]
+        return (step if type(step) is int else 0, record.time_s) in self._events
+
+    def _due(self, first: Record, last: Record) -> bool:
+        return time.time() - first.time_s >= self._flush_s or first.hook != "_log_metrics"
+
     def _add(self, **event: Any) -> None:
-        self._writer.add_event(self._event.Event(wall_time=self._now_s or time.time(), **event))
+        self._write([self._event.Event(wall_time=self._now_s or time.time(), **event)])
+
+    def _write(self, events: list[Any]) -> None:
+        assert self._appended is not None
+        framed = io.BytesIO()
+        writer = self._records.RecordWriter(framed)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self._appended.append(framed.getvalue())
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        value = self._proto.Summary.Value
-        values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
-        self._add(step=step, summary=self._proto.Summary(value=values))
+        self._log_rows([Row(metrics, step, self._now_s or time.time())])
+
+    def _log_rows(self, rows: list[Row]) -> None:
+        value, summary = self._proto.Summary.Value, self._proto.Summary
+        self._write(
+            [
+                self._event.Event(
+                    wall_time=row.time_s,
+                    step=row.step,
+                    summary=summary(value=[value(tag=name, simple_value=it) for name, it in row.metrics.items()]),
+                )
+                for row in rows
+            ]
+        )
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._experiment().add_text(name, text, step, self._now_s)
+        writer = self._experiment()
+        writer.add_text(name, text, step, self._now_s)
+        writer.flush()
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         for key, image in numbered(name, images):
@@ -241,7 +286,6 @@ class TensorBoardLogger(Logger):
         self._experiment().add_graph(module, example_input)
 
     def _save(self) -> None:
-        self._writer.flush()
         if self._summary_writer is not None:
             self._summary_writer.flush()
 
@@ -255,8 +299,9 @@ class TensorBoardLogger(Logger):
                 self._add_hparams("SESSION_END_INFO_TAG", data.HParamsPluginData(session_end_info=info))
         finally:
             assert self._log_dir is not None
+            assert self._appended is not None
             ensure_file(self._log_dir / NAME)
-            self._writer.close()
+            self._appended.close()
             if self._summary_writer is not None:
                 self._summary_writer.close()
                 self._summary_writer = None

@@ -43,7 +43,13 @@ class TrackioLogger(Logger):
         >>> logger = TrackioLogger("digits", name="first", auto_log_gpu=False)  # doctest: +SKIP
     """
 
-    _NEEDS, _LOCAL, _SYNC, _writers = ("trackio", "trackio"), False, ("project", "space_id"), frozenset({"_run"})
+    _NEEDS, _LOCAL, _SYNC, _writers = (
+        ("trackio", "trackio"),
+        False,
+        ("project", "space_id", "server_url"),
+        frozenset({"_run"}),
+    )
+    _HOSTS = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}
 
     _OWN_FOLDERS = True
     project_argument = "project"
@@ -60,7 +66,9 @@ class TrackioLogger(Logger):
         options = take_options(init)
         super().__init__(save_dir, name, version, prefix, **options)
         self._project = project or RUNS
-        self._space_id = init.get("space_id")
+        self._space_id, server = init.get("space_id"), init.get("server_url")
+        # A token stands in such an address: `instep runs sync` takes TRACKIO_SERVER_URL.
+        self._server_url = None if server is None or "?" in server or "@" in server else server
         self._init = init
         self._run: Any = None
         self._config: dict[str, Any] | None = None  # not in the database yet
@@ -69,12 +77,15 @@ class TrackioLogger(Logger):
         return self._run
 
     def _start(self) -> None:
-        if self._save_dir is not None and "trackio" not in sys.modules:
-            os.environ["TRACKIO_DIR"] = str(self._save_dir.absolute())  # read when it is imported
+        folder = self._save_dir
+        if self._is_strangers and "TRACKIO_DIR" not in os.environ:
+            folder = self._log_dir
+        if folder is not None and "trackio" not in sys.modules:
+            os.environ["TRACKIO_DIR"] = str(folder.absolute())  # read when it is imported
         trackio = self._package()
-        if self._save_dir is not None and self._save_dir.absolute() != trackio.utils.TRACKIO_DIR:
+        if folder is not None and folder.absolute() != trackio.utils.TRACKIO_DIR:
             raise SettingError(
-                f"TrackioLogger(save_dir={str(self._save_dir)!r}): Trackio is loaded and writes into "
+                f"TrackioLogger(save_dir={str(folder)!r}): Trackio is loaded and writes into "
                 f"{trackio.utils.TRACKIO_DIR}. It has one folder in a process: set TRACKIO_DIR before it is imported.",
                 field="save_dir",
             )

@@ -92,7 +92,7 @@ class WandbLogger(Logger):
         True
     """
 
-    _LOCAL, _SYNC, _writers = False, ("project", "mode"), frozenset({"_run", "_given", "_wandb", "_disk"})
+    _LOCAL, _SYNC, _writers = False, ("project", "mode", "entity"), frozenset({"_run", "_given", "_wandb", "_disk"})
     _OWN_FOLDERS = True
     project_argument = "project"
 
@@ -129,7 +129,7 @@ class WandbLogger(Logger):
         if offline and mode not in (None, "offline"):
             raise SettingError(f"offline=True contradicts mode={mode!r}. Give one of them.", field="mode", got=mode)
         self._mode = "offline" if offline else mode
-        self._project = project
+        self._project, self._entity = project, init.get("entity")
         self._init_timeout_s = _SECONDS("init_timeout_s", init_timeout_s)
         self._finish_timeout_s = _SECONDS("finish_timeout_s", finish_timeout_s)
         self._fall_back = fall_back_offline
@@ -235,6 +235,8 @@ class WandbLogger(Logger):
         settings = {name: value for name, value in limits.items() if name == "init_timeout" or name in known}
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
+        if self._sends_rest:
+            settings |= {"disable_git": True, "disable_code": True}  # of this folder, which is not the run's
         if wandb.run is not None:
             given.setdefault("reinit", "create_new")  # another logger's run stays open beside this one
         return wandb.init(

@@ -78,6 +78,32 @@ def is_own(value: Any, given: Any) -> bool:
     return key is not None and isinstance(given, str) and hmac.compare_digest(_mac(key, value).encode(), given.encode())
 
 
+class Seal:
+    """Marks of this user on many pieces of data, for which the key is read once.
+
+    Args:
+        about: what the data belong to; a mark is of no use with another one.
+    """
+
+    def __init__(self, about: str) -> None:
+        self.about = about
+        key = _key(make=True)
+        # Keyed BLAKE2 is a MAC by itself, in a fourth of the time of HMAC: a queue that is full is marked at once.
+        self._begun = None if key is None else hashlib.blake2b(f"{about}\n".encode(), key=key[:64], digest_size=16)
+
+    def mark(self, data: bytes) -> str:
+        """Compute the mark of a piece of data; empty where no key can be kept."""
+        if self._begun is None:
+            return ""
+        mark = self._begun.copy()
+        mark.update(data)
+        return mark.hexdigest()
+
+    def is_own(self, data: bytes, given: str) -> bool:
+        """Return True if this user made the mark of a piece of data."""
+        return self._begun is not None and hmac.compare_digest(self.mark(data).encode(), given.encode())
+
+
 def _mac(key: bytes, value: Any) -> str:
     return hmac.new(key, json.dumps(value, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 

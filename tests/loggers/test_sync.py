@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import csv
 import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from instep.cli.main import main
-from instep.errors import SettingError
-from instep.loggers import NAMES
+from instep.errors import SettingError, UsageError
+from instep.loggers import NAMES, CSVLogger
 from instep.loggers.sync import sync
 from tests.loggers.test_delivery import Remote, warned
 from tests.trainer.toys import LoggingToy, loader, quiet
@@ -118,3 +120,106 @@ def test_a_tracker_that_raises_at_every_call_ends_no_training(tmp_path, monkeypa
     assert [step for _, step, metrics in rows if "train_loss_step" in metrics] == list(
         range(1, trainer.global_step + 1)
     )
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [float(row["x"]) for row in csv.DictReader(file)]
+
+
+def run_with_rows_that_wait(run):
+    """Write four rows of a run, and have five more wait for a disk that is full."""
+
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    logger = CSVLogger(flush_timeout_s=0.1)
+    logger.start(run)
+    for step in range(4):
+        logger.log_metrics({"x": step / 4}, step)
+    logger.save()
+    with pytest.MonkeyPatch.context() as patch, warned() as said:
+        for name in {"_log_metrics", "_log_rows"} & vars(CSVLogger).keys():
+            patch.setattr(CSVLogger, name, refuse)
+        for step in range(4, 9):
+            logger.log_metrics({"x": step / 4}, step)
+        logger.finalize()
+    assert "5 records" in said[-1]
+
+
+def test_a_run_from_another_machine_asks_and_shows_where_it_goes(tmp_path, monkeypatch, capsys):
+    run_with_rows_that_wait(tmp_path / "run")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another machine"))
+    assert main(["runs", "sync", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "was not written by you" in said
+    assert f"CSVLogger() into {tmp_path / 'run'}" in said
+    assert "--yes" in said
+    assert len(rows_of(tmp_path / "run")) == 4
+    assert main(["runs", "sync", str(tmp_path / "run"), "--yes"]) == 0
+    assert rows_of(tmp_path / "run") == [step / 4 for step in range(9)]
+
+
+def test_a_line_that_was_added_to_ones_own_run_asks(tmp_path):
+    run_with_rows_that_wait(tmp_path / "run")
+    with (tmp_path / "run/loggers/CSVLogger.jsonl").open("a") as file:
+        file.write(json.dumps(["_log_metrics", [{"dict": {"x": 9.0}}, 9], 9, 1.0]) + "\n")
+    with pytest.raises(UsageError, match="not written by you"):
+        list(sync(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"folder": "/tmp"}, {"version": "x"}, {"arguments": {"name": "x"}}, {"id": "0" * 32}]
+)
+def test_a_note_that_was_changed_asks(tmp_path, change):
+    run_with_rows_that_wait(tmp_path / "run")
+    note = tmp_path / "run/loggers/CSVLogger.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), **change}))
+    with pytest.raises(UsageError, match="not written by you"):
+        list(sync(tmp_path / "run"))
+
+
+class Named(Server):
+    """A tracker that is sent keys of the environment."""
+
+    _SYNC = ("place", "url")
+    seen: ClassVar[list] = []
+
+    def __init__(self, place: str = "", url: str | None = None, **options) -> None:
+        super().__init__(place, **options)
+        self._url = url
+
+    def _start(self):
+        self._version = "run-7"
+        Named.seen.append((self._url, os.environ.get("NAMED_KEY"), os.environ["HOME"]))
+
+    def _log_metrics(self, metrics, step):
+        pass
+
+
+def test_a_logger_of_ones_own_gets_no_keys_for_a_host_of_a_strangers_note(tmp_path, monkeypatch):
+    monkeypatch.setitem(NAMES, "named", Named)
+    monkeypatch.setenv("NAMED_KEY", "s3cret")
+    place = tmp_path / "run/loggers"
+    place.mkdir(parents=True)
+    note = {"logger": f"{Named.__module__}:{Named.__qualname__}", "arguments": {"url": "evil.example:80"}}
+    (place / "Named.json").write_text(json.dumps(note))
+    (place / "Named.jsonl").write_text(json.dumps(["_log_metrics", [{"dict": {"x": 9.0}}, 9], 9, 1.0]) + "\n")
+    asked = []
+    monkeypatch.setattr(Named, "seen", [])
+    home = os.environ["HOME"]
+    assert [one.left for one in sync(tmp_path / "run", ask=asked.append)] == [0]
+    [(url, key, seen_home)] = Named.seen
+    assert (url, key) == ("evil.example:80", None)
+    assert seen_home != home
+    assert (os.environ["HOME"], os.environ["NAMED_KEY"]) == (home, "s3cret")
+    assert "evil.example:80" in asked[0]
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../../outside", "~/x"])
+def test_a_logger_of_ones_own_gets_no_place_outside_from_a_strangers_note(tmp_path, monkeypatch, run, place):
+    note = run / "loggers" / "Server.json"
+    said = json.loads(note.read_text())
+    note.write_text(json.dumps({**said, "arguments": {"place": place}}))
+    with pytest.raises(SettingError, match="leads out"):
+        list(sync(run, ask=print))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, names
 from instep.checkpoint.manifest import MANIFEST
 from instep.checkpoint.scan import Broken, folder_names, list_checkpoints
+from instep.cli import output
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
@@ -94,7 +94,7 @@ def find_one(path: str) -> Path:
 
 def pass_over(problem: str) -> None:
     """Say why an older checkpoint is taken."""
-    sys.stderr.write(f"instep: {problem} The next older one is taken.\n")
+    output.warn(f"{problem} The next older one is taken.")
 
 
 def _below(folder: Path, depth: int) -> Iterator[Folder]:

@@ -3,11 +3,16 @@
 It waits in `RUN/loggers/`, one file for each tracker, and is sent in the order it was logged; what a tracker has
 already is left out. Nothing is sent for a run that is still going on: it does that itself.
 
+It goes where the run's logger wrote. A run that you did not make yourself, or not on this machine, names a place too:
+that is shown with the files, and nothing is sent before a yes. Even then no file from outside of the run folder is
+sent, and none of your passwords and keys goes to a host that only the run folder names.
+
 Exit codes: 0 all has arrived; 1 something waits still, or an error; 2 wrong arguments.
 
 Examples:
   instep runs sync instep_runs/version_3
   instep runs sync instep_runs/version_3 --import my_project.loggers
+  instep runs sync copied/version_3 --yes
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="at most, for one tracker (default: 600)"
     )
     parser.add_argument("--import", dest="module", metavar="MODULE", help="a module that registers loggers of your own")
+    parser.add_argument("--yes", action="store_true", help="send what a run that you did not make names, as it says")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -41,7 +47,14 @@ def run(args: argparse.Namespace) -> int:
     if args.module:
         sys.path.insert(0, "")
         import_module(args.module)
-    done = list(sync(folder, args.timeout))
+
+    def ask(what: str) -> None:
+        if args.yes:
+            output.warn(what)
+        else:
+            output.confirm(what, "Send it?", "Look at it, then send it with --yes.", "nothing was sent")
+
+    done = list(sync(folder, args.timeout, ask))
     if args.json:
         output.say_json({"run": str(folder), "loggers": [one._asdict() for one in done]})
     elif not done:

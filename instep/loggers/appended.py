@@ -1,0 +1,131 @@
+"""Files of a logger that only grow: rows of a table, lines of JSON, events."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from instep.errors import UsageError
+from instep.utils.atomic import append, replacing
+from instep.utils.untrusted_files import open_regular
+
+
+class AppendedFile:
+    """File to which a logger's thread appends; what is appended is in it as a whole, or not at all.
+
+    Several loggers may append to one file, in turn. A link is refused, and a file that has another name as well is
+    copied first: both may lead out of the run folder.
+
+    Args:
+        path: of the file, made where it is missing.
+
+    Raises:
+        UsageError: it is a link.
+        OSError: it cannot be written, or is no regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_shared = False
+        """Whether somebody else changed the file since it was opened."""
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._fd = -1
+        check_no_link(path)
+        if path.exists() and path.stat().st_nlink > 1:
+            with open_regular(path) as file, replacing(path, sync=False) as part, part.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+        self._open()
+        self._left = self._state()
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Keep others from changing the file in a `with` block; yields whether they did so since the last one."""
+        self._take_turn(True)
+        try:
+            while not self._is_at_path():  # another one has put a file in its place
+                self._take_turn(False)
+                self.close()
+                self._open()
+                self._take_turn(True)
+            changed = self._left is not None and self._left != self._state()
+            self.is_shared |= changed
+            yield changed
+        finally:
+            self._left = self._state()
+            self._take_turn(False)
+
+    def append(self, data: bytes) -> None:
+        """Add data to the end.
+
+        Raises:
+            UsageError: `stop` was called.
+            OSError: the disk does not take all of it; the file is as before.
+        """
+        with self._going():
+            append(self._fd, data)
+
+    @contextmanager
+    def replacing(self) -> Iterator[Path]:
+        """Write another content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
+        with self._going():
+            with replacing(self.path, sync=False) as part:
+                yield part
+            self.close()
+            self._open()
+            self._take_turn(True)
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Refuse what the thread may append from now on, and wait for a write that has begun."""
+        self._stopped = True
+        if self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @contextmanager
+    def _going(self) -> Iterator[None]:
+        with self._lock:
+            if self._stopped:
+                raise UsageError(f"{self.path} is closed")
+            yield
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._fd = os.open(self.path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    def _state(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            state = os.fstat(self._fd)
+            return state.st_ino, state.st_size
+        return None
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _take_turn(self, begins: bool) -> None:
+        with suppress(ImportError, OSError):  # Windows; a file system without locks; a file that is closed
+            import fcntl
+
+            fcntl.flock(self._fd, fcntl.LOCK_EX if begins else fcntl.LOCK_UN)
+
+
+def check_no_link(path: Path) -> None:
+    """Raise where a file of a logger is a link.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if os.path.islink(path):
+        raise UsageError(f"{path} is a link to {os.readlink(path)}: what is logged would be written there. Remove it.")

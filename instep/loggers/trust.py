@@ -1,0 +1,178 @@
+"""What is believed of the files in `<run>/loggers`: anybody may have put them there.
+
+The note beside a backlog says where its records are sent. A note and lines that this user's instep wrote carry its mark
+(`instep.utils.private_files`). Without it a note is a stranger's, and a record is sent only if nothing in it leads out
+of the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+from uuid import uuid4
+
+from instep.errors import SettingError
+from instep.loggers.backlog import Record, read_note
+from instep.utils.private_files import Seal, is_own, mark
+
+_STATUS = ("success", "interrupted", "failed")
+_WITH_FILES = ("_log_artifact", "_log_checkpoint", "_after_save_checkpoint")
+_HOOKS = (
+    *("_log_metrics", "_log_hyperparams", "_log_text", "_log_image", "_log_audio", "_log_video", "_log_histogram"),
+    *("_log_table", "_log_code", *_WITH_FILES),
+)
+_VALUES = (str, int, float, bool, type(None))
+
+
+def signed(note: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a note with this user's mark."""
+    return {**note, "mark": mark(dict(note))}
+
+
+def is_signed(note: Mapping[str, Any]) -> bool:
+    """Return True if a note has this user's mark."""
+    return is_own({key: value for key, value in note.items() if key != "mark"}, note.get("mark"))
+
+
+def seal_of(path: Path) -> Seal:
+    """Return the seal for the lines beside a note: that of this user's note where there is one."""
+    note = read_note(path)
+    return Seal(str(note["id"]) if "id" in note and is_signed(note) else uuid4().hex)
+
+
+def version_in(note: Mapping[str, Any]) -> int | str | None:
+    """Return the version in a note.
+
+    Raises:
+        SettingError: it leads out of a folder, or is of another kind.
+    """
+    version = note.get("version")
+    if not is_version(version):
+        raise SettingError(f"the note of a logger has the version {version!r:.80}, which is no name of a folder")
+    return version
+
+
+def is_version(version: Any) -> bool:
+    """Return True if a version is a number, None, or a name that stays in its folder."""
+    name = str(version)
+    return isinstance(version, int | str | None) and name != ".." and PurePath(name).name == name and "\0" not in name
+
+
+def sent_in(note: Mapping[str, Any]) -> dict[str, int]:
+    """Return the last step by name in a note, as far as it is of that kind."""
+    sent = note.get("sent")
+    return {name: step for name, step in sent.items() if type(step) is int} if isinstance(sent, dict) else {}
+
+
+def status_in(note: Mapping[str, Any]) -> str:
+    """Return how the run ended as its note says, "interrupted" where it says nothing that is known."""
+    status = note.get("status")
+    return status if status in _STATUS else "interrupted"
+
+
+def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the arguments in a note.
+
+    Raises:
+        SettingError: one is no plain value.
+    """
+    given = note.get("arguments")
+    arguments = given if isinstance(given, dict) else {}
+    wrong = next((name for name, value in arguments.items() if not isinstance(value, _VALUES)), None)
+    if wrong is not None:
+        raise SettingError(f"{path}: the argument {wrong!r:.80} is no plain value")
+    return arguments
+
+
+def files_of(record: Record) -> Iterator[Path]:
+    """Yield the paths in a record, whose files a logger would send."""
+    parts: list[Any] = list(record.args)
+    while parts:
+        part = parts.pop()
+        if isinstance(part, PurePath):
+            yield Path(part)
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif hasattr(part, "path") and hasattr(part, "type"):
+            yield Path(str(part.path))
+
+
+def why_not(record: Record, run: Path) -> str:
+    """Say why a record that this user did not mark is not sent; empty where it may be.
+
+    Args:
+        record: of a file in the run folder.
+        run: the run folder.
+    """
+    if record.hook not in _HOOKS:
+        return f"{record.hook!r} is no hook of a logger"
+    first = record.args[0] if record.args else None
+    names = [*record.names(), *(str(getattr(first, key)) for key in ("name", "type") if hasattr(first, key))]
+    names += [name for part in record.args if isinstance(part, dict) for name in part]
+    wrong = next((name for name in names if leads_out(str(name))), None)
+    if wrong is not None:
+        return f"the name {wrong!r:.80} leads out of a folder"
+    if record.hook in _WITH_FILES:
+        of_kind = isinstance(getattr(first, "path", first), PurePath)
+        return next(filter(None, (why_outside(path, run) for path in files_of(record))), "" if of_kind else "no path")
+    return "a path where none belongs" if any(files_of(record)) else ""
+
+
+def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
+    """Say what leads out of a folder in a file or folder below it; empty for nothing.
+
+    A link does, also a hard one, and so does what is neither a file nor a folder.
+
+    Args:
+        path: of the file or folder.
+        folder: out of which nothing may lead.
+        exists: it has to be there.
+    """
+    root = folder.resolve()
+    try:
+        inside = root in path.resolve().parents
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{path}: {error}"
+    if not inside:
+        return f"{path} is outside of {folder}"
+    if not exists and not os.path.lexists(path):
+        return ""
+    for place in (path, *_below(path)):
+        try:
+            state = os.lstat(place)
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        if not (stat.S_ISDIR(state.st_mode) or (stat.S_ISREG(state.st_mode) and state.st_nlink == 1)):
+            return f"{place} is a link, or no regular file"
+    return ""
+
+
+def why_links(folder: Path) -> str:
+    """Say which link in a folder leads out of it, or what in it is no file or folder; empty for nothing."""
+    root = folder.resolve()
+    for place in _below(folder):
+        try:
+            mode = os.lstat(place).st_mode
+        except OSError:
+            continue
+        if stat.S_ISLNK(mode) and not place.resolve().is_relative_to(root):
+            return f"{place} is a link to {os.readlink(place)}"
+        if not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            return f"{place} is no regular file"
+    return ""
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        yield from (Path(root, name) for name in (*folders, *files))
+
+
+def leads_out(name: str) -> bool:
+    """Return True if a name, as a path, leads out of a folder."""
+    parts = name.replace("\\", "/").split("/")
+    return ".." in parts or name.startswith(("/", "~", "\\")) or "\0" in name
