@@ -13,6 +13,8 @@ from instep.utils.atomic import replacing
 from instep.utils.checks import at_least
 from instep.utils.untrusted_files import open_regular
 
+_MOST_ROWS = 10_000  # in memory
+
 
 class CSVLogger(Logger):
     """Writes metrics into `metrics.csv` of the run folder: one row per call, one column per metric.
@@ -135,7 +137,8 @@ class CSVLogger(Logger):
                 self._columns[name] = None
         if self._flushed_step < 0:
             self._flushed_step = step
-        if abs(step - self._flushed_step) >= self._flush_steps:
+        # By rows too, since a user's own axis may stand still.
+        if abs(step - self._flushed_step) >= self._flush_steps or len(self._rows) >= _MOST_ROWS:
             self._flushed_step = step
             self._save()
 

@@ -18,7 +18,7 @@ from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
-from instep.trainer.log import EpochMetric, MetricLog, metric_room
+from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state
@@ -159,8 +159,10 @@ def _batch_loop(
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)
                 progress.eval_batch = batch_idx + 1
-                if log_every and (batch_idx + 1) % log_every == 0:
-                    arrived = log.hand_over(trainer.metrics.next_eval_step(log.stage))
+                due = bool(log_every) and (batch_idx + 1) % log_every == 0
+                if due or (count + 1) % MOST_HELD == 0:
+                    eval_step = trainer.metrics.next_eval_step(log.stage) if due else 0
+                    arrived = log.hand_over(eval_step, step_values=due)
                     if log.stage != "sanity_check":
                         trainer.metrics.log_steps(arrived)
                 beats[BATCH] = count

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
+MOST_HELD = 500
+"""Batches after which held values are brought to the host, where `log_every_n_steps` does not ask for them earlier."""
+
 _BATCH_HOOKS_OF_TRAINING = {
     "training_step",
     "on_train_batch_start",

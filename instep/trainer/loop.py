@@ -22,7 +22,7 @@ from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate, take_batches
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MetricLog, metric_room
+from instep.trainer.log import MOST_HELD, MetricLog, metric_room
 from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
@@ -47,7 +47,7 @@ def fit(ctx: RunContext) -> None:
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
     progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
     batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
-    max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or 500
+    max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or MOST_HELD
 
     while not is_finished(ctx):
         begin_epoch(ctx)
@@ -67,7 +67,7 @@ def fit(ctx: RunContext) -> None:
                     hook(outputs, batch, batch_idx)
             if at.window_batch != at.batch:
                 continue  # in the middle of an optimizer window
-            if at.global_step % hand_over_every == 0:
+            if at.global_step % hand_over_every == 0 or at.batch % MOST_HELD == 0:
                 hand_over_metrics(ctx)
             if at.batch >= validation.next_batch:
                 validate(ctx)
