@@ -22,6 +22,7 @@ from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -170,10 +171,19 @@ def _batch_loop(
                 agreed = tick(count)
                 if agreed and _defer(ctx, agreed):
                     return False
+            if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
+                _warn_of_none(source, name, loader_idx)
             gradient.dataloader_references.pop()
         return True
 
     return run
+
+
+def _warn_of_none(source: BatchSource, what: str, loader_idx: int) -> None:
+    """Warn of a loader that gave no batch, where that was not known before: `Loaders` warns of others."""
+    if source.num_batches != 0:
+        empty = "; ".join(source.empty_parts())
+        warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
 
 
 def take_batches(
@@ -270,6 +280,8 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                         hook(outputs, batch, batch_idx, loader_idx)
                     if keep:
                         kept.append(_to_cpu(outputs))
+                if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
+                    _warn_of_none(source, "predict", loader_idx)
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
                 from instep.distributed.gathered import gather_in_order  # late: only several ranks need it
