@@ -201,9 +201,13 @@ class _Pass:
         """Return the limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """Return every rank's value."""
-        return gather_object(mine) if self.shard.world_size > 1 else [mine]
+    def everyone(self, mine: Any, kind: str = "") -> list[Any]:
+        """Return every rank's value; where they come from loaders of several kinds, raise on every rank."""
+        pairs = gather_object((kind, mine)) if self.shard.world_size > 1 else [(kind, mine)]
+        if any(other != kind for other, _ in pairs):
+            kinds = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(pairs))
+            raise DataError(f"the loaders of the ranks are of different kinds ({kinds}). Give every rank the same kind")
+        return [value for _, value in pairs]
 
 
 @dataclass(frozen=True)
@@ -302,7 +306,7 @@ def _by_index(
         "seed": wanted.shard.seed,
         "generator": given[0].initial_seed() if given else None,
     }
-    everyone = wanted.everyone(mine)
+    everyone = wanted.everyone(mine, "data with a length")
     if partitioning.shared:
         _check_alike(everyone)
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
@@ -342,7 +346,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
     if not resumable:
         stateful = None  # its state would be copied at every batch, for a position that nobody saves
     length, estimate = mine = _lengths(loader)
-    everyone = wanted.everyone(mine)
+    everyone = wanted.everyone(mine, "an iterable of batches")
     lengths = [length for length, _ in everyone]
     joined = len(set(lengths)) > 1 and wanted.uneven == "join"
     if None in lengths or joined:

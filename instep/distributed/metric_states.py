@@ -6,7 +6,7 @@ torchmetrics itself is not imported: a metric is what has a `metric_state` and c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,10 +33,15 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return the states of this rank's metric objects since their last reset, by their names in the module."""
     return {
-        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        name: {"updates": metric._update_count, "state": _state(metric)}
         for name, metric in metric_objects(module).items()
         if metric._update_count
     }
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    # A copy of a list, since torchmetrics clears the list itself when it resets.
+    return {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
 
 
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
@@ -73,6 +78,101 @@ def uncounted(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore_metric_states(module, before)
+
+
+class Counts:
+    """What metric objects have counted, taken out of them, so that they count for another loader or stage meanwhile.
+
+    Args:
+        objects: metric objects; those within them, such as the parts of a wrapper, are taken along.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> mean = MeanMetric()
+        >>> mean.update(1.0)
+        >>> counts = Counts([mean])
+        >>> mean.update(3.0)
+        >>> with counts.held():
+        ...     float(mean.compute())
+        1.0
+        >>> float(mean.compute())
+        3.0
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._parts = {id(part): part for one in objects for _, part in _with_parts(one)}
+        self._attributes = {key: _attributes(part) for key, part in self._parts.items()}
+        _reset(self._parts.values())
+
+    def __contains__(self, metric: Any) -> bool:
+        return id(metric) in self._parts
+
+    def put_back(self, metrics: Iterable[Any]) -> None:
+        """Restore what the metric objects had counted, in place of what they have counted since, and forget it here."""
+        for metric in metrics:
+            key = id(metric)
+            _set_attributes(metric, self._attributes.pop(key))
+            del self._parts[key]
+
+    @property
+    def objects(self) -> list[Any]:
+        return list(self._parts.values())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the metric objects hold what was taken out of them within the block."""
+        others = {key: _attributes(part) for key, part in self._parts.items()}
+        for key, part in self._parts.items():
+            _set_attributes(part, self._attributes[key])
+        try:
+            yield
+        finally:
+            for key, part in self._parts.items():
+                _set_attributes(part, others[key])
+
+    def add_up(self, others: Iterable[Counts] = ()) -> None:
+        """Let the metric objects hold the sum of what was taken out and what they have counted since.
+
+        One whose states cannot be added up keeps what it has counted since.
+
+        Args:
+            others: what was taken out at other times.
+        """
+        every = [self, *others]
+        for key, part in {key: part for counts in every for key, part in counts._parts.items()}.items():
+            taken = [counts._attributes[key] for counts in every if key in counts._attributes]
+            names = part.metric_state
+            states = [
+                {"": {"updates": one["_update_count"], "state": {name: one[name] for name in names}}}
+                for one in [*taken, _attributes(part)]
+                if one["_update_count"]
+            ]
+            merged, refused = merge_metric_states(states, {"": part})
+            if merged and not refused:
+                _set_attributes(part, {"_update_count": merged[""]["updates"], **merged[""]["state"]})
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """Return a metric object's states, and the numbers that it keeps beside them."""
+    numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+    return {**numbers, **_state(part)}
+
+
+def _set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
+    _reset([part])
+    for name, value in attributes.items():
+        setattr(part, name, list(value) if isinstance(value, list) else value)
+
+
+def _reset(metrics: Iterable[Any]) -> None:
+    with torch.inference_mode(False):  # else the next fit could not count into it
+        for metric in metrics:
+            metric.reset()
+
+
+def reset_metrics(metrics: Iterable[Any]) -> None:
+    """Reset metric objects, each once."""
+    _reset({id(metric): metric for metric in metrics}.values())
 
 
 def merge_metric_states(
@@ -156,6 +256,11 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
             setattr(one, attribute, [])
         for one in empty:
             one._update_count = 0
+
+
+def can_take(metric: Any) -> bool:
+    """Whether `Counts` can take out what a metric object has counted."""
+    return bool(_with_parts(metric))
 
 
 def _with_parts(metric: Any) -> list[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import math
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
@@ -27,6 +28,7 @@ from instep.errors import LogError
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
+    from instep.distributed.metric_states import Counts
 
 K = TypeVar("K")
 
@@ -150,6 +152,7 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
+    counts: Counts | None = None  # what the metric object counted with the batches of one loader of several
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
@@ -184,9 +187,13 @@ class Accumulator:
         self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
         self.weight += weight
 
+    def held(self) -> AbstractContextManager[None]:
+        """Let the metric object hold what it counted for this name."""
+        return nullcontext() if self.counts is None else self.counts.held()
+
     def computed(self, shapes: Mapping[str, Any]) -> float:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
-        with metric_room().able_to_compute(self.metric, shapes):
+        with self.held(), metric_room().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
@@ -198,7 +205,7 @@ class Accumulator:
         )
 
     def clear(self) -> None:
-        self.values, self.weights, self.total, self.weight = [], [], None, 0.0
+        self.values, self.weights, self.total, self.weight, self.counts = [], [], None, 0.0, None
 
 
 def _smaller(a: float, b: float) -> float:
@@ -296,6 +303,8 @@ class MetricLog:
         """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
         self.copies = False
         """Whether the next step writes into the memory of what this one logged, as a CUDA graph does."""
+        self.not_here: set[int] = set()
+        """Metric objects, by `id`, that count for another stage, and cannot count for this one beside it."""
         self._world_size = world_size
         self._num_loaders = num_loaders
         self._counts = counts
@@ -304,6 +313,7 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
+        self._of_loaders: dict[tuple[int, str], float] = {}  # computed already, by metric object and suffix
         self._outstanding: _Outstanding | None = None
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
@@ -328,10 +338,33 @@ class MetricLog:
         self._select()
 
     def set_loader(self, index: int | None) -> None:
-        """Set the index of the evaluation loader that batches come from; None outside of them."""
+        """Set the index of the evaluation loader that batches come from; None outside of them.
+
+        What a metric object has counted for the loader before is taken out of it where its name says which loader.
+        Outside of loaders it holds the sum of them, for names and hooks that are about all.
+        """
         if self._num_loaders > 1:
+            ended = [one for one in self._objects() if one.suffix and one.counts is None]
+            if ended:
+                counts = metric_room().Counts(one.metric for one in ended)
+                for one in ended:
+                    one.counts = counts
+            if index is None:
+                taken = {id(one.counts): one.counts for one in self._objects() if one.counts is not None}
+                if taken:
+                    first, *others = taken.values()
+                    first.add_up(others)
             self._dataloader_idx = index
             self._select()
+
+    def _objects(self) -> list[Accumulator]:
+        """Return the names under which a metric object was logged in this epoch."""
+        return [one for one in self._all() if one.metric is not None and one.weight]
+
+    @property
+    def metric_objects(self) -> list[Any]:
+        """The metric objects that count in this epoch."""
+        return [one.metric for one in self._objects()]
 
     def _select(self) -> None:
         self._current = self._accumulators.setdefault((self._hook, self._dataloader_idx), {})
@@ -346,6 +379,8 @@ class MetricLog:
             if accumulator is None or accumulator.options != options:
                 accumulator = self._accumulator(name, value, options)
             if accumulator.metric is not None:
+                if value is not accumulator.metric:
+                    self._replace(accumulator, value)
                 accumulator.weight = 1.0  # it has something to compute in this epoch, on every rank
             if weight == 0:
                 continue
@@ -396,7 +431,7 @@ class MetricLog:
             else:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
-        metric = value if _is_metric(value) else None
+        metric = self._checked(name, value, suffix) if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
         accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._order += 1
@@ -404,6 +439,31 @@ class MetricLog:
         if not options.add_dataloader_idx:
             self._accumulators.setdefault((self._hook, None), {})[name] = accumulator
         return accumulator
+
+    def _checked(self, name: str, metric: Any, suffix: str) -> Any:
+        """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
+        elsewhere = id(metric) in self.not_here
+        if elsewhere or (suffix and not metric_room().can_take(metric) and self._counts_for_another(metric, suffix)):
+            raise LogError(
+                f"self.log({name!r}): this {type(metric).__name__} counts for another "
+                f"{'stage' if elsewhere else 'loader'} too, and has no metric_state (as torchmetrics' objects have) by "
+                "which instep could keep the two apart. Use one object for each stage and each loader."
+            )
+        return metric
+
+    def _counts_for_another(self, metric: Any, suffix: str) -> bool:
+        return any(one.metric is metric and one.suffix != suffix for one in self._objects())
+
+    def _replace(self, accumulator: Accumulator, value: Any) -> None:
+        """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
+        before, name = accumulator.metric, accumulator.name
+        # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
+        if not _is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
+            raise LogError(
+                f"self.log({name!r}) got a {type(value).__name__} after the metric object {type(before).__name__} in "
+                "the same epoch. Log one object under one name, or use two names."
+            )
+        accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
         """Give a sum of a checkpoint the arguments that the program has now; by another reduction it begins anew."""
@@ -538,20 +598,15 @@ class MetricLog:
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere, shapes = [local], {}
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
-            own = {
-                one.epoch_name: metric_room().list_shapes(one.metric) for one in accumulators if one.metric is not None
-            }
-            pairs = gather_object((local, own))
+            pairs = gather_object((local, {one.epoch_name: _shapes(one) for one in accumulators if one.metric is not None}))
             everywhere = [pair[0] for pair in pairs]
             shapes = {name: dict(ChainMap(*parts)) for name, parts in _by_name(pair[1] for pair in pairs).items()}
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
+        computed = self._computed([one for one in accumulators if one.metric is not None and one.weight], shapes)
         result: list[EpochMetric] = []
         for one in accumulators:
             if one.metric is not None:
-                value: float | None = one.computed(shapes.get(one.epoch_name, {})) if one.weight else None
-                if reset and one.weight:
-                    with torch.inference_mode(False):  # else the next fit could not count into it
-                        one.metric.reset()
+                value = computed.get(one.epoch_key)
             elif one.epoch_key in shared:
                 value = shared.pop(one.epoch_key)
                 if one.options.group is not None:
@@ -561,13 +616,32 @@ class MetricLog:
                 value = final(one.op, one.total, one.weight)
             if value is not None:
                 result.append(EpochMetric(one.epoch_name, value, one.options, one.full_name, self._loaders_of(one)))
-            if reset:
+        if reset:
+            # Those without an epoch value too: what they count is of this epoch. All are computed by now, since one may
+            # be a part of another.
+            metric_room().reset_metrics(one.metric for one in self._objects())
+            self._of_loaders.clear()
+            for one in self._all():
                 one.clear()
         # A name that only other ranks logged is still one decision for all.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
         return arrived, result
+
+    def _computed(self, accumulators: list[Accumulator], shapes: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+        """Compute the metric objects, each once for all its names of one loader."""
+        values: dict[tuple[int, str], float] = dict(self._of_loaders)
+        result: dict[tuple[str, str], float] = {}
+        for one in accumulators:
+            of_loader = one.counts is not None
+            key = id(one.metric), one.suffix if of_loader else ""
+            if key not in values:
+                values[key] = one.computed(shapes.get(one.epoch_name, {}))
+            if of_loader:  # it counts no more
+                self._of_loaders[key] = values[key]
+            result[one.epoch_key] = values[key]
+        return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
         """Return the loaders whose batches a value was logged with; None where that is all, or its name says which."""
@@ -653,6 +727,11 @@ def _on_device(value: Any) -> bool:
 
 def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
+
+
+def _shapes(accumulator: Accumulator) -> dict[str, Any]:
+    with accumulator.held():
+        return metric_room().list_shapes(accumulator.metric)
 
 
 def metric_room() -> ModuleType:
