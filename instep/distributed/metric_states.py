@@ -100,7 +100,7 @@ class Counts:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        self._parts = {id(part): part for one in objects for _, part in _with_parts(one)}
+        self._parts = {id(part): part for one in objects for _, part in with_parts(one)}
         self._attributes = {key: _attributes(part) for key, part in self._parts.items()}
         _reset(self._parts.values())
 
@@ -130,14 +130,16 @@ class Counts:
             for key, part in self._parts.items():
                 _set_attributes(part, others[key])
 
-    def add_up(self, others: Iterable[Counts] = ()) -> None:
+    def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
         """Let the metric objects hold the sum of what was taken out and what they have counted since.
-
-        One whose states cannot be added up keeps what it has counted since.
 
         Args:
             others: what was taken out at other times.
+
+        Returns:
+            The objects whose states cannot be added up, such as a mean over batches: they are left as they are.
         """
+        left: list[Any] = []
         every = [self, *others]
         for key, part in {key: part for counts in every for key, part in counts._parts.items()}.items():
             taken = [counts._attributes[key] for counts in every if key in counts._attributes]
@@ -147,9 +149,14 @@ class Counts:
                 for one in [*taken, _attributes(part)]
                 if one["_update_count"]
             ]
-            merged, refused = merge_metric_states(states, {"": part})
-            if merged and not refused:
+            if len(states) == 1:
+                merged = {"": states[0][""]}
+            else:
+                merged, refused = merge_metric_states(states, {"": part})
+                left += [part] if refused else []
+            if merged:
                 _set_attributes(part, {"_update_count": merged[""]["updates"], **merged[""]["state"]})
+        return left
 
 
 def _attributes(part: Any) -> dict[str, Any]:
@@ -171,8 +178,23 @@ def _reset(metrics: Iterable[Any]) -> None:
 
 
 def reset_metrics(metrics: Iterable[Any]) -> None:
-    """Reset metric objects, each once."""
-    _reset({id(metric): metric for metric in metrics}.values())
+    """Reset metric objects to states that any later stage can count into."""
+    _reset(metrics)
+
+
+def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
+    """Return metric objects, each once, and those that share their states.
+
+    In a torchmetrics collection one object of a group counts for the others.
+    """
+    found = {id(metric): metric for metric in metrics}
+    for collection in () if module is None or not found else module.modules():
+        groups = getattr(collection, "compute_groups", None)
+        for names in groups.values() if isinstance(groups, dict) else ():
+            members = [part for name in names if (part := getattr(collection, "_modules", {}).get(name)) is not None]
+            if any(id(member) in found for member in members):
+                found.update((id(member), member) for member in members)
+    return list(found.values())
 
 
 def merge_metric_states(
@@ -222,7 +244,7 @@ def merge_metric_states(
 def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape, less the first dimension, of what a metric's list states hold; less empty ones."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, one in _with_parts(metric):
+    for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
             if isinstance(value, list) and value and isinstance(value[0], Tensor):
                 found[f"{name}.{attribute}"] = str(value[0].dtype).removeprefix("torch."), tuple(value[0].shape[1:])
@@ -240,8 +262,8 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
         shapes: what `list_shapes` gave on the ranks that have some.
     """
     filled: list[tuple[Any, str]] = []
-    empty = [one for _, one in _with_parts(metric) if not one._update_count]
-    for name, one in _with_parts(metric):
+    empty = [one for _, one in with_parts(metric) if not one._update_count]
+    for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
             if isinstance(value, list) and not value and (known := shapes.get(f"{name}.{attribute}")) is not None:
                 device = getattr(one, "device", None)
@@ -260,10 +282,10 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
 
 def can_take(metric: Any) -> bool:
     """Whether `Counts` can take out what a metric object has counted."""
-    return bool(_with_parts(metric))
+    return bool(with_parts(metric))
 
 
-def _with_parts(metric: Any) -> list[tuple[str, Any]]:
+def with_parts(metric: Any) -> list[tuple[str, Any]]:
     """Return a metric object and those within it; none for an object that is no module."""
     return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []
 

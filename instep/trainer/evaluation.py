@@ -65,23 +65,27 @@ def evaluate(
         return []
     name = "test" if stage == "test" else "validation"
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
-    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes)
+    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes, module)
     run_batches = _batch_loop(ctx, name, log, sources, limit)
-    with _stage(ctx, stage, log):
+    with _stage(ctx, stage, log), _OuterCounts(ctx, log) as outer_counts:
         if ctx.fn == "fit" and stage != "sanity_check":
             _call_own(module, "on_validation_model_zero_grad")
         _call_own(module, f"on_{name}_model_eval")
         hooks.call(f"on_{name}_start")
         hooks.call(f"on_{name}_epoch_start")
+        outer_counts.take_out()
         if not run_batches():
             return None
         ctx.heartbeat.enter("epoch")
         log.set_loader(None)
+        outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
+        outer_counts.note_logged()
         more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
+        outer_counts.put_back()  # now, since a hook may save
         if stage != "sanity_check":
             trainer.metrics.log_steps([*arrived, *more])
             trainer.metrics.put_epoch(epoch_metrics)
@@ -116,6 +120,60 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
         trainer.state.stage, progress.stage = outer_stage, outer_progress
         if stage == "sanity_check":
             trainer.metrics.forget()
+
+
+class _OuterCounts:
+    """What the training's metric objects have counted, kept apart from what they count in an evaluation.
+
+    Without a fit around the evaluation it is what the same Trainer's last fit has left in the middle of an epoch.
+
+    Args:
+        ctx: the run.
+        log: the evaluation's.
+    """
+
+    def __init__(self, ctx: RunContext, log: MetricLog) -> None:
+        self._ctx, self._log, self._room = ctx, log, metric_room()
+        last = ctx if ctx.fn == "fit" else ctx.trainer._last_ctx
+        logged = last.log.metric_objects if last is not None and last.module is ctx.module else []
+        log.not_here = {id(one) for one in logged if not self._room.can_take(one)}
+        objects = [*logged]
+        if ctx.fn == "fit":
+            start = ctx.counted_at_start
+            of_module = self._room.metric_objects(ctx.module).values()
+            objects += [one for one in of_module if one._update_count not in (0, start.get(id(one)))]
+        self._objects, self._counts, self._logged = objects, self._room.Counts([]), set[int]()
+
+    def __enter__(self) -> _OuterCounts:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._counts.put_back(self._counts.objects)
+
+    def take_out(self) -> None:
+        """Let the objects begin anew: hooks at the start may still read them, the loaders' batches count apart."""
+        self._counts = self._room.Counts(self._objects)
+
+    def put_back_unused(self) -> None:
+        """Let the objects that the batches did not count into hold their own, for hooks at the end."""
+        self._counts.put_back([one for one in self._counts.objects if not one._update_count])
+
+    def note_logged(self) -> None:
+        """Take note of the objects that the evaluation has logged: it resets them."""
+        self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
+
+    def put_back(self) -> None:
+        """Let the objects hold what they had counted; with what was added by hand, where nothing of it was logged."""
+        counts, self._counts = self._counts, self._room.Counts([])
+        counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])
+        left = counts.add_up()
+        for one in left:
+            warn_user(
+                f"a {type(one).__name__} that is not logged counts in training and in {self._log.stage}, and its "
+                "states cannot be added up: it keeps those of training. Use one object for each stage"
+            )
+        counts.put_back(left)
+        self._ctx.counted_outside = None
 
 
 def _batch_loop(

@@ -293,10 +293,19 @@ class MetricLog:
         world_size: processes that the epoch values are reduced over.
         num_loaders: with more than one, names get `/dataloader_idx_<i>`.
         counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
+        module: has the metric objects.
     """
 
-    def __init__(self, stage: str, world_size: int = 1, num_loaders: int = 1, counts: bool = True) -> None:
+    def __init__(
+        self,
+        stage: str,
+        world_size: int = 1,
+        num_loaders: int = 1,
+        counts: bool = True,
+        module: nn.Module | None = None,
+    ) -> None:
         self.stage = stage
+        self._module = module
         self.buffer: list[Entry] = []
         self.batch: Any = None
         self.weight: float | None = None
@@ -346,7 +355,8 @@ class MetricLog:
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]
             if ended:
-                counts = metric_room().Counts(one.metric for one in ended)
+                room = metric_room()
+                counts = room.Counts(room.with_groups((one.metric for one in ended), self._module))
                 for one in ended:
                     one.counts = counts
             if index is None:
@@ -363,8 +373,9 @@ class MetricLog:
 
     @property
     def metric_objects(self) -> list[Any]:
-        """The metric objects that count in this epoch."""
-        return [one.metric for one in self._objects()]
+        """The metric objects that count in this epoch, and those that share their states."""
+        objects = [one.metric for one in self._objects()]
+        return metric_room().with_groups(objects, self._module) if objects else []
 
     def _select(self) -> None:
         self._current = self._accumulators.setdefault((self._hook, self._dataloader_idx), {})
@@ -619,7 +630,8 @@ class MetricLog:
         if reset:
             # Those without an epoch value too: what they count is of this epoch. All are computed by now, since one may
             # be a part of another.
-            metric_room().reset_metrics(one.metric for one in self._objects())
+            if objects := self.metric_objects:
+                metric_room().reset_metrics(objects)
             self._of_loaders.clear()
             for one in self._all():
                 one.clear()

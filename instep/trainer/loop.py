@@ -114,7 +114,8 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
-    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes)
+    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module)
+    ctx.counted_at_start = {id(one): one._update_count for one in metric_room().metric_objects(ctx.module).values()}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
     if (most := ctx.loaders.most_accumulated) > 1 and takes_batches(ctx.module.training_step):
@@ -470,10 +471,12 @@ def validate(ctx: RunContext) -> None:
     ctx.log.leave("training_step")
     with ctx.clock.within("validation"):
         before = BeforeValidation(ctx)
+        ctx.counted_outside = before.counted
         sources = validation_sources(ctx)
         if sources and evaluate(ctx, "validate", sources) is None:
             at.validated = False  # a resumed run validates again, from its start
             before.restore()
+        ctx.counted_outside = None
     plan_next_validation(ctx)
     agree_on_triggers(ctx)
 
@@ -490,13 +493,13 @@ class BeforeValidation:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
         self._rng = rng_state()
-        self._counted = copy.deepcopy(metric_room().metric_states(ctx.module))
+        self.counted = copy.deepcopy(metric_room().metric_states(ctx.module))
         self._metrics = ctx.trainer.metrics.state_dict()
         self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
-        metric_room().restore_metric_states(self._ctx.module, self._counted)
+        metric_room().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.logger_states = self._loggers
         set_rng_state(self._rng)
