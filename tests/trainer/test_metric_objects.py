@@ -225,6 +225,19 @@ def test_training_and_validation_count_apart(sanity: int, interval: Any, trainin
     assert seen[-each:] == [mean(FIRST)] * each
 
 
+def test_a_composition_counts_apart_in_each_stage() -> None:
+    def log(name: str, **options: Any) -> Any:
+        return lambda module: module.log(name, module.metric * module.other, **options)
+
+    module = Sharing(training=log("train", **ON_EPOCH), validation=log("val"))
+    module.other = torchmetrics.MaxMetric()
+    module.forward_pre = module.layer.register_forward_hook(lambda *_: module.other.update(module.metric.mean_value))
+    trainer = quiet(max_epochs=2, val_check_interval=2)
+    trainer.fit(module, numbers(TRAIN), numbers(FIRST))
+    assert float(trainer.callback_metrics["val"]) == 30.0 * 150.0
+    assert float(trainer.callback_metrics["train"]) == 3.0 * 12.0
+
+
 def test_what_training_has_counted_can_be_read_in_validations_hooks() -> None:
     def read(module: Any) -> None:
         module.by_hand.append(float(module.metric.compute()))
