@@ -19,6 +19,7 @@ from instep.errors import DataError, DistributedError, RemoteError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
 from instep.utils.checks import at_least
+from instep.utils.warn import warn_user
 
 
 class AcceleratedLoader:
@@ -138,6 +139,9 @@ class AcceleratedLoader:
                         "a loop within the loop."
                     )
             self.trains, self.batches_done = self.trains or self.batches_done is not None, None
+            if self.batch_idx < 0:
+                empty = "; ".join(source.empty_parts())
+                warn_user(f"a pass over a prepared loader ({empty}) had no batch. Is its data empty?")
         finally:
             if self._pass is this:
                 references = [other for other in gradient.dataloader_references if other is not self]

@@ -266,6 +266,7 @@ class PreparedRun:
                 split_batches=config.split_batches,
                 dispatch=config.dispatch_batches,
                 even_batches=config.even_batches,
+                uneven="join" if config.even_batches else None,
                 stateful=config.use_stateful_dataloader,
             )
         kind = None

@@ -167,7 +167,8 @@ class Facts:
 
 
 _Stamp = tuple[int, int, int]  # of a manifest: when it was changed, its bytes, its inode
-_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # of the folders that were listed last
+_INDEXED = 16
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
@@ -205,7 +206,10 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
         found.append(known[1])
         if stamp is not None:
             now[name] = known
+    _index.pop(str(root), None)
     _index[str(root)] = now
+    while len(_index) > _INDEXED:
+        _index.pop(next(iter(_index)), None)
     return sorted(found, key=lambda one: (one.serial, one.step, one.attempt, one.name), reverse=True)
 
 

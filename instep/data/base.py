@@ -109,6 +109,15 @@ class BatchSource(ABC):
     def __bool__(self) -> bool:
         return True  # not by the length, which may be unknown
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether the data is an iterator, such as a generator: what was read does not come again."""
+        return False
+
+    def empty_parts(self) -> list[str]:
+        """Describe the loaders that have no batch, or had none in this pass, which is over."""
+        return []
+
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
         """Return the data set's indices that make up this rank's batch; None when unknown."""
         return None
@@ -172,11 +181,20 @@ class PreparedLoader(BatchSource):
         self.rank = shard.rank
         self.seed = shard.seed
         self.frozen = frozen
+        self._given = 0  # batches of the epoch so far, where they are counted
         self._set_epochs = _set_epoch_methods(loader)
 
     def reseed(self, seed: int) -> None:
         """Derive everything random from another seed."""
         self.seed = seed
+
+    @property
+    def reads_once(self) -> bool:
+        return hasattr(self.loader, "__next__")
+
+    def empty_parts(self) -> list[str]:
+        gives = self._given or (self.plan.exact and self.num_batches)
+        return [] if gives else [described(self.loader)]
 
     def _enter(self, epoch: int, cycle: int) -> None:
         """Go to the beginning of an epoch, and tell the parts of the user's loader that want to know."""
@@ -192,6 +210,18 @@ def _set_epoch_methods(loader: Any) -> list[Callable[[int], Any]]:
     parts.append(getattr(loader, "dataset", None))
     unique = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
     return [part.set_epoch for part in unique.values()]
+
+
+def described(loader: Any) -> str:
+    """Describe a user's loader by its class, and that of its data set, for a message.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> described(DataLoader(range(3))), described([1, 2])
+        ('DataLoader of a range', 'list')
+    """
+    dataset, name = getattr(loader, "dataset", None), type(loader).__name__
+    return name if dataset is None else f"{name} of a {type(dataset).__name__}"
 
 
 def list_samples(indices: list[Any] | None) -> str:

@@ -14,7 +14,7 @@ from instep.data.base import BatchSource, PreparedLoader
 from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
-from instep.distributed.nested import map_leaves
+from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import DataError, SettingError
 from instep.types import StateDict
 from instep.utils.seed import derive_seed
@@ -214,6 +214,24 @@ class CombinedLoader(BatchSource):
         """Whether the state differs per rank."""
         self._ready()
         return any(track.source.rank_state for track in self._tracks)
+
+    @property
+    def reads_once(self) -> bool:
+        self._ready()
+        return any(source.reads_once for source in self._sources)
+
+    def empty_parts(self) -> list[str]:
+        self._ready()
+        return [
+            f"loader {self._name(track)}, {', '.join(track.source.empty_parts())}"
+            for track in self._tracks
+            if track.run_end == 0 or track.source.num_batches == 0
+        ]
+
+    def _name(self, track: _Track) -> str:
+        """Return a loader's keys in the collection."""
+        index = self._tracks.index(track)
+        return next(path for path, place in iter_leaves(self._places) if place == index) or str(index)
 
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
         """Return the indices of the batch in hand: one entry per loader."""
@@ -422,8 +440,8 @@ class CombinedLoader(BatchSource):
         except StopIteration:
             if self.mode == "max_size_cycle":
                 raise DataError(
-                    "a loader without any batch cannot be cycled in mode 'max_size_cycle'; leave it out, or use "
-                    "another mode"
+                    f"loader {self._name(track)} gives no batch: a loader without any batch cannot be cycled in mode "
+                    "'max_size_cycle'. Leave it out, or use another mode"
                 ) from None
             track.run_end = number
             track.ended_at = number if track.ended_at is None else track.ended_at

@@ -35,6 +35,7 @@ from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
 _UNKNOWN = -1
+_KEPT = 1024  # steps beyond the longest window, of which the samples are remembered
 _ALIGN = 16  # bytes; so that any dtype can be seen in the middle of a buffer
 
 
@@ -112,7 +113,7 @@ class DispatchLoader(PreparedLoader):
         self._pulled = 0  # batches of the epoch that the reader gave
         self._totals: _BatchSizes | None = None
         self._first = 0  # the reader's batch that the pass begins with
-        self._seen = array("q")  # samples of all ranks in each step of the pass so far, or _UNKNOWN
+        self._seen = array("q")  # samples of all ranks in each of the last steps, or _UNKNOWN
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
         self._parts: list[Any] = []  # by rank: the step's structure, with a _TensorSpec for each tensor
         self._sent = b""
@@ -174,7 +175,8 @@ class DispatchLoader(PreparedLoader):
         return Share(None if mine == _UNKNOWN else mine, None if unknown else sum(rows), last, units)
 
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
-        seen = self._seen[start - self.first_batch : stop - self.first_batch]
+        first = self._given - len(self._seen)
+        seen = self._seen[start - first : stop - first]
         return () if _UNKNOWN in seen else seen
 
     def _rows(self, batch_idx: int) -> list[int]:
@@ -226,6 +228,8 @@ class DispatchLoader(PreparedLoader):
             self.share = self._share_of(step.rows, last)
             self._given += 1
             self._seen.append(_UNKNOWN if self.share.all is None else self.share.all)
+            if len(self._seen) > 2 * (kept := _KEPT + self.history):
+                del self._seen[:-kept]
             yield step.batch
             step = next(steps, None) if self._even else following
 

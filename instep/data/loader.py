@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader
+from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader, described
 from instep.data.config import resolve_limit
 from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed
 from instep.data.index import IndexLoader, rebuild
@@ -39,7 +39,7 @@ def prepare_loader(
     limit: int | float | None = None,
     stage: str = "train",
     device: torch.device | None = None,
-    uneven: str = "stop",
+    uneven: str | None = None,
     split_batches: bool = False,
     dispatch: bool | None = False,
     even_batches: bool = True,
@@ -71,7 +71,8 @@ def prepare_loader(
         device: where the batches will go; for CUDA those of map-style and dispatched data are put into pinned memory,
             whatever the loader's `pin_memory` says.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
-            first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
+            first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error". None: "stop" for
+            training, which leaves the other ranks' last batches out with a warning, and "join" for other stages.
         split_batches: the loader's batch size is that of all ranks together; each batch is split over them.
         dispatch: True: rank 0 alone reads, and sends the others their parts (see `DispatchLoader`). Batches of a plain
             `DataLoader`'s size per rank are sliced out of larger ones; of loaders that make their batches themselves
@@ -98,8 +99,9 @@ def prepare_loader(
         >>> [batch.tolist() for batch in source]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
-    choice(*UNEVEN)("uneven", uneven)
-    if not even_batches and uneven != "stop":
+    if uneven is not None:
+        choice(*UNEVEN)("uneven", uneven)
+    if not even_batches and uneven not in (None, "stop"):
         raise SettingError(
             f"uneven={uneven!r} is about ranks that end together; with even_batches=False each ends alone. Choose one",
             field="uneven",
@@ -114,6 +116,7 @@ def prepare_loader(
     size = _own_size(loader) if batch_size is None else batch_size
     if split_batches and size is not None:
         size = _part_of(size, world_size)
+    uneven = ("stop" if stage == "train" else "join") if uneven is None else uneven
     wanted = _Pass(DataShard(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
     if dispatch is None:
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
@@ -198,9 +201,13 @@ class _Pass:
         """Return the limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """Return every rank's value."""
-        return gather_object(mine) if self.shard.world_size > 1 else [mine]
+    def everyone(self, mine: Any, kind: str = "") -> list[Any]:
+        """Return every rank's value; where they come from loaders of several kinds, raise on every rank."""
+        pairs = gather_object((kind, mine)) if self.shard.world_size > 1 else [(kind, mine)]
+        if any(other != kind for other, _ in pairs):
+            kinds = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(pairs))
+            raise DataError(f"the loaders of the ranks are of different kinds ({kinds}). Give every rank the same kind")
+        return [value for _, value in pairs]
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,7 @@ def _by_index(
         "seed": wanted.shard.seed,
         "generator": given[0].initial_seed() if given else None,
     }
-    everyone = wanted.everyone(mine)
+    everyone = wanted.everyone(mine, "data with a length")
     if partitioning.shared:
         _check_alike(everyone)
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
@@ -339,7 +346,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
     if not resumable:
         stateful = None  # its state would be copied at every batch, for a position that nobody saves
     length, estimate = mine = _lengths(loader)
-    everyone = wanted.everyone(mine)
+    everyone = wanted.everyone(mine, "an iterable of batches")
     lengths = [length for length, _ in everyone]
     joined = len(set(lengths)) > 1 and wanted.uneven == "join"
     if None in lengths or joined:
@@ -412,8 +419,9 @@ def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
             raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
         if wanted.shard.rank == 0:
             warn_user(
-                f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
-                f"stops after {min(lengths)}"
+                f"ranks have different numbers of batches ({numbers}) in their {described(loader)}. With uneven='stop' "
+                f"each epoch ends after {min(lengths)}, and leaves out {sum(lengths) - len(lengths) * min(lengths)} "
+                "batches. Trainer(uneven='join') trains on all of them"
             )
     return min(lengths)
 

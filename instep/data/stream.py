@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from instep.data.base import OWN_END, DataShard, PreparedLoader
+from instep.data.base import OWN_END, DataShard, PreparedLoader, described
 from instep.data.foreign_sampler import generators
 from instep.data.plan import Plan, Share
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
-from instep.distributed import find_batch_size
+from instep.distributed import find_batch_size, gather_object
 from instep.distributed.nested import iter_leaves
 from instep.errors import DataError, UsageError
 from instep.state.process import step_group
@@ -37,6 +38,7 @@ from instep.utils.warn import warn_user
 
 QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
 WATCH_EVERY = 64
+COUNT_BATCHES, COUNT_S = 10_000, 2.0  # most batches, and seconds, that are read only to count what is left out
 _END = object()
 
 
@@ -90,8 +92,9 @@ class StreamLoader(PreparedLoader):
         length: the trusted number of batches, alike on all ranks; None if the data decides.
         estimate: a number of batches to show where `length` is None.
         limit: give no more than that many batches an epoch; None for all.
-        uneven: when ranks have different numbers of batches: "stop" at the first exhausted one, "join": it replays
-            its last batch with weight 0 until all are exhausted, or "error"; `OWN_END`: each has its own number.
+        uneven: when ranks have different numbers of batches: "stop" at the first exhausted one, with a warning,
+            "join": it replays its last batch, or another rank's where it has none, with weight 0 until all are
+            exhausted, or "error"; `OWN_END`: each has its own number.
         stateful: whose state says where the data stands; None: batches are counted.
         frozen: random numbers are the first epoch's in every epoch.
         compare: warn where ranks read the same first batch, if the data decides the length.
@@ -125,6 +128,7 @@ class StreamLoader(PreparedLoader):
         self._started: Any = None  # the loader's iterator with workers, if this made it
         self._resume: StateDict | None = None
         self._ever_gave = False
+        self._counted = False  # what uneven="stop" leaves out
         self._reset()
 
     def _reset(self) -> None:
@@ -180,7 +184,7 @@ class StreamLoader(PreparedLoader):
             "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
         }
         if self.stateful is not None:
-            position = batches_done if own is None else own - 1  # the last batch, which is replayed
+            position = batches_done if own is None else max(own - 1, 0)  # the last batch, which is replayed
             if finished and self.stateful is not self.loader:
                 state["state"] = self._state_now()
             elif position in self._snapshots:
@@ -284,7 +288,7 @@ class StreamLoader(PreparedLoader):
         """Start the loader and go to where the pass begins."""
         resume = self._resume or {}
         batches, own = resume.get("batches", 0), resume.get("own")
-        position = batches if own is None else own - 1
+        position = batches if own is None else max(own - 1, 0)
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
         self._random = RandomStream(self.seed, "data", self.rank, *place)
         self._silent: float = 0  # fetches in a row that drew no random numbers
@@ -304,15 +308,18 @@ class StreamLoader(PreparedLoader):
         if state is None and position:
             self._skip(position)
         if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
-            self._replay = self._pull()
+            if own:
+                self._replay = self._pull()
+            else:
+                self._snapshots[0] = state or {}
             self._own_end, self._pulled = own, batches
 
     def _skip(self, batches: int) -> None:
         if isinstance(self.loader, Sequence):
             self._iterator = iter(self.loader[batches:])
-            if self._own_ends and batches >= len(self.loader) > 0:
+            if self._own_ends and batches >= len(self.loader):
                 self._own_end = len(self.loader)
-                self._replay = self.loader[-1]
+                self._replay = self.loader[-1] if self._own_end else _END
             return
         warn_user(
             f"{type(self.loader).__name__} cannot say where it stands: {batches} batches are read again and thrown "
@@ -324,7 +331,7 @@ class StreamLoader(PreparedLoader):
             with self._random.at(number):
                 batch = next(self._iterator, _END)
             if batch is _END:
-                if self._own_ends and number:
+                if self._own_ends:
                     self._own_end = number
                     return
                 raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
@@ -344,14 +351,17 @@ class StreamLoader(PreparedLoader):
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
             self._note_draws(number)
-        if batch is _END and number == 0 and self._ever_gave and hasattr(self.loader, "__next__"):
-            raise DataError(
-                f"the {type(self.loader).__name__} gave its batches in an earlier pass and has no more. Return an "
-                "object that can be iterated again (a list, a DataLoader, a class with __iter__), not a generator"
-            )
-        self._ever_gave = True
         self._pulled = number + 1
         return batch
+
+    def _check_not_used_up(self) -> None:
+        """Raise where a pass that began anew has found no batch, and an earlier one had some."""
+        if self._ever_gave:
+            raise DataError(
+                f"the {described(self.loader)} gave its batches in an earlier pass and has no more. A generator gives "
+                "its values once: give an object that can be iterated again (a list, a DataLoader, a class whose "
+                "__iter__ makes a new generator each time)"
+            )
 
     def _note_draws(self, number: int) -> None:
         """Take note of whether the fetch drew random numbers; one that does keeps a stream of its own for each."""
@@ -370,10 +380,13 @@ class StreamLoader(PreparedLoader):
         for number in range(self._given, length):
             batch = pull()
             if batch is _END:
+                if not number:
+                    self._check_not_used_up()
                 raise DataError(
                     f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
                     "__len__, or take it away: data without a length is welcome"
                 )
+            self._ever_gave = True
             if number == length - 1:
                 self.share = Share(last=True)
             self._given = number + 1
@@ -381,7 +394,10 @@ class StreamLoader(PreparedLoader):
 
     def _give_alone(self) -> Iterator[Any]:
         batch = self._pull()
+        if batch is _END and not self._given:
+            self._check_not_used_up()
         while batch is not _END:
+            self._ever_gave = True
             following = _END if self._pulled >= self._limit else self._pull()
             if following is _END:
                 self.share = Share(last=True)
@@ -394,7 +410,13 @@ class StreamLoader(PreparedLoader):
         slots: deque[_ReadAhead] = deque()
         for ahead in range(number, min(number + 2, self._limit)):
             slots.append(self._look_ahead(ahead))
+        ranks, _ = slots[0].agreed.read()
+        if not number and not ranks:
+            self._check_not_used_up()
         more = self._goes_on(number, slots[0])
+        if more and ranks < self.world_size:
+            self._borrow(slots[0].batch)
+        self._ever_gave = self._ever_gave or more
         _warn_of_copies(self, slots[0].agreed.marks)
         while more:
             slot = slots.popleft()
@@ -411,6 +433,50 @@ class StreamLoader(PreparedLoader):
             number += 1
             self._given = number
             yield batch
+        if slots and slots[0].agreed.read()[0] and not self._counted:
+            self._counted = True
+            self._warn_of_rest([slot.batch for slot in slots if slot.batch is not _END])
+
+    def _borrow(self, batch: Any) -> None:
+        """Get a batch to replay from another rank, where this one has never had one. Collective."""
+        lacks = batch is _END and self._replay is _END
+        everyone = gather_object((batch is not _END, lacks))
+        if any(lacking for _, lacking in everyone):
+            giver = next(place for place, (has_one, _) in enumerate(everyone) if has_one)
+            group = step_group()
+            assert group is not None
+            lent = gather_object((batch if group.rank() == giver else None,))
+            self._replay = lent[giver][0] if lacks else self._replay
+
+    def _warn_of_rest(self, left: list[Any]) -> None:
+        """Warn, on one process, of the batches that uneven="stop" leaves out; `left` were read already. Collective.
+
+        The others are read to be counted, for a short time, where that changes nothing for the next pass.
+        """
+        sizes, is_all, until_s = [find_batch_size(batch) for batch in left], True, time.monotonic() + COUNT_S
+        while left and self._own_end is None and self._pulled < self._limit:
+            again = self.stateful is None and not hasattr(self.loader, "__next__")
+            if not again or len(sizes) >= COUNT_BATCHES or time.monotonic() > until_s:
+                is_all = False
+                break
+            batch = self._pull()
+            if batch is _END:
+                break
+            sizes.append(find_batch_size(batch))
+        samples = None if None in sizes else sum(size or 0 for size in sizes)
+        by_rank = dict(sorted(gather_object((self.rank, (len(sizes), samples, is_all)))))
+        group = step_group()
+        if group is None or group.rank():
+            return
+        batches, known = sum(one[0] for one in by_rank.values()), [one[1] for one in by_rank.values()]
+        samples = "" if None in known else f" ({sum(known):,} samples)"
+        where = ", ".join(f"{one[0]:,} on rank {rank}" for rank, one in by_rank.items() if one[0])
+        warn_user(
+            f"ranks have different numbers of batches in their {described(self.loader)}. With uneven='stop' the epoch "
+            f"ends with the first rank that has no more, after {self._given} batches, and leaves out "
+            f"{'' if all(one[2] for one in by_rank.values()) else 'at least '}{batches:,} batches{samples}: {where}. "
+            "Trainer(uneven='join') trains on all of them"
+        )
 
     def _look_ahead(self, number: int) -> _ReadAhead:
         """Read a batch, if there is one, and start to agree on it."""
@@ -419,8 +485,6 @@ class StreamLoader(PreparedLoader):
             batch = self._pull()
             if batch is _END:
                 self._own_end = number
-                if number == 0 and self.uneven == "join":
-                    raise DataError(f"rank {self.rank} has no batch at all; uneven='join' needs at least one per rank")
             elif self.uneven == "join":
                 self._replay = batch
         size = None if batch is _END else find_batch_size(batch)

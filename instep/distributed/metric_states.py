@@ -6,7 +6,7 @@ torchmetrics itself is not imported: a metric is what has a `metric_state` and c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,22 +33,28 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return the states of this rank's metric objects since their last reset, by their names in the module."""
     return {
-        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        name: {"updates": metric._update_count, "state": _state(metric)}
         for name, metric in metric_objects(module).items()
         if metric._update_count
     }
 
 
+def _state(metric: Any) -> dict[str, Any]:
+    # A copy of a list, since torchmetrics clears the list itself when it resets.
+    return {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
+
+
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
-    for name, metric in metric_objects(module).items():
-        if name in states:
-            metric.reset()  # what a hook has counted since the start is in the state already
-            metric._update_count = states[name]["updates"]
-            known, device = metric.metric_state, getattr(metric, "device", None)
-            for attribute, value in states[name]["state"].items():
-                if attribute in known:  # a checkpoint sets no other attributes
-                    setattr(metric, attribute, _on(device, value))
+    metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
+    for metric in metrics.values():  # all of them first: a composition resets its parts
+        metric.reset()  # what a hook has counted since the start is in the state already
+    for name, metric in metrics.items():
+        metric._update_count = states[name]["updates"]
+        known, device = metric.metric_state, getattr(metric, "device", None)
+        for attribute, value in states[name]["state"].items():
+            if attribute in known:  # a checkpoint sets no other attributes
+                setattr(metric, attribute, _on(device, value))
 
 
 def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
@@ -73,6 +79,118 @@ def uncounted(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore_metric_states(module, before)
+
+
+class Counts:
+    """What metric objects have counted, taken out of them, so that they count for another loader or stage meanwhile.
+
+    Args:
+        objects: metric objects; those within them, such as the parts of a wrapper, are taken along.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> mean = MeanMetric()
+        >>> mean.update(1.0)
+        >>> counts = Counts([mean])
+        >>> mean.update(3.0)
+        >>> with counts.held():
+        ...     float(mean.compute())
+        1.0
+        >>> float(mean.compute())
+        3.0
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._parts = {id(part): part for one in objects for _, part in with_parts(one)}
+        self._attributes = {key: _attributes(part) for key, part in self._parts.items()}
+        reset_metrics(self._parts.values())
+
+    def __contains__(self, metric: Any) -> bool:
+        return id(metric) in self._parts
+
+    def put_back(self, metrics: Iterable[Any]) -> None:
+        """Restore what the metric objects had counted, in place of what they have counted since, and forget it here."""
+        keys = [id(metric) for metric in metrics]
+        _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
+
+    @property
+    def objects(self) -> list[Any]:
+        return list(self._parts.values())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the metric objects hold what was taken out of them within the block."""
+        others = [(part, _attributes(part)) for part in self._parts.values()]
+        _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
+        try:
+            yield
+        finally:
+            _set_attributes(others)
+
+    def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
+        """Let the metric objects hold the sum of what was taken out and what they have counted since.
+
+        Args:
+            others: what was taken out at other times.
+
+        Returns:
+            The objects whose states cannot be added up, such as a mean over batches: they are left as they are.
+        """
+        left: list[Any] = []
+        sums: list[tuple[Any, dict[str, Any]]] = []
+        every = [self, *others]
+        for key, part in {key: part for counts in every for key, part in counts._parts.items()}.items():
+            taken = [counts._attributes[key] for counts in every if key in counts._attributes]
+            names = part.metric_state
+            states = [
+                {"": {"updates": one["_update_count"], "state": {name: one[name] for name in names}}}
+                for one in [*taken, _attributes(part)]
+                if one["_update_count"]
+            ]
+            if len(states) == 1:
+                merged = {"": states[0][""]}
+            else:
+                merged, refused = merge_metric_states(states, {"": part})
+                left += [part] if refused else []
+            if merged:
+                sums.append((part, {"_update_count": merged[""]["updates"], **merged[""]["state"]}))
+        _set_attributes(sums)
+        return left
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """Return a metric object's states, and the numbers that it keeps beside them."""
+    numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+    return {**numbers, **_state(part)}
+
+
+def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+    reset_metrics([part for part, _ in of_parts if part.metric_state])  # not a composition, which would reset its parts
+    for part, attributes in of_parts:
+        for name, value in attributes.items():
+            setattr(part, name, list(value) if isinstance(value, list) else value)
+
+
+def reset_metrics(metrics: Iterable[Any]) -> None:
+    """Reset metric objects to states that any later stage can count into."""
+    with torch.inference_mode(False):
+        for metric in metrics:
+            metric.reset()
+
+
+def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
+    """Return metric objects, each once, and those that share their states.
+
+    In a torchmetrics collection one object of a group counts for the others.
+    """
+    found = {id(metric): metric for metric in metrics}
+    for collection in () if module is None or not found else module.modules():
+        groups = getattr(collection, "compute_groups", None)
+        for names in groups.values() if isinstance(groups, dict) else ():
+            members = [part for name in names if (part := getattr(collection, "_modules", {}).get(name)) is not None]
+            if any(id(member) in found for member in members):
+                found.update((id(member), member) for member in members)
+    return list(found.values())
 
 
 def merge_metric_states(
@@ -122,7 +240,7 @@ def merge_metric_states(
 def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape, less the first dimension, of what a metric's list states hold; less empty ones."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, one in _with_parts(metric):
+    for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
             if isinstance(value, list) and value and isinstance(value[0], Tensor):
                 found[f"{name}.{attribute}"] = str(value[0].dtype).removeprefix("torch."), tuple(value[0].shape[1:])
@@ -140,8 +258,8 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
         shapes: what `list_shapes` gave on the ranks that have some.
     """
     filled: list[tuple[Any, str]] = []
-    empty = [one for _, one in _with_parts(metric) if not one._update_count]
-    for name, one in _with_parts(metric):
+    empty = [one for _, one in with_parts(metric) if not one._update_count]
+    for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
             if isinstance(value, list) and not value and (known := shapes.get(f"{name}.{attribute}")) is not None:
                 device = getattr(one, "device", None)
@@ -158,7 +276,12 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
             one._update_count = 0
 
 
-def _with_parts(metric: Any) -> list[tuple[str, Any]]:
+def can_take(metric: Any) -> bool:
+    """Whether `Counts` can take out what a metric object has counted."""
+    return bool(with_parts(metric))
+
+
+def with_parts(metric: Any) -> list[tuple[str, Any]]:
     """Return a metric object and those within it; none for an object that is no module."""
     return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []
 

@@ -1,10 +1,10 @@
 """The clock of a run: where its time went, at no cost to a step that could be measured.
 
 Validation and saving are rare, and timed each time. Waiting for data, forward, backward and the optimizer happen in
-every step; they are sampled in bursts of a few batches at random distances, which grow by 5% from one to the next: some
-hundred bursts in a run of any length. Between the bursts the loop runs the very functions that it would run without a
-clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a step are timed by
-events, which are read once they are done: the host never waits for the device.
+every step; they are sampled in bursts of a few batches at random distances, which grow by 5% from one to the next, over
+the ends of epochs: some hundred bursts in a run of any length. Between the bursts the loop runs the very functions that
+it would run without a clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a
+step are timed by events, which are read once they are done: the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain, compress, count, islice
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 STEP_PARTS = ("data", "forward", "backward", "optimizer")
 _SHOWN = {"other": "idle and other"}
 _BURST = 4
-_FIRST_GAP, _GROWTH = 8.0, 1.05  # batches between two bursts
+_FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0  # batches between two bursts
 
 Function = Callable[..., Any]
 _Timed = tuple[str, str | None, Any, Any]  # part, the part that it is within, events at its start and end
@@ -127,6 +127,7 @@ class RunClock:
         self._open_events: list[_Timed] = []
         self._region: str | None = None
         self._gap, self._random = _FIRST_GAP, random.Random(0)
+        self._left = 0  # batches up to the next burst
 
     # ---- rare things
 
@@ -167,6 +168,14 @@ class RunClock:
 
     def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
         while True:
+            if self._left:
+                given = count(1)
+                try:
+                    yield islice(compress(batches, given), self._left)  # every number is true: each batch is counted
+                finally:
+                    self._left -= next(given) - 1
+                if self._left:
+                    return  # the epoch has ended before the next burst
             done = 0
             self._switch(on=True)
             try:
@@ -185,11 +194,7 @@ class RunClock:
                         break
             finally:
                 self._switch(on=False)
-                gap = int(self._gap * (0.5 + self._random.random())) if done else 0
-                self._end_burst(done, gap)
-            if done:
-                self._gap *= _GROWTH
-                yield islice(batches, gap)
+                self._end_burst(done)
 
     def _switch(self, on: bool) -> None:
         for cell, function, timed in self._watched.values():
@@ -219,9 +224,11 @@ class RunClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _end_burst(self, done: int, gap: int) -> None:
+    def _end_burst(self, done: int) -> None:
         """Add a burst of so many batches, which stands for those up to the next one too."""
         if done:
+            self._left = gap = int(self._gap * (0.5 + self._random.random()))
+            self._gap = min(self._gap * _GROWTH, _LARGEST_GAP)
             per_batch = {part: self._burst.get(part, 0.0) / done for part in STEP_PARTS}
             self._pending.append((done + gap, done, per_batch, self._open_events))
         self._burst, self._open_events = {}, []

@@ -10,6 +10,8 @@ from instep.errors import SettingError
 from instep.profilers.base import Profiler
 from instep.types import PathLike
 
+_KEPT = 100_000
+
 
 class SimpleProfiler(Profiler):
     """Measures how long each action takes, by the host's clock, and reports its mean and total.
@@ -23,7 +25,7 @@ class SimpleProfiler(Profiler):
         extended: report the number of calls and the share of the run's time, too.
 
     Attributes:
-        recorded_durations: the seconds of all calls by action.
+        recorded_durations: the seconds of the calls by action; of many the last hundred thousand or more.
 
     Raises:
         SettingError: an action is started within itself, or stopped without a start.
@@ -45,6 +47,7 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, array[float]] = {}
+        self._earlier: dict[str, tuple[int, float]] = {}  # number and seconds of the calls before those
         self.start_time = time.perf_counter()
 
     def start(self, action_name: str) -> None:
@@ -61,12 +64,17 @@ class SimpleProfiler(Profiler):
         if start is None:
             message = f"Attempting to stop recording an action ({action_name}) which was never started."
             raise SettingError(message, field="action_name", got=action_name)
-        self.recorded_durations.setdefault(action_name, array("d")).append(end - start)
+        durations = self.recorded_durations.setdefault(action_name, array("d"))
+        durations.append(end - start)
+        if len(durations) == 2 * _KEPT:
+            calls, seconds = self._earlier.get(action_name, (0, 0.0))
+            self._earlier[action_name] = calls + _KEPT, seconds + math.fsum(durations[:_KEPT])
+            del durations[:_KEPT]
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
         """Begin a run: what the last one measured is forgotten."""
         if self._stage is not None:
-            self.recorded_durations, self.start_time = {}, time.perf_counter()
+            self.recorded_durations, self._earlier, self.start_time = {}, {}, time.perf_counter()
         super().setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
@@ -76,7 +84,11 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         """Return a table of all actions, the longest first."""
         total = time.perf_counter() - self.start_time
-        times = sorted(((math.fsum(d), len(d), name) for name, d in self.recorded_durations.items()), reverse=True)
+        times: list[tuple[float, int, str]] = []
+        for name, durations in self.recorded_durations.items():
+            calls, seconds = self._earlier.get(name, (0, 0.0))
+            times.append((seconds + math.fsum(durations), calls + len(durations), name))
+        times.sort(reverse=True)
         rows = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
         rows.append(("Total", "-", f"{sum(calls for _, calls, _ in times)}", f"{total:.5}", "100 %"))
         for seconds, calls, name in times:

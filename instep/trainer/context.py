@@ -259,6 +259,8 @@ class RunContext:
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
         taker: what a step that takes its batches itself is given; None before the first one, and for other steps.
         log: open sums and step values of training.
+        counted_at_start: updates of metric objects, by their `id`, from before the fit: those are not the training's.
+        counted_outside: what metric objects had counted before the validation that runs; None where none runs.
         validation: when fit validates.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
@@ -321,6 +323,8 @@ class RunContext:
     source: BatchSource = field(init=False)
     taker: BatchTaker | None = None
     log: MetricLog = field(default_factory=lambda: MetricLog("train"))
+    counted_at_start: dict[int, int] = field(default_factory=dict)
+    counted_outside: dict[str, Any] | None = None
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     deferred: list[Trigger] = field(default_factory=list)
     preempted: bool = False

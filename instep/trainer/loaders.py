@@ -12,6 +12,7 @@ import torch
 
 from instep import data as room  # its names load when used: only a run pays for what prepares loaders
 from instep.data import BatchSource, DataModule
+from instep.data.base import described
 from instep.data.plan import derive, derive_phases, phase_at, steps_in_phases
 from instep.data.prefetch import batches_through
 from instep.distributed import send_to_device
@@ -229,7 +230,10 @@ class Loaders:
         self._gradient.num_steps = self.accumulate
         source.history = self.most_accumulated  # a state is taken at the end of the window, wherever in it we are
         if source.num_batches == 0 and limit != 0:
-            raise DataError("the training loader gives no batch; is the dataset empty, or drop_last with few samples?")
+            raise DataError(
+                f"the training loader gives no batch ({'; '.join(source.empty_parts())}). Is the dataset empty, or has "
+                "it with drop_last too few samples for one batch on each rank?"
+            )
         return source
 
     @property
@@ -376,7 +380,7 @@ class Loaders:
         settings = self.settings
         if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
             raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {loader!r}")
-        return room.prepare_loader(
+        source = room.prepare_loader(
             loader,
             rank=self._strategy.data_rank,
             world_size=self._strategy.data_world_size,
@@ -388,8 +392,11 @@ class Loaders:
             limit=limit,
             stage=stage,
             device=self._device,
-            uneven=settings.uneven,
+            uneven=settings.uneven if stage == "train" or settings.uneven == "error" else "join",
         )
+        if stage != "train" and source.num_batches == 0 and limit != 0:
+            warn_user(f"the {stage} loader, {described(loader)}, gives no batch: nothing is done with it")
+        return source
 
     def on_device(self, source: BatchSource, dataloader_idx: int = 0, what: str | None = None) -> Iterator[Any]:
         """Give the source's batches, each on the device. On CUDA a copy overlaps with the step before.

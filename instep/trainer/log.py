@@ -13,7 +13,8 @@ import json
 import math
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
@@ -24,11 +25,16 @@ from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
+    from instep.distributed.metric_states import Counts
 
 K = TypeVar("K")
+
+MOST_HELD = 500
+"""Batches after which held values are brought to the host, where `log_every_n_steps` does not ask for them earlier."""
 
 _BATCH_HOOKS_OF_TRAINING = {
     "training_step",
@@ -147,6 +153,7 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
+    counts: Counts | None = None  # what the metric object counted with the batches of one loader of several
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
@@ -186,9 +193,13 @@ class Accumulator:
         self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
         self.weight += weight
 
+    def held(self) -> AbstractContextManager[None]:
+        """Let the metric object hold what it counted for this name."""
+        return nullcontext() if self.counts is None else self.counts.held()
+
     def computed(self, shapes: Mapping[str, Any]) -> float:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
-        with metric_room().able_to_compute(self.metric, shapes):
+        with self.held(), metric_room().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
             return float(value)
@@ -200,7 +211,7 @@ class Accumulator:
         )
 
     def clear(self) -> None:
-        self.values, self.weights, self.total, self.weight = [], [], None, 0.0
+        self.values, self.weights, self.total, self.weight, self.counts = [], [], None, 0.0, None
 
 
 def _smaller(a: float, b: float) -> float:
@@ -288,16 +299,27 @@ class MetricLog:
         world_size: processes that the epoch values are reduced over.
         num_loaders: with more than one, names get `/dataloader_idx_<i>`.
         counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
+        module: has the metric objects.
     """
 
-    def __init__(self, stage: str, world_size: int = 1, num_loaders: int = 1, counts: bool = True) -> None:
+    def __init__(
+        self,
+        stage: str,
+        world_size: int = 1,
+        num_loaders: int = 1,
+        counts: bool = True,
+        module: nn.Module | None = None,
+    ) -> None:
         self.stage = stage
+        self._module = module
         self.buffer: list[Entry] = []
         self.batch: Any = None
         self.weight: float | None = None
         """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
         self.copies = False
         """Whether the next step writes into the memory of what this one logged, as a CUDA graph does."""
+        self.not_here: set[int] = set()
+        """Metric objects, by `id`, that count for another stage, and cannot count for this one beside it."""
         self._world_size = world_size
         self._num_loaders = num_loaders
         self._counts = counts
@@ -306,6 +328,7 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
+        self._of_loaders: dict[tuple[int, str], float] = {}  # computed already, by metric object and suffix
         self._outstanding: _Outstanding | None = None
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
@@ -330,10 +353,35 @@ class MetricLog:
         self._select()
 
     def set_loader(self, index: int | None) -> None:
-        """Set the index of the evaluation loader that batches come from; None outside of them."""
+        """Set the index of the evaluation loader that batches come from; None outside of them.
+
+        What a metric object has counted for the loader before is taken out of it where its name says which loader.
+        Outside of loaders it holds the sum of them, for names and hooks that are about all.
+        """
         if self._num_loaders > 1:
+            ended = [one for one in self._objects() if one.suffix and one.counts is None]
+            if ended:
+                room = metric_room()
+                counts = room.Counts(room.with_groups((one.metric for one in ended), self._module))
+                for one in ended:
+                    one.counts = counts
+            if index is None:
+                taken = {id(one.counts): one.counts for one in self._objects() if one.counts is not None}
+                if taken:
+                    first, *others = taken.values()
+                    first.add_up(others)
             self._dataloader_idx = index
             self._select()
+
+    def _objects(self) -> list[Accumulator]:
+        """Return the names under which a metric object was logged in this epoch."""
+        return [one for one in self._all() if one.metric is not None and one.weight]
+
+    @property
+    def metric_objects(self) -> list[Any]:
+        """The metric objects that count in this epoch, and those that share their states."""
+        objects = [one.metric for one in self._objects()]
+        return metric_room().with_groups(objects, self._module) if objects else []
 
     def _select(self) -> None:
         self._current = self._accumulators.setdefault((self._hook, self._dataloader_idx), {})
@@ -348,6 +396,8 @@ class MetricLog:
             if accumulator is None or accumulator.options != options:
                 accumulator = self._accumulator(name, value, options)
             if accumulator.metric is not None:
+                if value is not accumulator.metric:
+                    self._replace(accumulator, value)
                 accumulator.weight = 1.0  # it has something to compute in this epoch, on every rank
             if weight == 0:
                 continue
@@ -398,7 +448,7 @@ class MetricLog:
             else:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
-        metric = value if _is_metric(value) else None
+        metric = self._checked(name, value, suffix) if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
         accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._check_names(accumulator)
@@ -417,6 +467,31 @@ class MetricLog:
                     f"self.log({new.name!r}) and self.log({one.name!r}) both log {name!r}: what is logged with on_step "
                     "and on_epoch gets these two endings. Use another name for one of them."
                 )
+
+    def _checked(self, name: str, metric: Any, suffix: str) -> Any:
+        """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
+        elsewhere = id(metric) in self.not_here
+        if elsewhere or (suffix and not metric_room().can_take(metric) and self._counts_for_another(metric, suffix)):
+            raise LogError(
+                f"self.log({name!r}): this {type(metric).__name__} counts for another "
+                f"{'stage' if elsewhere else 'loader'} too, and has no metric_state (as torchmetrics' objects have) by "
+                "which instep could keep the two apart. Use one object for each stage and each loader."
+            )
+        return metric
+
+    def _counts_for_another(self, metric: Any, suffix: str) -> bool:
+        return any(one.metric is metric and one.suffix != suffix for one in self._objects())
+
+    def _replace(self, accumulator: Accumulator, value: Any) -> None:
+        """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
+        before, name = accumulator.metric, accumulator.name
+        # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
+        if not _is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
+            raise LogError(
+                f"self.log({name!r}) got a {type(value).__name__} after the metric object {type(before).__name__} in "
+                "the same epoch. Log one object under one name, or use two names."
+            )
+        accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
         """Give a sum of a checkpoint the arguments that the program has now; by another reduction it begins anew."""
@@ -549,22 +624,20 @@ class MetricLog:
         accumulators = sorted((one for one in self._all() if one.on_epoch), key=lambda one: one.order)
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
-        everywhere, shapes = [local], {}
+        everywhere = [local]
+        counted = [{one.epoch_name: _counted(one) for one in accumulators if one.metric is not None}]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
-            own = {
-                one.epoch_name: metric_room().list_shapes(one.metric) for one in accumulators if one.metric is not None
-            }
-            pairs = gather_object((local, own))
-            everywhere = [pair[0] for pair in pairs]
-            shapes = {name: dict(ChainMap(*parts)) for name, parts in _by_name(pair[1] for pair in pairs).items()}
+            pairs = gather_object((local, counted[0]))
+            everywhere, counted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        by_name = _by_name(counted)
+        shapes = {name: dict(ChainMap(*(own for own, _ in parts))) for name, parts in by_name.items()}
+        empty = {name for name, parts in by_name.items() if not any(updates for _, updates in parts)}
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
+        computed = self._computed([one for one in accumulators if one.metric is not None and one.weight], shapes, empty)
         result: list[EpochMetric] = []
         for one in accumulators:
             if one.metric is not None:
-                value: float | None = one.computed(shapes.get(one.epoch_name, {})) if one.weight else None
-                if reset and one.weight:
-                    with torch.inference_mode(False):  # else the next fit could not count into it
-                        one.metric.reset()
+                value = computed.get(one.epoch_key)
             elif one.epoch_key in shared:
                 value = shared.pop(one.epoch_key)
                 if one.options.group is not None:
@@ -574,13 +647,46 @@ class MetricLog:
                 value = final(one.op, one.total, one.weight)
             if value is not None:
                 result.append(EpochMetric(one.epoch_name, value, one.options, one.full_name, self._loaders_of(one)))
-            if reset:
+        if reset:
+            # Those without an epoch value too: what they count is of this epoch. All are computed by now, since one may
+            # be a part of another.
+            if objects := self.metric_objects:
+                metric_room().reset_metrics(objects)
+            self._of_loaders.clear()
+            for one in self._all():
                 one.clear()
         # A name that only other ranks logged is still one decision for all.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
         return arrived, result
+
+    def _computed(
+        self, accumulators: list[Accumulator], shapes: Mapping[str, Any], empty: Collection[str]
+    ) -> dict[tuple[str, str], float]:
+        """Compute the metric objects, each once for all its names of one loader.
+
+        Args:
+            accumulators: those with a metric object that was logged.
+            shapes: of list states, on the ranks that have some, by name.
+            empty: names whose objects no rank has updated.
+        """
+        values: dict[tuple[int, str], float] = dict(self._of_loaders)
+        result: dict[tuple[str, str], float] = {}
+        for one in accumulators:
+            of_loader = one.counts is not None
+            key = id(one.metric), one.suffix if of_loader else ""
+            if key not in values:
+                values[key] = one.computed(shapes.get(one.epoch_name, {}))
+                if one.epoch_name in empty and math.isnan(values[key]):
+                    warn_user(
+                        f"the {type(one.metric).__name__} that is logged as {one.epoch_name!r} was not updated, and "
+                        "computes nan: call its update(), or the object itself, before the epoch's end"
+                    )
+            if of_loader:  # it counts no more
+                self._of_loaders[key] = values[key]
+            result[one.epoch_key] = values[key]
+        return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
         """Return the loaders whose batches a value was logged with; None where that is all, or its name says which."""
@@ -666,6 +772,14 @@ def _on_device(value: Any) -> bool:
 
 def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
+
+
+def _counted(accumulator: Accumulator) -> tuple[dict[str, Any], int]:
+    """Return what other ranks must know of a metric object: shapes of its list states, and how often it counted."""
+    with accumulator.held():
+        parts = metric_room().with_parts(accumulator.metric)
+        updates = sum(part._update_count for _, part in parts) if parts else 1  # else it does not say
+        return metric_room().list_shapes(accumulator.metric), updates
 
 
 def metric_room() -> ModuleType:

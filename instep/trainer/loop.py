@@ -17,12 +17,12 @@ import torch
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
-from instep.errors import HookError, Preempted, SettingError
+from instep.errors import DataError, HookError, Preempted, SettingError
 from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate, take_batches
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MetricLog, metric_room
+from instep.trainer.log import MOST_HELD, MetricLog, metric_room
 from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
@@ -47,7 +47,7 @@ def fit(ctx: RunContext) -> None:
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
     progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
     batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
-    max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or 500
+    max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or MOST_HELD
 
     while not is_finished(ctx):
         begin_epoch(ctx)
@@ -67,7 +67,7 @@ def fit(ctx: RunContext) -> None:
                     hook(outputs, batch, batch_idx)
             if at.window_batch != at.batch:
                 continue  # in the middle of an optimizer window
-            if at.global_step % hand_over_every == 0:
+            if at.global_step % hand_over_every == 0 or at.batch % MOST_HELD == 0:
                 hand_over_metrics(ctx)
             if at.batch >= validation.next_batch:
                 validate(ctx)
@@ -81,6 +81,7 @@ def fit(ctx: RunContext) -> None:
                 break
         else:
             complete = True
+            check_batches(ctx)
         end_epoch(ctx, complete)
 
     ctx.strategy.average_replicas()
@@ -113,7 +114,8 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
-    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes)
+    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module)
+    ctx.counted_at_start = {id(one): one._update_count for one in metric_room().metric_objects(ctx.module).values()}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
     if (most := ctx.loaders.most_accumulated) > 1 and takes_batches(ctx.module.training_step):
@@ -165,7 +167,14 @@ def check_sanity(ctx: RunContext) -> None:
     ctx.hooks.call("on_sanity_check_start")
     with ctx.clock.within("validation"):
         sources = validation_sources(ctx)
-        if not sources or evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
+        once = any(source.reads_once for source in sources)
+        if once:
+            warn_user(
+                "the validation data is an iterator, such as a generator, that gives its values once: the sanity check "
+                "is left out, since the first validation would lack what it reads"
+            )
+        steps = None if limit == -1 else limit
+        if once or not sources or evaluate(ctx, "sanity_check", sources, steps) is not None:
             ctx.hooks.call("on_sanity_check_end")
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
@@ -292,6 +301,25 @@ def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: 
             "would not know: use trainer.set_trigger('stop') to end the run, or limit_train_batches."
         )
     return True
+
+
+def check_batches(ctx: RunContext) -> None:
+    """Raise where an epoch has ended without a batch: such a run would train nothing, and might never end."""
+    at, source = ctx.position, ctx.source
+    empty = "; ".join(source.empty_parts())
+    if not at.batch and not at.skipped_rest:
+        uneven = ""
+        if source.world_size > 1 and ctx.settings.uneven == "stop":
+            uneven = (
+                " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the others' data."
+            )
+        raise DataError(
+            f"epoch {at.epoch} had no batch: the training data ({empty}) gave none. An iterable that is empty, such as "
+            "by a wrong path, gives none; and a generator gives its values once, in one epoch. Give data that can be "
+            f"iterated again: a list, a DataLoader, a class whose __iter__ makes a new generator each time.{uneven}"
+        )
+    elif empty:
+        warn_user(f"a part of the training data gave no batch ({empty}): None stands in its place")
 
 
 def end_epoch(ctx: RunContext, complete: bool) -> None:
@@ -452,10 +480,12 @@ def validate(ctx: RunContext) -> None:
     ctx.log.leave("training_step")
     with ctx.clock.within("validation"):
         before = BeforeValidation(ctx)
+        ctx.counted_outside = before.counted
         sources = validation_sources(ctx)
         if sources and evaluate(ctx, "validate", sources) is None:
             at.validated = False  # a resumed run validates again, from its start
             before.restore()
+        ctx.counted_outside = None
     plan_next_validation(ctx)
     agree_on_triggers(ctx)
 
@@ -472,13 +502,13 @@ class BeforeValidation:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
         self._rng = rng_state()
-        self._counted = copy.deepcopy(metric_room().metric_states(ctx.module))
+        self.counted = copy.deepcopy(metric_room().metric_states(ctx.module))
         self._metrics = ctx.trainer.metrics.state_dict()
         self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
-        metric_room().restore_metric_states(self._ctx.module, self._counted)
+        metric_room().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.logger_states = self._loggers
         set_rng_state(self._rng)

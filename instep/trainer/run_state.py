@@ -90,7 +90,10 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     shared |= _for_resume(ctx)
     own: dict[str, Any] = {
         "rng": rng_state(),
-        "metric_states": metric_room().metric_states(ctx.module),
+        # A validation may use the training's objects; it begins anew in a resumed run.
+        "metric_states": metric_room().metric_states(ctx.module)
+        if ctx.counted_outside is None
+        else ctx.counted_outside,
         "strategy": strategy.rank_state(),
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,

@@ -29,11 +29,35 @@ def test_batches_are_all_given_and_the_functions_are_the_same_between_bursts() -
     assert 20 < len(timed) < 100
     assert forward is plain
     clock.sampled(iter([1, 2]))  # one that nobody goes through
-    batches = clock.sampled(range(5))
-    next(batches)
-    assert forward is not plain
+    batches = clock.sampled(range(200))
+    while forward is plain:
+        next(batches)
     del batches  # the loop is left
     assert forward is plain
+
+
+@pytest.mark.parametrize("batches", [1, 3, 4, 50])
+def test_bursts_depend_on_the_batches_of_a_run_and_not_on_its_epochs(batches: int) -> None:
+    clock, left_early = RunClock(), 0
+    for epoch in range(60_000 // batches):
+        given = clock.sampled(range(batches))
+        if epoch % 7:
+            assert list(given) == list(range(batches))
+        else:
+            next(given)  # an epoch that is left after its first batch
+            left_early += 1
+        del given
+    total = 60_000 - left_early * (batches - 1)
+    stands_for = sum(weight for weight, _ in clock._bursts)
+    assert 60 < len(clock._bursts) < 200, "some hundred bursts"
+    assert total - 5 <= stands_for - clock._left <= total, "each batch is stood for once"
+
+
+def test_the_gap_between_bursts_has_a_limit() -> None:
+    clock = RunClock()
+    for _ in range(5_000):
+        clock._end_burst(1)
+        assert clock._left < 2_000_000
 
 
 def test_what_is_within_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,9 @@ def test_who_turned_it_off_reads_one_line_at_the_start(
     assert [step for step, _ in there(tmp_path).values()] == steps
 
 
-def test_a_job_that_its_launcher_starts_again_keeps_its_newest_state_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_its_launcher_starts_again_keeps_its_newest_state_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("INSTEP_JOB_ID", "job")
     fit(tmp_path, one(), 14, None)
     assert sorted(there(tmp_path).values()) == [(8, "full"), (12, "full")]

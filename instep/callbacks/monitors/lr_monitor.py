@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from instep.callbacks.base import Trainer, TrainModule
 
+_KEPT = 10_000
+
 
 class LearningRateMonitor(Callback):
     """Log the learning rate of every optimizer and parameter group to the loggers.
@@ -34,7 +36,7 @@ class LearningRateMonitor(Callback):
     The values are in `trainer.callback_metrics` too.
 
     Attributes:
-        lrs: all learning rates that were logged in this fit, by name.
+        lrs: the learning rates that were logged in this fit, by name; of a long fit the last ten thousand or more.
         last_momentum_values: the momenta logged last, by name; None before, and without `log_momentum`.
         last_weight_decay_values: the same of weight decays.
 
@@ -122,7 +124,10 @@ class LearningRateMonitor(Callback):
         for name, value in lrs.items():
             if name not in self.lrs:  # a group was added; the first had no number until then
                 self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
-            self.lrs[name].append(value)
+            values = self.lrs[name]
+            values.append(value)
+            if len(values) == 2 * _KEPT:
+                del values[:_KEPT]
         self.last_momentum_values |= momenta
         self.last_weight_decay_values |= decays
         values = lrs | momenta | decays
