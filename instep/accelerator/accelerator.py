@@ -190,6 +190,7 @@ class Accelerator(ProcessMethods):
             step_scheduler_with_optimizer,
             compile_asked_for(compile, dynamo_plugin, dynamo_backend),
         )
+        self._uses = self._prepared.uses
         self._states = States(self._prepared, self.project_configuration)
         self.resume_report: ResumeReport | None = None
 
@@ -425,8 +426,8 @@ class Accelerator(ProcessMethods):
         Raises:
             UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
         """
-        if not self._prepared.checked:
-            self._prepared.check_optimizers()
+        if self._uses.waits:
+            self._prepared.before_backward()
         if num_items is not None:
             loss = loss * self._prepared.window.weigh_items(num_items)
         else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from instep.accelerator.resuming import Opening, RestoredPlace, Uses, most_kept
 from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
 from instep.distributed import gather, gather_object, gather_ragged, send_to_device
@@ -30,8 +31,10 @@ class AcceleratedLoader:
     Args:
         source: the batches.
         gradient: where the loop says where it stands.
+        uses: what reports uses of batches.
         device: where the batches go; None leaves them where they are.
         non_blocking: do not wait for copies from pinned memory.
+        restore_position: as in `DataLoaderConfiguration`.
         name: its name in checkpoints; None: by its data.
         kind: the class that it passes for in `isinstance`; None: that of the user's loader.
 
@@ -43,14 +46,17 @@ class AcceleratedLoader:
         trains: whether either has happened in this pass or an earlier one.
         full_batches: batches with a lower number weigh the same.
         reliable: whether the number of batches was known when the pass began.
+        opening: the pass's first batches, of which none was used yet; else None.
     """
 
     def __init__(
         self,
         source: PreparedLoader,
         gradient: GradientRecord,
+        uses: Uses,
         device: torch.device | None,
         non_blocking: bool = False,
+        restore_position: bool | str = "auto",
         name: str | None = None,
         kind: type | None = None,
     ) -> None:
@@ -63,12 +69,16 @@ class AcceleratedLoader:
         self.trains = False
         self.full_batches = 0
         self.reliable = True
+        self.opening: Opening | None = None
         self._gradient = gradient
+        self._uses = uses
         self._device = device
         self._non_blocking = non_blocking
+        self._restore_position = restore_position
         self._next_epoch = 0
         self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
-        self._loaded: StateDict | None = None
+        self._restored: RestoredPlace | None = None  # where `load_state` was, until something uses it
+        self._held, self._ahead = 1, 0  # as the pass's opening has found them
 
     # ---- what users of a DataLoader read
 
@@ -99,10 +109,14 @@ class AcceleratedLoader:
     @property
     def next_epoch(self) -> int:
         """The epoch of the next pass, from 0; after `load_state` the one that it goes on with, or begins."""
-        return self._next_epoch
+        place = self._unused_place()
+        return self._next_epoch if place is None else place.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch: its order is a function of the seed and this number."""
+        place = self._unused_place()
+        if place is not None and place.epoch != epoch:
+            self._restored = None  # the script goes elsewhere
         self._next_epoch = epoch
         if self._pass is None:
             self.source.set_epoch(epoch)  # what of the user's wants to know is told at once
@@ -112,38 +126,34 @@ class AcceleratedLoader:
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
         """Give one pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
-        source, gradient = self.source, self._gradient
-        source.set_epoch(self._next_epoch)
-        if batches is not None:
-            source.start_at(batches)
-        self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        self.trains = self.trains or self.batches_done is not None
-        self._loaded = None
-        self.batch_idx = source.first_batch - 1
-        self.batches_done = None
-        self.set_windows(gradient.num_steps)
-        self.reliable = source.plan.exact
+        gradient = self._gradient
+        place = self._begin(batches)
         self._pass = this = object()
         gradient.dataloader_references = [
             *(other for other in gradient.dataloader_references if other is not self),
             self,
         ]
+        offers = batches is None and self._restore_position == "auto"
+        self.opening = opening = Opening(self, self._uses, iter(self.source), place, offers)
         try:
-            for batch in self._on_device():
+            for self.batch_idx, batch in opening.batches():
+                self._show()
+                yield batch
+                self._check(this)
+            self._end_opening(opening)
+            for batch in opening.rest:
                 self.batch_idx += 1
                 self._show()
                 yield batch
                 if self._pass is not this:
-                    raise UsageError(
-                        "this loader was iterated anew before this pass over it had ended. Prepare a second loader for "
-                        "a loop within the loop."
-                    )
+                    self._check(this)
             self.trains, self.batches_done = self.trains or self.batches_done is not None, None
             if self.batch_idx < 0:
                 empty = "; ".join(source.empty_parts())
                 warn_user(f"a pass over a prepared loader ({empty}) had no batch. Is its data empty?")
         finally:
             if self._pass is this:
+                self._end_opening(opening)
                 references = [other for other in gradient.dataloader_references if other is not self]
                 gradient.dataloader_references, self._pass = references, None
                 if gradient.active_dataloader is self:
@@ -151,10 +161,53 @@ class AcceleratedLoader:
                         references[-1]._show()
                     else:
                         gradient.active_dataloader, gradient.end_of_dataloader, gradient.remainder = None, False, -1
+            opening.stop_watching()
+        opening.end()
+        if opening.is_empty and place is not None and place.batches:  # nothing was left of that epoch
+            self._restored = place.next_epoch()
+            if batches is None:
+                yield from self.passes_from(None)
+
+    def _begin(self, batches: int | None) -> RestoredPlace | None:
+        """Go to the first batch of a pass; return the restored place that it begins at."""
+        source, place = self.source, self._unused_place()
+        if place is not None and self.trains:
+            place.go(source)
+            self._next_epoch = place.epoch
+        else:
+            self._restored = place = None
+            source.set_epoch(self._next_epoch)
+        if batches is None and place is not None and self._restore_position is False:
+            batches = 0
+        if batches is not None and (place is None or batches != place.batches):
+            source.start_at(batches)
+        self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        self.trains = self.trains or self.batches_done is not None
+        self.batch_idx = source.first_batch - 1
+        self.batches_done = None
+        self._ahead = 0
+        self.set_windows(self._gradient.num_steps)
+        self.reliable = source.plan.exact
+        return place
+
+    def _check(self, this: object) -> None:
+        if self._pass is not this:
+            raise UsageError(
+                "this loader was iterated anew before this pass over it had ended. Prepare a second loader for "
+                "a loop within the loop."
+            )
+
+    def _end_opening(self, opening: Opening) -> None:
+        if self.opening is opening:
+            opening.look()
+            if opening.used:
+                self._held = opening.held
+            self._ahead, self.opening = opening.ahead, None
 
     def set_windows(self, num_steps: int) -> None:
         """Prepare for windows of so many batches."""
-        self.source.history = num_steps  # a checkpoint within a window goes back to its beginning
+        read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
+        self.source.history = num_steps + max(read_ahead, self._held - 1)  # a checkpoint goes back to a window's begin
         self.full_batches = self.source.plan.full_batches(num_steps)
 
     def _show(self) -> None:
@@ -165,12 +218,23 @@ class AcceleratedLoader:
         gradient.end_of_dataloader = share.last
         gradient.remainder = share.all if share.last and share.all is not None else -1
 
-    def _on_device(self) -> Iterator[Any]:
+    def moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the batches on this rank's device."""
         device = self._device
         if device is None or device.type == "cpu":
-            return iter(self.source)
+            return batches
         non_blocking = self._non_blocking or device.type == "cuda"
-        return batches_through(self.source, [partial(send_to_device, device=device, non_blocking=non_blocking)], device)
+        return batches_through(batches, [partial(send_to_device, device=device, non_blocking=non_blocking)], device)
+
+    @property
+    def active(self) -> Any:
+        """The loader that gives batches now, the innermost one."""
+        return self._gradient.active_dataloader
+
+    @property
+    def most_kept(self) -> int:
+        """How many batches are kept while it is not known whether the script skips those that are done."""
+        return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints
 
@@ -179,41 +243,64 @@ class AcceleratedLoader:
         """The epoch, and the number of the batch in hand."""
         return self.epoch, self.batch_idx
 
-    def state_dict(self, window_begin: int | None = None) -> StateDict:
+    def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
         """Return where the loop stands in this loader: the epoch, and how many of its batches are done.
 
-        In a loop that trains on it a batch is done when `accelerator.backward` has seen it, or a prepared optimizer has
-        stepped after it. Else it is done when it was given out, the one in hand too; a pass that was left has no place
-        to go back to then.
+        A place that `load_state` restored stays until something uses it. In a loop that trains on the loader a batch is
+        done when `accelerator.backward` has seen it, or a prepared optimizer has stepped after it. Else it is done when
+        it was given out, the one in hand too; a pass that was left has no place to go back to then.
 
         Args:
             window_begin: number of the first batch of an accumulation window that is open: batches from there on count
                 for nothing yet.
+            untrained: the loop is to train, and has trained on no loader yet.
         """
-        if self._loaded is not None:
-            return self._loaded
-        done, trains = self.batches_done, self.trains or self.batches_done is not None
+        place, done = self._unused_place(), self.batches_done
+        if place is not None:
+            return place.state
+        trains = self.trains or done is not None or untrained
+        about = {"trains": trains, "held": self._held if self.opening is None else self.opening.held}
         if done is None:
             if self._pass is None:
-                return {"epoch": self._next_epoch, "source": None}
+                return {"epoch": self._next_epoch, "source": None, **about}
             done = self.source.first_batch if trains else self.batch_idx + 1
+        else:
+            done -= self._ahead if self.opening is None else self.opening.ahead
         if window_begin is not None:
-            done = max(min(done, window_begin), self.source.first_batch)
-        return {"epoch": self.epoch, "source": self.source.state_dict(done), "trains": trains}
+            done = min(done, window_begin)
+        done = max(done, self.source.first_batch)
+        return {"epoch": self.epoch, "source": self.source.state_dict(done), **about}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next pass go on where the state says."""
-        self._next_epoch = int(state["epoch"])
-        self._loaded = state
-        self.trains = state.get("trains", True)
-        source = self.source
-        if state["source"] is not None:
+        source, epoch, batches = self.source, int(state["epoch"]), 0
+        if state["source"] is None:
+            source.set_epoch(epoch + 1)  # what another state had set is void
+        else:
             source.load_state_dict(state["source"])
-            if not source.plan.exact or source.first_batch < len(source):
-                return
-            self._next_epoch += 1  # nothing is left of that epoch
-        source.set_epoch(self._next_epoch + 1)  # what another state had set is void
-        self._loaded = None
+            batches = source.first_batch
+            if state["source"].get("finished") or (source.plan.exact and batches >= len(source)):
+                epoch, batches = epoch + 1, 0  # nothing is left of that epoch
+                source.set_epoch(epoch)
+        self._next_epoch, self.opening = epoch, None
+        self.trains = state.get("trains", state["source"] is not None)
+        self._held = state.get("held", 1)
+        self._restored = RestoredPlace(state, epoch, batches, self._held)
+
+    def _unused_place(self) -> RestoredPlace | None:
+        if self.opening is not None:
+            self.opening.look()
+        return self._restored
+
+    def use_up(self, place: RestoredPlace) -> None:
+        """Use up the place that `load_state` restored."""
+        if self._restored is place:
+            self._restored = None
+
+    def forget_beginning(self) -> None:
+        """Forget a restored place at an epoch's beginning, where no pass over this loader runs."""
+        if self._pass is None and self._restored is not None and self._restored.state["source"] is None:
+            self._restored = None
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -20,6 +20,7 @@ from instep.accelerator.handlers import (
     GradScalerKwargs,
 )
 from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.resuming import Uses
 from instep.accelerator.unwrapping import (
     compiled_as,
     extract_model_from_parallel,
@@ -77,6 +78,11 @@ class PreparedRun:
         self._strategy, self._accumulation = strategy, accumulation
         self._moves, self._step_with_optimizer, self._compile = moves, step_with_optimizer, compile
         self._seed: int | None = None
+        self.uses = Uses(
+            lambda: [*self.models.values(), *self._wrapped.values()],
+            lambda: [p for optimizer in self.optimizers for p in parameters_of(optimizer.optimizer)],
+            lambda: self.dataloaders,
+        )
         self._forget()
         self.begin()
 
@@ -89,6 +95,12 @@ class PreparedRun:
     def step(self) -> int:
         """Optimizer steps so far, those that were skipped included."""
         return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether optimizers were prepared, and nothing has stepped or was trained on."""
+        trained = any(loader.trains or loader.batches_done is not None for loader in self.dataloaders)
+        return bool(self.optimizers) and not (self.step or trained)
 
     # ---- the run
 
@@ -120,7 +132,7 @@ class PreparedRun:
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
         self._given: list[Optimizer] = []  # those of the `prepare` that is under way
-        self.checked = False  # whether the optimizers' parameters were looked for in the models
+        self._ask_again()
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[AcceleratedLoader] = []
@@ -202,7 +214,7 @@ class PreparedRun:
             strategy.precision.convert_module(model)
         put_on(model, strategy.precision)
         self.models[name] = model
-        self.checked = False
+        self._ask_again()
         self._strategies[id(model)] = strategy
         wrapped = strategy.wrap_evaluated(model) if evaluates else self._wrap(strategy, model)
         self._wrapped[id(model)] = wrapped if self._compile is None else compiled(wrapped, self._compile)
@@ -239,7 +251,7 @@ class PreparedRun:
             strategy.rebind_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, self.plain, self.run.gradient, self.window)
         self.optimizers.append(prepared)
-        self.checked = False
+        self._ask_again()
         self.main_strategy.separate_random_streams(self.seed)
         return prepared
 
@@ -273,7 +285,9 @@ class PreparedRun:
         if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
-        prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name, kind)
+        prepared = AcceleratedLoader(
+            source, self.run.gradient, self.uses, device, config.non_blocking, config.restore_position, name, kind
+        )
         self.dataloaders.append(prepared)
         return prepared
 
@@ -291,9 +305,19 @@ class PreparedRun:
         self.schedulers.append(prepared)
         return prepared
 
-    def check_optimizers(self) -> None:
+    def _ask_again(self) -> None:
+        """Have the next backward look for the optimizers' parameters in the models."""
+        self._checked, self.uses.waits = False, True
+
+    def before_backward(self) -> None:
+        """Do what is to be done before a backward that `uses.waits` for."""
+        if not self._checked:
+            self._check_optimizers()
+        self.uses.report_backward()
+
+    def _check_optimizers(self) -> None:
         """Warn of parameters in no prepared model, before the first backward: each rank trains those by itself."""
-        self.checked = True
+        self._checked = True
         known = {p for strategy in self._strategies.values() for p in strategy.parameters()}
         for prepared in self.optimizers:
             parameters = parameters_of(prepared.optimizer)

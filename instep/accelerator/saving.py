@@ -311,9 +311,10 @@ def _collect(
     own_loaders: dict[str, Any] = {}
     if window.running and any(optimizer.begins_by_hand for optimizer in states.prepared.optimizers):
         window.running[0].trains = True
+    untrained = states.prepared.is_untrained
     for name, loader in named_loaders(states.prepared.dataloaders).items():
         begin = window.begin if loader is window.loader and not states.prepared.syncs else None
-        (own_loaders if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
+        (own_loaders if loader.source.rank_state else loaders)[name] = loader.state_dict(begin, untrained)
     schedulers = _schedulers(states, [optimizer for optimizer, _ in optimizers.values()])
     shared = {
         "seed": seed,

@@ -152,6 +152,8 @@ class Window:
             loader, places, _ = self._find(*self._stepped)
             self._stepped = loader, places
             loader.batches_done = loader.batch_idx + 1
+            if loader.opening is not None:
+                loader.opening.use()
 
     def weight(self) -> float:
         """Weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""

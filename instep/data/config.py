@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from instep.errors import SettingError
 from instep.utils.checks import FLAG, Check, check_fields, is_int
@@ -15,6 +15,9 @@ LIMIT = Check(
     lambda value: value if isinstance(value, float) else int(value),
 )
 """The check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
+
+
+_RESTORE = Check(lambda value: isinstance(value, bool) or value == "auto", '"auto", True or False')
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | float:
@@ -85,6 +88,9 @@ class DataLoaderConfiguration:
         non_blocking: do not wait for copies from pinned memory to the device.
         use_stateful_dataloader: read iterable data through torchdata's StatefulDataLoader, which resumes without
             reading again. Map-style data resumes by arithmetic, with or without.
+        restore_position: where a loader goes on after `load_state`, when K batches of its epoch are done. "auto": at
+            batch K, also in a script that passes over K batches by itself. True: always at batch K. False: at the
+            epoch's beginning, and the script skips.
 
     Raises:
         SettingError: a value is of the wrong type.
@@ -100,6 +106,7 @@ class DataLoaderConfiguration:
     data_seed: Annotated[int | None, Check(is_int, "an integer, or None", int)] = None
     non_blocking: Annotated[bool, FLAG] = False
     use_stateful_dataloader: Annotated[bool, FLAG] = False
+    restore_position: Annotated[bool | Literal["auto"], _RESTORE] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,0 +1,369 @@
+"""The place that `load_state` restored in a loader, until the script uses it.
+
+After K batches of an epoch a script either goes on with what the loader gives, or passes over K batches by itself
+(`if step < done: continue`, `itertools.islice`). Only a *use* shows which: a forward of a prepared model with gradients
+on, `accelerator.backward`, a step, or another gradient or value of a parameter that a prepared optimizer owns. Neither
+`next` nor a forward under `no_grad` is one. Until the first use each pass begins at K again:
+
+| state     | the next batch                             | what ends it                                                  |
+|-----------|--------------------------------------------|---------------------------------------------------------------|
+| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. `most` kept, or no more data: repeating |
+| repeating | a copy of K: nothing is read               | K passed over: skipped                                        |
+| skipped   | K, then what was kept, then the others     | the end of the pass                                           |
+| straight  | the next in order                          | the end; of an evaluation: after it come the batches before K |
+| used      | after the used one the next in order       | the end of the pass                                           |
+
+The first use makes any of them "used". Offering becomes straight where the script holds all that it was given (it
+reads ahead), or a prepared model has evaluated a batch. So no used batch comes again, a batch that was passed over for
+another reason is left out, and an unused pass has as many batches as a whole one.
+
+A script that reads ahead holds several batches at its first use. A pass then counts as done what was used of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.nested import iter_leaves, map_leaves
+from instep.errors import UsageError
+from instep.types import StateDict
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.accelerator.loader import AcceleratedLoader
+    from instep.data import PreparedLoader
+
+_END = object()
+_ADVICE = (
+    "Leave the place to load_state, and take the script's own skipping out; or skip with "
+    "accelerator.skip_first_batches(loader, n), which counts from the epoch's beginning"
+)
+
+
+class RestoredPlace:
+    """A loader's place as `load_state` restored it.
+
+    Args:
+        state: the loader's state, which a save before the first use writes again.
+        epoch: the epoch that the next pass goes on with, or begins.
+        batches: how many of its batches are done.
+        held: how many batches the script held at its first use, in the run that saved the state.
+    """
+
+    def __init__(self, state: StateDict, epoch: int, batches: int, held: int = 1) -> None:
+        self.state, self.epoch, self.batches, self.held = state, epoch, batches, held
+        self._left = False  # a pass has moved the source from here
+
+    def go(self, source: PreparedLoader) -> None:
+        """Bring the source to this place."""
+        if self._left and self.state["source"] is not None:
+            source.load_state_dict(self.state["source"])
+        self._left = True
+        source.set_epoch(self.epoch)
+
+    def next_epoch(self) -> RestoredPlace:
+        """Return the place where the next epoch begins."""
+        epoch = self.epoch + 1
+        return RestoredPlace({**self.state, "epoch": epoch, "source": None}, epoch, 0, self.held)
+
+
+class Uses:
+    """Uses of a run's batches, reported to the passes that wait for their first one.
+
+    Args:
+        models: returns the prepared models, as they are called.
+        parameters: returns the parameters of the prepared optimizers.
+        loaders: returns the prepared loaders.
+
+    Attributes:
+        waits: whether `backward` has to be reported.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Iterable[nn.Module]],
+        parameters: Callable[[], Iterable[Tensor]],
+        loaders: Callable[[], Iterable[AcceleratedLoader]],
+    ) -> None:
+        self.models, self._parameters, self._loaders = models, parameters, loaders
+        self.waits = True
+
+    def report_backward(self) -> None:
+        """Report a backward on the batches in hand."""
+        openings = self._openings()
+        for opening in openings:
+            opening.use()
+            opening.count_backward()
+        self.waits = bool(openings)
+
+    def report_forward(self, active: AcceleratedLoader | None) -> None:
+        """Report a forward of a prepared model on the batches in hand."""
+        if torch.is_grad_enabled():
+            for opening in self._openings():
+                opening.use()
+        elif active is not None and active.opening is not None:
+            active.opening.evaluates = True
+
+    def forget_beginnings(self) -> None:
+        """Forget places at an epoch's beginning of the loaders that do not run: the training has begun."""
+        for loader in self._loaders():
+            loader.forget_beginning()
+
+    def marks(self) -> list[Any]:
+        """Return what changes when a parameter or its gradient does."""
+        trained = [p for p in self._parameters() if p.requires_grad]
+        return [(p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in trained]
+
+    def _openings(self) -> list[Opening]:
+        return [loader.opening for loader in self._loaders() if loader.opening is not None]
+
+
+class Opening:
+    """The first batches of a pass, until one of them is used.
+
+    Args:
+        loader: whose pass it is.
+        uses: what reports uses.
+        raw: the pass's batches, before they are moved to the device.
+        place: the restored place that the pass begins at; None where there is none.
+        offers: whether the script may pass over what is done.
+
+    Attributes:
+        rest: the batches after these, on the device.
+        used: whether one was used.
+        evaluates: whether a prepared model has computed without gradients on a batch of the pass.
+        held: how many batches the script held at the first use.
+    """
+
+    def __init__(
+        self, loader: AcceleratedLoader, uses: Uses, raw: Iterator[Any], place: RestoredPlace | None, offers: bool
+    ) -> None:
+        self.rest = loader.moved(raw)
+        self.used = self.evaluates = False
+        self.held = 1
+        self._loader, self._uses, self._raw, self._place = loader, uses, raw, place
+        self._offers = offers and place is not None and place.batches > 0
+        self._given: list[list[weakref.ref[Any]]] = []
+        self._before: list[list[weakref.ref[Any]]] = []  # what was given until all that is done was passed over
+        self._skipped = False
+        self._hooks: list[Any] = []
+        self._marks: list[Any] = []
+        self._backwards = 0  # between the first use and the next batch
+        self._asked = 0  # how often the script has asked for a batch since the first use
+        self._always_ahead = False
+        uses.waits = True
+        if place is not None:
+            self._marks = uses.marks()
+            self._watch_models()
+
+    def _watch_models(self) -> None:
+        watch = _ForwardWatch(self._loader, self._uses)
+        for model in {id(model): model for model in self._uses.models()}.values():
+            if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+                self._hooks.append(model.register_forward_pre_hook(watch))
+
+    def stop_watching(self) -> None:
+        """Take the hooks off the models."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the pass has given nothing."""
+        return not self._given
+
+    # ---- uses
+
+    def look(self) -> bool:
+        """Look for a use that nothing has reported; return whether there was one."""
+        loader = self._loader
+        if not self.used and loader.opening is self:
+            changed = self._place is not None and self._uses.marks() != self._marks
+            if changed or loader.batches_done is not None:
+                self.use()
+        return self.used
+
+    def use(self) -> None:
+        """Use the batch in hand, for the first time.
+
+        Raises:
+            UsageError: a batch was given twice, and the script holds both.
+        """
+        if self.used:
+            return
+        self.used = True
+        self.stop_watching()
+        self.held = max(1, sum(map(_is_alive, self._given)))
+        place = self._place
+        if place is None:
+            return
+        self._loader.use_up(place)
+        self._uses.forget_beginnings()
+        if any(map(_is_alive, self._before)):
+            gc.collect()  # a cycle may hold them
+        if any(map(_is_alive, self._before)):
+            raise UsageError(
+                f"after load_state the script asked for {len(self._before) + len(self._given)} batches before it used "
+                f"one. {place.batches} were done when the state was saved: it may have passed over those, so they were "
+                f"given again; but it holds some of the first ones still. {_ADVICE}. A script that reads ahead needs "
+                "DataLoaderConfiguration(restore_position=True)."
+            )
+        passed = sum(not _is_alive(batch) for batch in self._given[:-1])
+        if passed and self._offers and not self._skipped:
+            warn_user(
+                f"after load_state the script passed over {passed} batches before it used one, and {place.batches} "
+                f"batches of the epoch were done when the state was saved. {_ADVICE}"
+            )
+
+    def count_backward(self) -> None:
+        """Count a backward."""
+        self._backwards += not self._asked
+
+    def end(self) -> None:
+        """Warn where a whole pass was passed over."""
+        if self._offers and not self.used and not self.evaluates and self._given and self._place is not None:
+            warn_user(
+                f"after load_state the script passed over all {len(self._before) + len(self._given)} batches of a "
+                f"pass, and {self._place.batches} batches of the epoch were done when the state was saved: the next "
+                f"pass begins there again. {_ADVICE}"
+            )
+
+    @property
+    def ahead(self) -> int:
+        """How many batches the script holds that it has not used."""
+        if self._asked < 2:
+            if self._asked and self._loader.batches_done == self._loader.batch_idx + 1:
+                return self.held - 1  # it was given one, and used one
+            return max(0, self.held - self._backwards) if self._backwards else 0
+        return self.held - 1 if self._always_ahead else 0
+
+    def _ask(self) -> bool:
+        """Take note that the script asks for the next batch; return whether it has used one."""
+        if self.look():
+            self._asked += 1
+            if self._asked == 2:
+                loader = self._loader
+                used_one = loader.batches_done == loader.batch_idx + 1  # it does not take several and use them then
+                self._always_ahead = used_one and not _is_alive(self._given[0])
+        return self.used
+
+    # ---- batches
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """Yield the first batches with their numbers; the others are in `rest`."""
+        source = self._loader.source
+        number = source.first_batch
+        if self._offers:
+            kept, number = yield from self._offer(number)
+            for raw, source.share in kept:
+                yield number, self._give(self._moved(raw))
+                number += 1
+                self._ask()
+            del kept
+        most = self._loader.most_kept
+        while not self._is_over and (self._place is not None or len(self._given) < most):
+            batch = next(self.rest, _END)
+            if batch is _END:
+                break
+            yield number, self._give(batch)
+            number += 1
+            self._ask()
+        else:
+            return
+        if self._place is not None and self.evaluates and not (self.used or self._skipped):
+            yield from self._before_place(self._place.batches)
+
+    def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
+        """Yield batches that the script may pass over; return those that follow, and the number of the first."""
+        kept: list[tuple[Any, Any]] = []
+        source, most, passed = self._loader.source, self._loader.most_kept, 0
+        while passed < first:
+            if passed == len(kept):
+                raw = next(self._raw, _END) if passed < most else _END
+                if raw is not _END:
+                    kept.append((raw, source.share))
+                elif self._reads_ahead(passed):
+                    return [], first + passed
+            at = passed if passed < len(kept) else 0
+            raw, source.share = kept[at]
+            yield first + at, self._give(self._moved(map_leaves(_copied, raw)))
+            if self._ask() or self.evaluates:
+                return kept[at + 1 :], first + at + 1
+            passed += 1
+        if self._reads_ahead(passed):
+            return kept[passed:], first + passed
+        self._skipped, self._before, self._given = True, self._given, []
+        return kept, first
+
+    def _before_place(self, batches: int) -> Iterator[tuple[int, Any]]:
+        """Yield the epoch's batches before the place: an evaluation sees them all."""
+        source = self._loader.source
+        source.start_at(0)
+        for number, batch in zip(range(batches), self._loader.moved(iter(source)), strict=False):
+            source.share = source.share._replace(last=number == batches - 1)
+            yield number, self._give(batch)
+            self._ask()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.used and (self.held == 1 or self._asked > 1)
+
+    def _reads_ahead(self, passed: int) -> bool:
+        """Return whether the script holds what it was given, and will use it."""
+        assert self._place is not None
+        if passed < self._place.held:
+            return self._place.held > 1
+        for _ in range(2):
+            if passed < 2 or not all(map(_is_alive, self._given[:-1])):
+                return False
+            gc.collect()  # a cycle may hold them
+        return True
+
+    def _moved(self, raw: Any) -> Any:
+        return next(self._loader.moved(iter([raw])))
+
+    def _give(self, batch: Any) -> Any:
+        self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
+        return batch
+
+
+class _ForwardWatch:
+    """Forward pre-hook of the prepared models; a copy of a model gets one that does nothing."""
+
+    def __init__(self, loader: AcceleratedLoader, uses: Uses) -> None:
+        self._loader, self._uses = loader, uses
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():  # what is compiled would stay
+            self._uses.report_forward(self._loader.active)
+
+    def __reduce__(self) -> Any:
+        return _no_watch, ()
+
+
+def _no_watch() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any) -> None:
+    """Do nothing."""
+
+
+def most_kept(num_steps: int, held: int) -> int:
+    """Return how many batches are kept until it is known whether the script skips those that are done."""
+    return max(held, 2 * num_steps + 2)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_alive(batch: list[weakref.ref[Any]]) -> bool:
+    return any(leaf() is not None for leaf in batch)
