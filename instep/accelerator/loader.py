@@ -135,12 +135,15 @@ class AcceleratedLoader:
         ]
         offers = batches is None and self._restore_position == "auto"
         self.opening = opening = Opening(self, self._uses, iter(self.source), place, offers)
+        held = False
         try:
             for self.batch_idx, batch in opening.batches():
                 self._show()
                 yield batch
                 self._check(this)
-            self._end_opening(opening)
+            held = opening.is_held  # a window, say, at the end of an epoch: a use of it may come yet
+            if not held:
+                self._end_opening(opening)
             for batch in opening.rest:
                 self.batch_idx += 1
                 self._show()
@@ -149,11 +152,12 @@ class AcceleratedLoader:
                     self._check(this)
             self.trains, self.batches_done = self.trains or self.batches_done is not None, None
             if self.batch_idx < 0:
-                empty = "; ".join(source.empty_parts())
+                empty = "; ".join(self.source.empty_parts())
                 warn_user(f"a pass over a prepared loader ({empty}) had no batch. Is its data empty?")
         finally:
             if self._pass is this:
-                self._end_opening(opening)
+                if not held:
+                    self._end_opening(opening)
                 references = [other for other in gradient.dataloader_references if other is not self]
                 gradient.dataloader_references, self._pass = references, None
                 if gradient.active_dataloader is self:
@@ -161,8 +165,10 @@ class AcceleratedLoader:
                         references[-1]._show()
                     else:
                         gradient.active_dataloader, gradient.end_of_dataloader, gradient.remainder = None, False, -1
-            opening.stop_watching()
-        opening.end()
+            if not held:
+                opening.stop_watching()
+        if not held:
+            opening.end()
         if opening.is_empty and place is not None and place.batches:  # nothing was left of that epoch
             self._restored = place.next_epoch()
             if batches is None:
@@ -171,6 +177,8 @@ class AcceleratedLoader:
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         """Go to the first batch of a pass; return the restored place that it begins at."""
         source, place = self.source, self._unused_place()
+        if self.opening is not None:
+            self._end_opening(self.opening)
         if place is not None and self.trains:
             place.go(source)
             self._next_epoch = place.epoch

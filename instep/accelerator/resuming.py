@@ -5,13 +5,14 @@ After K batches of an epoch a script either goes on with what the loader gives, 
 on, `accelerator.backward`, a step, or another gradient or value of a parameter that a prepared optimizer owns. Neither
 `next` nor a forward under `no_grad` is one. Until the first use each pass begins at K again:
 
-| state     | the next batch                             | what ends it                                                  |
-|-----------|--------------------------------------------|---------------------------------------------------------------|
-| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. `most` kept, or no more data: repeating |
-| repeating | a copy of K: nothing is read               | K passed over: skipped                                        |
-| skipped   | K, then what was kept, then the others     | the end of the pass                                           |
-| straight  | the next in order                          | the end; of an evaluation: after it come the batches before K |
-| used      | after the used one the next in order       | the end of the pass                                           |
+| state     | the next batch                              | what ends it                                      |
+|-----------|---------------------------------------------|---------------------------------------------------|
+| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. `most` kept, or no more   |
+|           |                                             | data: repeating                                   |
+| repeating | a copy of K: nothing is read                | K passed over: skipped                            |
+| skipped   | K, then what was kept, then the others      | the end of the pass                               |
+| straight  | the next in order                           | the end; of an evaluation: then those before K    |
+| used      | after the used one the next in order        | the end of the pass                               |
 
 The first use makes any of them "used". Offering becomes straight where the script holds all that it was given (it
 reads ahead), or a prepared model has evaluated a batch. So no used batch comes again, a batch that was passed over for
@@ -225,6 +226,13 @@ class Opening:
     def count_backward(self) -> None:
         """Count a backward."""
         self._backwards += not self._asked
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script holds the whole pass, of which it has used nothing yet."""
+        if self.used or self._place is None or self._skipped or len(self._given) < 2 > self._place.held:
+            return False
+        return bool(self._given) and all(map(_is_alive, self._given))
 
     def end(self) -> None:
         """Warn where a whole pass was passed over."""
