@@ -46,14 +46,15 @@ def _state(metric: Any) -> dict[str, Any]:
 
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
-    for name, metric in metric_objects(module).items():
-        if name in states:
-            metric.reset()  # what a hook has counted since the start is in the state already
-            metric._update_count = states[name]["updates"]
-            known, device = metric.metric_state, getattr(metric, "device", None)
-            for attribute, value in states[name]["state"].items():
-                if attribute in known:  # a checkpoint sets no other attributes
-                    setattr(metric, attribute, _on(device, value))
+    metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
+    for metric in metrics.values():  # all of them first: a composition resets its parts
+        metric.reset()  # what a hook has counted since the start is in the state already
+    for name, metric in metrics.items():
+        metric._update_count = states[name]["updates"]
+        known, device = metric.metric_state, getattr(metric, "device", None)
+        for attribute, value in states[name]["state"].items():
+            if attribute in known:  # a checkpoint sets no other attributes
+                setattr(metric, attribute, _on(device, value))
 
 
 def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
@@ -102,17 +103,15 @@ class Counts:
     def __init__(self, objects: Iterable[Any]) -> None:
         self._parts = {id(part): part for one in objects for _, part in with_parts(one)}
         self._attributes = {key: _attributes(part) for key, part in self._parts.items()}
-        _reset(self._parts.values())
+        reset_metrics(self._parts.values())
 
     def __contains__(self, metric: Any) -> bool:
         return id(metric) in self._parts
 
     def put_back(self, metrics: Iterable[Any]) -> None:
         """Restore what the metric objects had counted, in place of what they have counted since, and forget it here."""
-        for metric in metrics:
-            key = id(metric)
-            _set_attributes(metric, self._attributes.pop(key))
-            del self._parts[key]
+        keys = [id(metric) for metric in metrics]
+        _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
 
     @property
     def objects(self) -> list[Any]:
@@ -121,14 +120,12 @@ class Counts:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let the metric objects hold what was taken out of them within the block."""
-        others = {key: _attributes(part) for key, part in self._parts.items()}
-        for key, part in self._parts.items():
-            _set_attributes(part, self._attributes[key])
+        others = [(part, _attributes(part)) for part in self._parts.values()]
+        _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:
             yield
         finally:
-            for key, part in self._parts.items():
-                _set_attributes(part, others[key])
+            _set_attributes(others)
 
     def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
         """Let the metric objects hold the sum of what was taken out and what they have counted since.
@@ -140,6 +137,7 @@ class Counts:
             The objects whose states cannot be added up, such as a mean over batches: they are left as they are.
         """
         left: list[Any] = []
+        sums: list[tuple[Any, dict[str, Any]]] = []
         every = [self, *others]
         for key, part in {key: part for counts in every for key, part in counts._parts.items()}.items():
             taken = [counts._attributes[key] for counts in every if key in counts._attributes]
@@ -155,7 +153,8 @@ class Counts:
                 merged, refused = merge_metric_states(states, {"": part})
                 left += [part] if refused else []
             if merged:
-                _set_attributes(part, {"_update_count": merged[""]["updates"], **merged[""]["state"]})
+                sums.append((part, {"_update_count": merged[""]["updates"], **merged[""]["state"]}))
+        _set_attributes(sums)
         return left
 
 
@@ -165,21 +164,18 @@ def _attributes(part: Any) -> dict[str, Any]:
     return {**numbers, **_state(part)}
 
 
-def _set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
-    _reset([part])
-    for name, value in attributes.items():
-        setattr(part, name, list(value) if isinstance(value, list) else value)
-
-
-def _reset(metrics: Iterable[Any]) -> None:
-    with torch.inference_mode(False):  # else the next fit could not count into it
-        for metric in metrics:
-            metric.reset()
+def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+    reset_metrics([part for part, _ in of_parts if part.metric_state])  # not a composition, which would reset its parts
+    for part, attributes in of_parts:
+        for name, value in attributes.items():
+            setattr(part, name, list(value) if isinstance(value, list) else value)
 
 
 def reset_metrics(metrics: Iterable[Any]) -> None:
     """Reset metric objects to states that any later stage can count into."""
-    _reset(metrics)
+    with torch.inference_mode(False):
+        for metric in metrics:
+            metric.reset()
 
 
 def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
