@@ -140,6 +140,9 @@ def end_workers(started: Any) -> None:
     for worker in started._workers:
         worker.terminate()
         BaseProcess.join(worker, _KILLED_S)
+        # Without these cycles the pipes are closed now, and not when the garbage collector comes by.
+        vars(worker).pop("join", None)
+        vars(worker._popen).pop("terminate", None)
 
 
 def _watch(started: Any) -> None:

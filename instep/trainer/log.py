@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -607,13 +608,16 @@ class MetricLog:
         accumulators = sorted((one for one in self._all() if one.on_epoch), key=lambda one: one.order)
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
-        everywhere, shapes = [local], {}
+        everywhere = [local]
+        counted = [{one.epoch_name: _counted(one) for one in accumulators if one.metric is not None}]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
-            pairs = gather_object((local, {one.epoch_name: _shapes(one) for one in accumulators if one.metric is not None}))
-            everywhere = [pair[0] for pair in pairs]
-            shapes = {name: dict(ChainMap(*parts)) for name, parts in _by_name(pair[1] for pair in pairs).items()}
+            pairs = gather_object((local, counted[0]))
+            everywhere, counted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        by_name = _by_name(counted)
+        shapes = {name: dict(ChainMap(*(own for own, _ in parts))) for name, parts in by_name.items()}
+        empty = {name for name, parts in by_name.items() if not any(updates for _, updates in parts)}
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
-        computed = self._computed([one for one in accumulators if one.metric is not None and one.weight], shapes)
+        computed = self._computed([one for one in accumulators if one.metric is not None and one.weight], shapes, empty)
         result: list[EpochMetric] = []
         for one in accumulators:
             if one.metric is not None:
@@ -641,8 +645,16 @@ class MetricLog:
         ]
         return arrived, result
 
-    def _computed(self, accumulators: list[Accumulator], shapes: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-        """Compute the metric objects, each once for all its names of one loader."""
+    def _computed(
+        self, accumulators: list[Accumulator], shapes: Mapping[str, Any], empty: Collection[str]
+    ) -> dict[tuple[str, str], float]:
+        """Compute the metric objects, each once for all its names of one loader.
+
+        Args:
+            accumulators: those with a metric object that was logged.
+            shapes: of list states, on the ranks that have some, by name.
+            empty: names whose objects no rank has updated.
+        """
         values: dict[tuple[int, str], float] = dict(self._of_loaders)
         result: dict[tuple[str, str], float] = {}
         for one in accumulators:
@@ -650,6 +662,11 @@ class MetricLog:
             key = id(one.metric), one.suffix if of_loader else ""
             if key not in values:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
+                if one.epoch_name in empty and math.isnan(values[key]):
+                    warn_user(
+                        f"the {type(one.metric).__name__} that is logged as {one.epoch_name!r} was not updated, and "
+                        "computes nan: call its update(), or the object itself, before the epoch's end"
+                    )
             if of_loader:  # it counts no more
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
@@ -741,9 +758,12 @@ def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
 
 
-def _shapes(accumulator: Accumulator) -> dict[str, Any]:
+def _counted(accumulator: Accumulator) -> tuple[dict[str, Any], int]:
+    """Return what other ranks must know of a metric object: shapes of its list states, and how often it counted."""
     with accumulator.held():
-        return metric_room().list_shapes(accumulator.metric)
+        parts = metric_room().with_parts(accumulator.metric)
+        updates = sum(part._update_count for _, part in parts) if parts else 1  # else it does not say
+        return metric_room().list_shapes(accumulator.metric), updates
 
 
 def metric_room() -> ModuleType:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointInfo, Manifest
+from instep.checkpoint import CheckpointInfo, Manifest, scan
 from instep.checkpoint.scan import best_first, check_keyword
 from instep.errors import CheckpointError, SettingError
 
@@ -62,3 +62,10 @@ def test_an_unknown_mode_and_keyword() -> None:
 def test_kind() -> None:
     assert checkpoint(1).kind == "full"
     assert checkpoint(1, kind="weights").kind == "weights"
+
+
+def test_facts_are_remembered_of_the_folders_that_were_listed_last(tmp_path: Path) -> None:
+    for number in range(40):
+        scan.facts(tmp_path / str(number))
+    assert list(scan._index)[-1] == str(tmp_path / "39")
+    assert len(scan._index) <= 16

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from instep.data import CombinedLoader, PreparedLoader, prepare_loader
+from instep.data import CombinedLoader, PreparedLoader, dispatch, prepare_loader
 from instep.data.plan import gradient_correction, rank_weight, window_scale
 from instep.distributed import gather_object
 from instep.errors import DataError, DistributedError, RemoteError, SettingError
@@ -438,3 +438,22 @@ def test_checked_mode_names_what_rank_0_sends() -> None:
     for lines in run_ranks(_apart, 2):
         assert "dispatch: position" in lines[1]
         assert "gather_object" in lines[2]
+
+
+def _long_pass() -> list[Any]:
+    found = []
+    for kept in (4, 10_000):
+        dispatch._KEPT = kept
+        source = prepare([torch.arange(2 + number % 3) for number in range(90)], split_batches=True)
+        source.history = 3
+        weights = []
+        for number, _ in enumerate(source):
+            weights.append((window_scale(source, number, 3), gradient_correction(source, number, 3)))
+        found.append((weights, len(source._seen)))
+    return found
+
+
+def test_a_long_pass_remembers_the_sizes_of_its_last_steps_alone() -> None:
+    for (weights, remembered), (expected, _) in run_ranks(_long_pass, 2):
+        assert weights == expected
+        assert remembered <= 14

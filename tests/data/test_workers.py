@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import select
@@ -238,3 +239,26 @@ def test_a_program_ends_though_a_pass_is_held(how: str) -> None:
     done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)})
     assert done.returncode == (how == "an error"), done.stderr
     assert done.stderr.count("Traceback") == (how == "an error")
+
+
+class TwoEach(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+@pytest.mark.parametrize("data", [range(4), TwoEach()], ids=["indexed", "iterable"])
+def test_the_descriptors_of_workers_are_closed_with_the_pass_and_not_by_the_garbage_collector(data: Any) -> None:
+    def open_after(passes: int) -> int:
+        for epoch in range(passes):
+            source.set_epoch(epoch)
+            assert len(list(source)) == 2
+        return len(os.listdir("/proc/self/fd"))
+
+    source = prepare_loader(DataLoader(data, batch_size=2, num_workers=2))
+    gc.collect()
+    gc.disable()
+    try:
+        few = open_after(2)
+        assert open_after(32) <= few + 8, "each pass would leave four"
+    finally:
+        gc.enable()

@@ -214,3 +214,14 @@ def test_a_profiler_of_ones_own() -> None:
         "mine",
         "/mine",
     ]
+
+
+def test_simple_counts_all_calls_and_keeps_the_last_durations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.profilers.simple._KEPT", 4)
+    profiler = SimpleProfiler()
+    for _ in range(21):
+        with profiler.profile("reading"):
+            pass
+    assert len(profiler.recorded_durations["reading"]) == 5
+    total, reading = (line.split() for line in profiler.summary().splitlines() if line.startswith(("Total", "reading")))
+    assert total[2] == reading[2] == "21"

@@ -14,7 +14,8 @@ from torch import nn
 from instep import Callback, Logger
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import LogError, UsageError
-from tests.trainer.toys import Toy, loader, quiet, samples
+from instep.trainer.log import MetricLog
+from tests.trainer.toys import LoggingToy, Toy, loader, quiet, samples
 
 
 class ListLogger(Logger):
@@ -583,3 +584,26 @@ def test_logging_from_a_compiled_step_breaks_no_graph_and_is_compiled_once(tmp_p
     assert compiled.rows == expected.rows
     assert not breaks
     assert graphs == 1
+
+
+# ---- what is held
+
+
+@pytest.mark.parametrize("every", [0, 10**6])
+def test_values_are_held_for_some_batches_whatever_log_every_n_steps_says(every: int, monkeypatch: Any) -> None:
+    held: list[int] = []
+    arrive = MetricLog.hand_over
+
+    def hand_over(self: MetricLog, *args: Any, **kwargs: Any) -> Any:
+        held.append(max((len(one.values) for one in self._all()), default=0))
+        return arrive(self, *args, **kwargs)
+
+    monkeypatch.setattr(MetricLog, "hand_over", hand_over)
+    module = LoggingToy(lr=1e-6)
+    trainer = quiet(max_epochs=1, log_every_n_steps=every, num_sanity_val_steps=0)
+    trainer.fit(module, loader(1200, 1), loader(1100, 1))
+    assert max(held) == 500
+    assert sum(size == 500 for size in held) == 4
+    assert trainer.callback_metrics["val_loss"] == pytest.approx(
+        float(module.loss(samples(1100).tensors).detach()), rel=1e-4
+    )

@@ -382,3 +382,10 @@ def test_an_object_may_change_from_epoch_to_epoch() -> None:
     trainer = quiet(max_epochs=3)
     trainer.fit(module, numbers(TRAIN), numbers(FIRST))
     assert float(trainer.callback_metrics["x"]) == 30.0
+
+
+def test_an_object_that_was_not_updated_is_warned_of_by_its_name() -> None:
+    module = Sharing(validation=logs("x"))
+    module.count = lambda stage, batch: module.log("x", module.metric)
+    with pytest.warns(UserWarning, match="the MeanMetric that is logged as 'x' was not updated, and computes nan"):
+        measured(module, numbers(FIRST))

@@ -107,3 +107,14 @@ def test_errors():
     twins = SGD([{"params": [one], "name": "a"}, {"params": [two], "name": "a"}], lr=0.5)
     with pytest.raises(SettingError, match="two of SGD are called 'a'"):
         LearningRateMonitor().on_train_start(FakeTrainer(optimizers=[twins]), None)
+
+
+def test_a_long_fit_keeps_the_last_rates(monkeypatch):
+    monkeypatch.setattr("instep.callbacks.monitors.lr_monitor._KEPT", 3)
+    trainer = FakeTrainer(optimizers=[Adam(parameters(), lr=0.1)])
+    monitor = LearningRateMonitor(logging_interval="step")
+    monitor.on_train_start(trainer, None)
+    for number in range(11):
+        trainer.optimizers[0].param_groups[0]["lr"] = float(number)
+        monitor._log(trainer, "step")
+    assert monitor.lrs == {"lr-Adam": [6.0, 7.0, 8.0, 9.0, 10.0]}
