@@ -2,9 +2,9 @@
 
 Validation and saving are rare, and timed each time. Waiting for data, forward, backward and the optimizer happen in
 every step; they are sampled in bursts of a few batches at random distances, which grow by 5% from one to the next, over
-the ends of epochs: some hundred bursts in a run of any length. Between the bursts the loop runs the very functions that it would run without a
-clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a step are timed by
-events, which are read once they are done: the host never waits for the device.
+the ends of epochs: some hundred bursts in a run of any length. Between the bursts the loop runs the very functions that
+it would run without a clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a
+step are timed by events, which are read once they are done: the host never waits for the device.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def check_batches(ctx: RunContext) -> None:
     if not at.batch and not at.skipped_rest:
         uneven = ""
         if source.world_size > 1 and ctx.settings.uneven == "stop":
-            uneven = " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the others' data."
+            uneven = " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the rest."
         raise DataError(
             f"epoch {at.epoch} had no batch: the training data ({empty}) gave none. An iterable that is empty, such as "
             "by a wrong path, gives none; and a generator gives its values once, in one epoch. Give data that can be "

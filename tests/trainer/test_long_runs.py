@@ -121,7 +121,8 @@ def test_1200_epochs_with_loggers_checkpoints_and_validation(folder: Path) -> No
         assert [step for step, _ in rows(folder, name)] == list(at_ends)
     best = min(score for _, score in rows(folder, "val_loss"))
     assert float(saves.best_model_score) == best
-    assert Path(saves.best_model_path).is_dir() and Path(saves.last_model_path).is_dir()
+    assert Path(saves.best_model_path).is_dir()
+    assert Path(saves.last_model_path).is_dir()
 
 
 def test_100000_steps_with_loggers_checkpoints_and_validation(folder: Path) -> None:
