@@ -250,10 +250,16 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def counted(metric: Any) -> tuple[dict[str, Any], int]:
-    """Return the shapes of a metric's list states, and how often it was updated; 1 where it does not say."""
-    parts = with_parts(metric)
-    return list_shapes(metric), sum(part._update_count for _, part in parts) if parts else 1
+def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
+    """Return by name the shapes of logged metrics' list states, and how often each was updated; 1 if it does not say."""
+    found: dict[str, tuple[dict[str, Any], int]] = {}
+    for one in accumulators:
+        if one.metric is not None:
+            with one.held():
+                parts = with_parts(one.metric)
+                updates = sum(part._update_count for _, part in parts) if parts else 1
+                found[one.epoch_name] = list_shapes(one.metric), updates
+    return found
 
 
 def warn_of_none(metric: Any, name: str) -> None:

@@ -191,11 +191,6 @@ class Accumulator:
         """Let the metric object hold what it counted for this name."""
         return nullcontext() if self.counts is None else self.counts.held()
 
-    def counted(self) -> tuple[dict[str, Any], int]:
-        """Return what other ranks must know of the metric object: see `metric_states.counted`."""
-        with self.held():
-            return metric_room().counted(self.metric)
-
     def computed(self, shapes: Mapping[str, Any]) -> float:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
         with self.held(), metric_room().able_to_compute(self.metric, shapes):
@@ -459,12 +454,10 @@ class MetricLog:
     def _checked(self, name: str, metric: Any, suffix: str) -> Any:
         """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
         elsewhere = id(metric) in self.not_here
-        if elsewhere or (suffix and not metric_room().can_take(metric) and self._counts_for_another(metric, suffix)):
+        others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
+        if elsewhere or (others and not metric_room().can_take(metric)):
             raise metric_room().not_apart(name, metric, "stage" if elsewhere else "loader")
         return metric
-
-    def _counts_for_another(self, metric: Any, suffix: str) -> bool:
-        return any(one.metric is metric and one.suffix != suffix for one in self._objects())
 
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
         """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
@@ -606,7 +599,7 @@ class MetricLog:
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
-        counted = [{one.epoch_name: one.counted() for one in accumulators if one.metric is not None}]
+        counted = [metric_room().counted(accumulators)]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
             pairs = gather_object((local, counted[0]))
             everywhere, counted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
