@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.errors import LogError
+from instep.utils.warn import warn_user
+
 _MERGED: dict[str, Any] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
@@ -245,6 +248,43 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
             if isinstance(value, list) and value and isinstance(value[0], Tensor):
                 found[f"{name}.{attribute}"] = str(value[0].dtype).removeprefix("torch."), tuple(value[0].shape[1:])
     return found
+
+
+def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
+    """Return the shapes of logged metrics' list states by name, and how often each was updated; else 1."""
+    found: dict[str, tuple[dict[str, Any], int]] = {}
+    for one in accumulators:
+        if one.metric is not None:
+            with one.held():
+                parts = with_parts(one.metric)
+                updates = sum(part._update_count for _, part in parts) if parts else 1
+                found[one.epoch_name] = list_shapes(one.metric), updates
+    return found
+
+
+def warn_of_none(metric: Any, name: str) -> None:
+    """Warn of a metric that computes nan, since no rank has updated it."""
+    warn_user(
+        f"the {type(metric).__name__} that is logged as {name!r} was not updated, and computes nan: call its update(), "
+        "or the object itself, before the epoch's end"
+    )
+
+
+def not_apart(name: str, metric: Any, what: str) -> LogError:
+    """Make the error for a metric object without states that several stages or loaders log."""
+    return LogError(
+        f"self.log({name!r}): this {type(metric).__name__} counts for another {what} too, and has no metric_state (as "
+        "torchmetrics' objects have) by which instep could keep the two apart. Use one object for each stage and each "
+        "loader."
+    )
+
+
+def not_the_same(name: str, before: Any, value: Any) -> LogError:
+    """Make the error for two metric objects under one name."""
+    return LogError(
+        f"self.log({name!r}) got a {type(value).__name__} after the metric object {type(before).__name__} in the same "
+        "epoch. Log one object under one name, or use two names."
+    )
 
 
 @contextmanager

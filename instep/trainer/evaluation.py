@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state
-from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -64,10 +64,12 @@ def evaluate(
     if not sources:
         return []
     name = "test" if stage == "test" else "validation"
+    from instep.trainer.outer_counts import OuterCounts  # late: only a run needs it
+
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
     log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes, module)
     run_batches = _batch_loop(ctx, name, log, sources, limit)
-    with _stage(ctx, stage, log), _OuterCounts(ctx, log) as outer_counts:
+    with _stage(ctx, stage, log), OuterCounts(ctx, log) as outer_counts:
         if ctx.fn == "fit" and stage != "sanity_check":
             _call_own(module, "on_validation_model_zero_grad")
         _call_own(module, f"on_{name}_model_eval")
@@ -120,60 +122,6 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
         trainer.state.stage, progress.stage = outer_stage, outer_progress
         if stage == "sanity_check":
             trainer.metrics.forget()
-
-
-class _OuterCounts:
-    """What the training's metric objects have counted, kept apart from what they count in an evaluation.
-
-    Without a fit around the evaluation it is what the same Trainer's last fit has left in the middle of an epoch.
-
-    Args:
-        ctx: the run.
-        log: the evaluation's.
-    """
-
-    def __init__(self, ctx: RunContext, log: MetricLog) -> None:
-        self._ctx, self._log, self._room = ctx, log, metric_room()
-        last = ctx if ctx.fn == "fit" else ctx.trainer._last_ctx
-        logged = last.log.metric_objects if last is not None and last.module is ctx.module else []
-        log.not_here = {id(one) for one in logged if not self._room.can_take(one)}
-        objects = [*logged]
-        if ctx.fn == "fit":
-            start = ctx.counted_at_start
-            of_module = self._room.metric_objects(ctx.module).values()
-            objects += [one for one in of_module if one._update_count not in (0, start.get(id(one)))]
-        self._objects, self._counts, self._logged = objects, self._room.Counts([]), set[int]()
-
-    def __enter__(self) -> _OuterCounts:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._counts.put_back(self._counts.objects)
-
-    def take_out(self) -> None:
-        """Let the objects begin anew: hooks at the start may still read them, the loaders' batches count apart."""
-        self._counts = self._room.Counts(self._objects)
-
-    def put_back_unused(self) -> None:
-        """Let the objects that the batches did not count into hold their own, for hooks at the end."""
-        self._counts.put_back([one for one in self._counts.objects if not one._update_count])
-
-    def note_logged(self) -> None:
-        """Take note of the objects that the evaluation has logged: it resets them."""
-        self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
-
-    def put_back(self) -> None:
-        """Let the objects hold what they had counted; with what was added by hand, where nothing of it was logged."""
-        counts, self._counts = self._counts, self._room.Counts([])
-        counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])
-        left = counts.add_up()
-        for one in left:
-            warn_user(
-                f"a {type(one).__name__} that is not logged counts in training and in {self._log.stage}, and its "
-                "states cannot be added up: it keeps those of training. Use one object for each stage"
-            )
-        counts.put_back(left)
-        self._ctx.counted_outside = None
 
 
 def _batch_loop(
@@ -230,18 +178,11 @@ def _batch_loop(
                 if agreed and _defer(ctx, agreed):
                     return False
             if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
-                _warn_of_none(source, name, loader_idx)
+                import_module("instep.trainer.no_batches").warn(source, name, loader_idx)
             gradient.dataloader_references.pop()
         return True
 
     return run
-
-
-def _warn_of_none(source: BatchSource, what: str, loader_idx: int) -> None:
-    """Warn of a loader that gave no batch, where that was not known before: `Loaders` warns of others."""
-    if source.num_batches != 0:
-        empty = "; ".join(source.empty_parts())
-        warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
 
 
 def take_batches(
@@ -339,7 +280,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                     if keep:
                         kept.append(_to_cpu(outputs))
                 if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
-                    _warn_of_none(source, "predict", loader_idx)
+                    import_module("instep.trainer.no_batches").warn(source, "predict", loader_idx)
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
                 from instep.distributed.gathered import gather_in_order  # late: only several ranks need it

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
-from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -471,26 +470,17 @@ class MetricLog:
     def _checked(self, name: str, metric: Any, suffix: str) -> Any:
         """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
         elsewhere = id(metric) in self.not_here
-        if elsewhere or (suffix and not metric_room().can_take(metric) and self._counts_for_another(metric, suffix)):
-            raise LogError(
-                f"self.log({name!r}): this {type(metric).__name__} counts for another "
-                f"{'stage' if elsewhere else 'loader'} too, and has no metric_state (as torchmetrics' objects have) by "
-                "which instep could keep the two apart. Use one object for each stage and each loader."
-            )
+        others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
+        if elsewhere or (others and not metric_room().can_take(metric)):
+            raise metric_room().not_apart(name, metric, "stage" if elsewhere else "loader")
         return metric
-
-    def _counts_for_another(self, metric: Any, suffix: str) -> bool:
-        return any(one.metric is metric and one.suffix != suffix for one in self._objects())
 
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
         """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
         before, name = accumulator.metric, accumulator.name
         # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
         if not _is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
-            raise LogError(
-                f"self.log({name!r}) got a {type(value).__name__} after the metric object {type(before).__name__} in "
-                "the same epoch. Log one object under one name, or use two names."
-            )
+            raise metric_room().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
@@ -625,7 +615,7 @@ class MetricLog:
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
-        counted = [{one.epoch_name: _counted(one) for one in accumulators if one.metric is not None}]
+        counted = [metric_room().counted(accumulators)]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
             pairs = gather_object((local, counted[0]))
             everywhere, counted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -664,13 +654,7 @@ class MetricLog:
     def _computed(
         self, accumulators: list[Accumulator], shapes: Mapping[str, Any], empty: Collection[str]
     ) -> dict[tuple[str, str], float]:
-        """Compute the metric objects, each once for all its names of one loader.
-
-        Args:
-            accumulators: those with a metric object that was logged.
-            shapes: of list states, on the ranks that have some, by name.
-            empty: names whose objects no rank has updated.
-        """
+        """Compute the metric objects, each once for all its names of one loader; no rank has updated `empty` ones."""
         values: dict[tuple[int, str], float] = dict(self._of_loaders)
         result: dict[tuple[str, str], float] = {}
         for one in accumulators:
@@ -679,10 +663,7 @@ class MetricLog:
             if key not in values:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
                 if one.epoch_name in empty and math.isnan(values[key]):
-                    warn_user(
-                        f"the {type(one.metric).__name__} that is logged as {one.epoch_name!r} was not updated, and "
-                        "computes nan: call its update(), or the object itself, before the epoch's end"
-                    )
+                    metric_room().warn_of_none(one.metric, one.epoch_name)
             if of_loader:  # it counts no more
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
@@ -772,14 +753,6 @@ def _on_device(value: Any) -> bool:
 
 def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
-
-
-def _counted(accumulator: Accumulator) -> tuple[dict[str, Any], int]:
-    """Return what other ranks must know of a metric object: shapes of its list states, and how often it counted."""
-    with accumulator.held():
-        parts = metric_room().with_parts(accumulator.metric)
-        updates = sum(part._update_count for _, part in parts) if parts else 1  # else it does not say
-        return metric_room().list_shapes(accumulator.metric), updates
 
 
 def metric_room() -> ModuleType:

@@ -17,7 +17,7 @@ import torch
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
-from instep.errors import DataError, HookError, Preempted, SettingError
+from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate, take_batches
@@ -81,7 +81,7 @@ def fit(ctx: RunContext) -> None:
                 break
         else:
             complete = True
-            check_batches(ctx)
+            import_module("instep.trainer.no_batches").check_epoch(ctx)
         end_epoch(ctx, complete)
 
     ctx.strategy.average_replicas()
@@ -301,25 +301,6 @@ def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: 
             "would not know: use trainer.set_trigger('stop') to end the run, or limit_train_batches."
         )
     return True
-
-
-def check_batches(ctx: RunContext) -> None:
-    """Raise where an epoch has ended without a batch: such a run would train nothing, and might never end."""
-    at, source = ctx.position, ctx.source
-    empty = "; ".join(source.empty_parts())
-    if not at.batch and not at.skipped_rest:
-        uneven = ""
-        if source.world_size > 1 and ctx.settings.uneven == "stop":
-            uneven = (
-                " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the others' data."
-            )
-        raise DataError(
-            f"epoch {at.epoch} had no batch: the training data ({empty}) gave none. An iterable that is empty, such as "
-            "by a wrong path, gives none; and a generator gives its values once, in one epoch. Give data that can be "
-            f"iterated again: a list, a DataLoader, a class whose __iter__ makes a new generator each time.{uneven}"
-        )
-    elif empty:
-        warn_user(f"a part of the training data gave no batch ({empty}): None stands in its place")
 
 
 def end_epoch(ctx: RunContext, complete: bool) -> None:

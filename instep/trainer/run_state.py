@@ -88,12 +88,10 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         state.other = {} if shards is None else {kind: clean_names(shards)}
     state.optimizers = local(optimizers) or None
     shared |= _for_resume(ctx)
+    counted = ctx.counted_outside  # a validation that runs begins anew in a resumed run
     own: dict[str, Any] = {
         "rng": rng_state(),
-        # A validation may use the training's objects; it begins anew in a resumed run.
-        "metric_states": metric_room().metric_states(ctx.module)
-        if ctx.counted_outside is None
-        else ctx.counted_outside,
+        "metric_states": metric_room().metric_states(ctx.module) if counted is None else counted,
         "strategy": strategy.rank_state(),
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,

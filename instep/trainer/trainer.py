@@ -109,9 +109,9 @@ class Trainer:
             ranks, and at no other time of the training: else each waits for the others' turns. None: as Python does.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
-        uneven: where processes read data of their own and have different numbers of batches (never so where instep
-            spreads the data): "stop" at the first that is exhausted, "join" (it goes on with weight 0 until all are),
-            or "error".
+        uneven: where processes read training data of their own and have different numbers of batches (never so where
+            instep spreads the data): "stop" at the first that is exhausted, with a warning of what is left out, "join"
+            (it goes on with weight 0 until all are), or "error". Evaluation joins, but for "error".
         sync_batchnorm: let BatchNorm layers see the batch of all processes, on GPUs.
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.

@@ -119,7 +119,8 @@ def test_callbacks_may_watch_any_name_of_an_object(tmp_path: Any) -> None:
     assert stops.stopped_epoch == 1
     assert stops.best_score == 30.0
     shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert shown == {"a": 30.0, "b": 30.0, "c": 30.0, **{f"{name}_epoch": 3.0 for name in ("train", "again")}, **shown}
+    assert {name: shown[name] for name in ("a", "b", "c")} == dict.fromkeys("abc", 30.0)
+    assert {shown["train_epoch"], shown["again_epoch"]} == {3.0}
 
 
 def test_an_object_that_logs_step_values_alone_begins_anew_in_each_epoch() -> None:
@@ -215,7 +216,7 @@ ON_EPOCH = {"on_step": False, "on_epoch": True}
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
-@pytest.mark.parametrize("interval", [1.0, 1, 2])
+@pytest.mark.parametrize("interval", [1.0, 2])
 @pytest.mark.parametrize(
     "training", [{"training": logs("train", **ON_EPOCH)}, {"train_end": logs("train")}], ids=["step", "epoch_end"]
 )

@@ -1,0 +1,63 @@
+"""Metric objects that the training and an evaluation within it share: each counts its own batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.trainer.context import RunContext
+from instep.trainer.log import MetricLog, metric_room
+from instep.utils.warn import warn_user
+
+
+class OuterCounts:
+    """What the training's metric objects have counted, kept apart from what they count in an evaluation.
+
+    Without a fit around the evaluation it is what the same Trainer's last fit has left in the middle of an epoch.
+
+    Args:
+        ctx: the run.
+        log: the evaluation's.
+    """
+
+    def __init__(self, ctx: RunContext, log: MetricLog) -> None:
+        self._ctx, self._log, self._room = ctx, log, metric_room()
+        last = ctx if ctx.fn == "fit" else ctx.trainer._last_ctx
+        logged = last.log.metric_objects if last is not None and last.module is ctx.module else []
+        log.not_here = {id(one) for one in logged if not self._room.can_take(one)}
+        objects = [*logged]
+        if ctx.fn == "fit":
+            start = ctx.counted_at_start
+            of_module = self._room.metric_objects(ctx.module).values()
+            objects += [one for one in of_module if one._update_count not in (0, start.get(id(one)))]
+        self._objects, self._counts, self._logged = objects, self._room.Counts([]), set[int]()
+
+    def __enter__(self) -> OuterCounts:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._counts.put_back(self._counts.objects)
+
+    def take_out(self) -> None:
+        """Let the objects begin anew: hooks at the start may still read them, the loaders' batches count apart."""
+        self._counts = self._room.Counts(self._objects)
+
+    def put_back_unused(self) -> None:
+        """Let the objects that the batches did not count into hold their own, for hooks at the end."""
+        self._counts.put_back([one for one in self._counts.objects if not one._update_count])
+
+    def note_logged(self) -> None:
+        """Take note of the objects that the evaluation has logged: it resets them."""
+        self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
+
+    def put_back(self) -> None:
+        """Let the objects hold what they had counted; with what was added by hand, where nothing of it was logged."""
+        counts, self._counts = self._counts, self._room.Counts([])
+        counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])
+        left = counts.add_up()
+        for one in left:
+            warn_user(
+                f"a {type(one).__name__} that is not logged counts in training and in {self._log.stage}, and its "
+                "states cannot be added up: it keeps those of training. Use one object for each stage"
+            )
+        counts.put_back(left)
+        self._ctx.counted_outside = None
