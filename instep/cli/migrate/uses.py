@@ -23,6 +23,7 @@ _KINDS = {  # what scripts derive classes from, which may have any attribute
     "Callback": "instep.callbacks.Callback",
     "Logger": "instep.Logger",
 }
+_DONE = re.compile(r"resume|start|first_|skip|done|completed")  # what scripts call the batches of an earlier run
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
@@ -159,6 +160,7 @@ class Uses(cst.CSTVisitor):
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank = 0
+        self._loads_state = ".load_state(" in plan.module.code
         if self.is_lightning:
             self.receivers |= {"trainer": porting.PARAMETERS["trainer"], "self.trainer": porting.PARAMETERS["trainer"]}
         plan.module.visit(_Receivers(self))
@@ -214,12 +216,23 @@ class Uses(cst.CSTVisitor):
 
     def visit_If(self, node: cst.If) -> None:
         self._one_rank += self._is_one_rank(node)
+        if self._loads_state and self._loops and "<" in code(node.test):
+            leaves_out = any(code(line).strip() == "continue" for line in node.body.body)
+            if leaves_out and _DONE.search(code(node.test)):
+                self._note_skipping(node.test)
 
     def leave_If(self, original_node: cst.If) -> None:
         self._one_rank -= self._is_one_rank(original_node)
 
     def _is_one_rank(self, node: cst.If) -> bool:
         return isinstance(node.test, cst.Attribute) and node.test.attr.value in _ONE_RANK
+
+    def _note_skipping(self, node: cst.CSTNode) -> None:
+        self.plan.note(
+            node,
+            f"{code(node)}: batches that are done may be passed over so after load_state, which goes on where it was "
+            "saved; accelerator.skip_first_batches(loader, n) says it in one line",
+        )
 
     def visit_For(self, node: cst.For) -> None:
         self._loops.append(node)
@@ -256,6 +269,8 @@ class Uses(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
+        if self._loads_state and code(node.func).rpartition(".")[2] == "islice" and _DONE.search(code(node)):
+            self._note_skipping(node)
         if target:
             if target == "instep.distributed.gather" and self._gathers_rows(node):
                 self.plan.todo(node, "gather refuses the uneven last batch: use accelerator.gather_for_metrics")

@@ -312,6 +312,19 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "a.backward outside `accumulate`, with accumulation: write `with accelerator.accumulate(model):`",
         ),
         (_A + "for b in x: a.gather(b)", 3, "note", "gather refuses"),
+        (
+            _A + "a.load_state('x')\nfor i, b in enumerate(x):\n    if epoch == first_epoch and i < resume_step:\n"
+            "        bar.update(1)\n        continue",
+            5,
+            "note",
+            "skip_first_batches",
+        ),
+        (
+            _A + "a.load_state('x')\nfor b in itertools.islice(x, resume_step, None): pass",
+            4,
+            "note",
+            "skip_first_batches",
+        ),
         ("import accelerate, os\nos.environ['ACCELERATE_USE_FSDP'] = '1'", 2, "todo", "instep env"),
     ],
 )
