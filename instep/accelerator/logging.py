@@ -12,6 +12,7 @@ from instep.state import ProcessEnvironment, process, read_environment
 from instep.utils.imports import require
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_MOST_TEXTS = 1000
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
@@ -31,7 +32,7 @@ class RankLogger(logging.LoggerAdapter):
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._warned: set[str] = set()
+        self._warned: dict[str, None] = {}
 
     def log(
         self,
@@ -69,10 +70,15 @@ class RankLogger(logging.LoggerAdapter):
         return msg, kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this text comes, on this rank and through this object."""
+        """Log a warning the first time that this text comes, on this rank and through this object.
+
+        Of texts that differ from call to call the last thousand are remembered.
+        """
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:
-            self._warned.add(text)
+            self._warned[text] = None
+            if len(self._warned) > _MOST_TEXTS:
+                del self._warned[next(iter(self._warned))]
             self.log(logging.WARNING, msg, *args, stacklevel=3, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from instep.loggers import Logger
 from instep.types import Word
 from instep.utils.checks import TEXT, wrong
 from instep.utils.warn import warn_user
+
+_MOST_KEPT = 10_000  # records of before init_trackers()
 
 
 class LoggerType(Word):
@@ -163,7 +166,7 @@ class Trackers:
             self._asked[f"{name}-{same + 1}" if same else name] = item
         self._is_main = is_main
         self._started: dict[str, Any] = {}
-        self._kept: list[tuple[Any, ...]] = []
+        self._kept: deque[tuple[Any, ...]] = deque(maxlen=_MOST_KEPT)
         self._step = 0
         self._warned = False
 
@@ -206,7 +209,8 @@ class Trackers:
             self._started[name] = logger
             if config:
                 logger.log_hyperparams(config)
-        kept, self._kept = self._kept, []
+        kept = list(self._kept)
+        self._kept.clear()
         for values, step, log_kwargs in kept:
             self.log(values, step, log_kwargs)
 
@@ -254,6 +258,12 @@ class Trackers:
                 )
             self._warned = True
         elif not self._started:
+            if len(self._kept) == _MOST_KEPT and not self._warned:
+                self._warned = True
+                warn_user(
+                    f"accelerator.log() keeps the last {_MOST_KEPT:,} records until init_trackers() is called, and has "
+                    "dropped older ones: call it before the first step"
+                )
             self._kept.append((dict(values), step, log_kwargs))
         else:
             self._step = self._step + 1 if step is None else step
@@ -301,7 +311,8 @@ class Trackers:
             warn_user(
                 f"{len(self._kept)} records of accelerator.log() were never written: init_trackers() was not called"
             )
-        started, self._started, self._kept = self._started, {}, []
+            self._kept.clear()
+        started, self._started = self._started, {}
         for logger in started.values():
             if not isinstance(logger, GeneralTracker):
                 logger.finalize()

@@ -41,6 +41,10 @@ def test_a_warning_comes_once(caplog: pytest.LogCaptureFixture) -> None:
     for number in (1, 1, 2):
         logger.warning_once("batch %d is empty", number)
     assert [record.getMessage() for record in caplog.records] == ["batch 1 is empty", "batch 2 is empty"]
+    for number in range(3000):
+        logger.warning_once("the loss of step %d is nan", number)
+    assert len(logger._warned) <= 1000
+    assert len(caplog.records) == 3002
 
 
 def test_the_root_logger_is_left_alone() -> None:

@@ -50,6 +50,21 @@ def test_what_is_logged_before_the_start_is_kept(make: Any, tmp_path: Path) -> N
     assert rows.ended == 1
 
 
+def test_of_many_records_before_the_start_the_last_are_kept_with_a_warning(make: Any, tmp_path: Path) -> None:
+    rows = Rows()
+    accelerator = make(log_with=rows, project_dir=tmp_path)
+    for step in range(10_000):
+        accelerator.log({"loss": 1.0}, step=step)
+    with pytest.warns(UserWarning, match=r"keeps the last 10,000 records until init_trackers\(\) is called"):
+        accelerator.log({"loss": 1.0}, step=10_000)
+    for step in (10_001, 10_002):
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.init_trackers("project")
+    assert rows._delivery.flush(60)
+    assert [step for step, _ in rows.rows] == list(range(3, 10_003))
+    accelerator.end_training()
+
+
 def test_names_make_loggers_in_the_projects_folder(make: Any, tmp_path: Path) -> None:
     accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
     accelerator.init_trackers("project", init_kwargs={"csv": {"prefix": "my"}})
