@@ -273,7 +273,9 @@ class PreparedRun:
         if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
-        prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name, kind)
+        prepared = AcceleratedLoader(
+            source, self.run.gradient, device, config.non_blocking, name, kind, self.optimizers
+        )
         self.dataloaders.append(prepared)
         return prepared
 
