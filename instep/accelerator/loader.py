@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -37,6 +37,7 @@ class AcceleratedLoader:
         restore_position: as in `DataLoaderConfiguration`.
         name: its name in checkpoints; None: by its data.
         kind: the class that it passes for in `isinstance`; None: that of the user's loader.
+        optimizers: those that are prepared; where there are some, a pass with gradients but no batch is warned of.
 
     Attributes:
         batch_idx: number of the batch in hand, from 0 in an epoch; -1 before the first.
@@ -59,8 +60,10 @@ class AcceleratedLoader:
         restore_position: bool | str = "auto",
         name: str | None = None,
         kind: type | None = None,
+        optimizers: Sequence[Any] = (),
     ) -> None:
         self.source = source
+        self._optimizers = optimizers
         self._kind = kind or (type(source.loader) if isinstance(source.loader, DataLoader) else AcceleratedLoader)
         self.name = name
         self.batch_idx = -1
@@ -151,7 +154,7 @@ class AcceleratedLoader:
                 if self._pass is not this:
                     self._check(this)
             self.trains, self.batches_done = self.trains or self.batches_done is not None, None
-            if self.batch_idx < 0:
+            if self.batch_idx < 0 and self._optimizers and torch.is_grad_enabled():
                 empty = "; ".join(self.source.empty_parts())
                 warn_user(f"a pass over a prepared loader ({empty}) had no batch. Is its data empty?")
         finally:

@@ -286,7 +286,15 @@ class PreparedRun:
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
         prepared = AcceleratedLoader(
-            source, self.run.gradient, self.uses, device, config.non_blocking, config.restore_position, name, kind
+            source,
+            self.run.gradient,
+            self.uses,
+            device,
+            config.non_blocking,
+            config.restore_position,
+            name,
+            kind,
+            self.optimizers,
         )
         self.dataloaders.append(prepared)
         return prepared

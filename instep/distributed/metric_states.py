@@ -251,7 +251,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return the shapes of logged metrics' list states by name, and how often each was updated; else 1."""
+    """Return by name the shapes of list states, and how often each metric was updated; 1 where it does not say."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:

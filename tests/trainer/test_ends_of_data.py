@@ -187,9 +187,13 @@ def test_validation_data_that_is_used_up_is_an_error_and_the_sanity_check_uses_n
 
 def test_a_prepared_loader_says_that_it_is_empty_or_used_up() -> None:
     accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     empty, once = accelerator.prepare_data_loader(stream(0)), accelerator.prepare_data_loader(DataLoader(Once(4)))
     with pytest.warns(UserWarning, match="prepared loader .DataLoader of a Numbers. had no batch"):
         assert list(empty) == []
+    with torch.no_grad():
+        assert list(empty) == [], "an evaluation of nothing is nothing"
     assert len(list(once)) == 4
     with pytest.raises(DataError, match="DataLoader of a Once gave its batches in an earlier pass"):
         list(once)
