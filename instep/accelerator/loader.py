@@ -48,6 +48,7 @@ class AcceleratedLoader:
         full_batches: batches with a lower number weigh the same.
         reliable: whether the number of batches was known when the pass began.
         opening: the pass's first batches, of which none was used yet; else None.
+        reads_ahead: whether the script was always ahead of its use, in the pass before.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AcceleratedLoader:
         self.full_batches = 0
         self.reliable = True
         self.opening: Opening | None = None
+        self.reads_ahead = False
         self._gradient = gradient
         self._uses = uses
         self._device = device
@@ -81,7 +83,7 @@ class AcceleratedLoader:
         self._next_epoch = 0
         self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
         self._restored: RestoredPlace | None = None  # where `load_state` was, until something uses it
-        self._held, self._ahead = 1, 0  # as the pass's opening has found them
+        self._held, self._ahead = 1, 0  # as the opening of a pass has found them
 
     # ---- what users of a DataLoader read
 
@@ -138,14 +140,12 @@ class AcceleratedLoader:
         ]
         offers = batches is None and self._restore_position == "auto"
         self.opening = opening = Opening(self, self._uses, iter(self.source), place, offers)
-        held = False
         try:
             for self.batch_idx, batch in opening.batches():
                 self._show()
                 yield batch
                 self._check(this)
-            held = opening.is_held  # a window, say, at the end of an epoch: a use of it may come yet
-            if not held:
+            if not opening.outlasts:
                 self._end_opening(opening)
             for batch in opening.rest:
                 self.batch_idx += 1
@@ -159,7 +159,7 @@ class AcceleratedLoader:
                 warn_user(f"a pass over a prepared loader ({empty}) had no batch. Is its data empty?")
         finally:
             if self._pass is this:
-                if not held:
+                if not opening.outlasts:
                     self._end_opening(opening)
                 references = [other for other in gradient.dataloader_references if other is not self]
                 gradient.dataloader_references, self._pass = references, None
@@ -168,9 +168,9 @@ class AcceleratedLoader:
                         references[-1]._show()
                     else:
                         gradient.active_dataloader, gradient.end_of_dataloader, gradient.remainder = None, False, -1
-            if not held:
+            if not opening.outlasts:
                 opening.stop_watching()
-        if not held:
+        if not opening.outlasts:
             opening.end()
         if opening.is_empty and place is not None and place.batches:  # nothing was left of that epoch
             self._restored = place.next_epoch()
@@ -180,7 +180,7 @@ class AcceleratedLoader:
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         """Go to the first batch of a pass; return the restored place that it begins at."""
         source, place = self.source, self._unused_place()
-        if self.opening is not None:
+        if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
         if place is not None and self.trains:
             place.go(source)
@@ -212,8 +212,11 @@ class AcceleratedLoader:
         if self.opening is opening:
             opening.look()
             if opening.used:
-                self._held = opening.held
-            self._ahead, self.opening = opening.ahead, None
+                self._held, self._ahead = opening.held, opening.ahead
+                self.reads_ahead = opening.always_ahead is True
+            self.opening = None
+            if opening.outlasts:
+                opening.end()
 
     def set_windows(self, num_steps: int) -> None:
         """Prepare for windows of so many batches."""
@@ -270,11 +273,19 @@ class AcceleratedLoader:
         if place is not None:
             return place.state
         trains = self.trains or done is not None or untrained
-        about = {"trains": trains, "held": self._held if self.opening is None else self.opening.held}
+        about = {"trains": trains, "held": self._held, "reads_ahead": self.reads_ahead}
+        if self.opening is not None and self.opening.used:
+            about |= {"held": self.opening.held, "reads_ahead": self.opening.ahead > 0}
+            if self.opening.is_unsure:
+                warn_user(
+                    "the script holds several batches, and which of them it has used is not known without "
+                    "accelerator.backward: this state counts all of them as done"
+                )
         if done is None:
-            if self._pass is None:
+            left = self.opening.ahead if self.opening is not None and self.opening.outlasts else 0
+            if self._pass is None and not left:
                 return {"epoch": self._next_epoch, "source": None, **about}
-            done = self.source.first_batch if trains else self.batch_idx + 1
+            done = self.source.first_batch if trains and not left else self.batch_idx + 1 - left
         else:
             done -= self._ahead if self.opening is None else self.opening.ahead
         if window_begin is not None:
@@ -295,8 +306,8 @@ class AcceleratedLoader:
                 source.set_epoch(epoch)
         self._next_epoch, self.opening = epoch, None
         self.trains = state.get("trains", state["source"] is not None)
-        self._held = state.get("held", 1)
-        self._restored = RestoredPlace(state, epoch, batches, self._held)
+        self._held, self.reads_ahead = state.get("held", 1), state.get("reads_ahead", False)
+        self._restored = RestoredPlace(state, epoch, batches)
 
     def _unused_place(self) -> RestoredPlace | None:
         if self.opening is not None:
@@ -327,7 +338,9 @@ class AcceleratedLoader:
         return getattr(self.source.loader, name)
 
     def close(self) -> None:
-        """Let go of worker processes."""
+        """Let go of worker processes, and of a pass whose batches the script holds."""
+        if self.opening is not None and self.opening.outlasts:
+            self._end_opening(self.opening)
         self.source.close()
 
 

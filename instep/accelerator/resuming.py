@@ -5,20 +5,21 @@ After K batches of an epoch a script either goes on with what the loader gives, 
 on, `accelerator.backward`, a step, or another gradient or value of a parameter that a prepared optimizer owns. Neither
 `next` nor a forward under `no_grad` is one. Until the first use each pass begins at K again:
 
-| state     | the next batch                              | what ends it                                      |
-|-----------|---------------------------------------------|---------------------------------------------------|
-| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. `most` kept, or no more   |
-|           |                                             | data: repeating                                   |
-| repeating | a copy of K: nothing is read                | K passed over: skipped                            |
-| skipped   | K, then what was kept, then the others      | the end of the pass                               |
-| straight  | the next in order                           | the end; of an evaluation: then those before K    |
-| used      | after the used one the next in order        | the end of the pass                               |
+| state     | the next batch                              | what ends it                                             |
+|-----------|---------------------------------------------|----------------------------------------------------------|
+| offering  | K, K+1, ... in order, of which each is kept | K passed over: skipped. Enough kept: repeating           |
+| repeating | a copy of K: nothing is read                | K passed over: skipped                                   |
+| skipped   | K, then what was kept, then the others      | the end of the pass                                      |
+| straight  | the next in order                           | the end; of an evaluation: then come those before K      |
+| used      | after the used one the next in order        | the end of the pass                                      |
 
 The first use makes any of them "used". Offering becomes straight where the script holds all that it was given (it
 reads ahead), or a prepared model has evaluated a batch. So no used batch comes again, a batch that was passed over for
 another reason is left out, and an unused pass has as many batches as a whole one.
 
-A script that reads ahead holds several batches at its first use. A pass then counts as done what was used of them.
+A script that holds several batches at its first use reads ahead, or takes a window's batches at once. A pass of it
+counts as done what was used of them, by its calls of `accelerator.backward`; without these what it was given, unless it
+is always ahead by as many.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ class RestoredPlace:
         state: the loader's state, which a save before the first use writes again.
         epoch: the epoch that the next pass goes on with, or begins.
         batches: how many of its batches are done.
-        held: how many batches the script held at its first use, in the run that saved the state.
     """
 
-    def __init__(self, state: StateDict, epoch: int, batches: int, held: int = 1) -> None:
-        self.state, self.epoch, self.batches, self.held = state, epoch, batches, held
+    def __init__(self, state: StateDict, epoch: int, batches: int) -> None:
+        self.state, self.epoch, self.batches = state, epoch, batches
+        self.held: int = state.get("held", 1)
+        """How many batches the script held at its first use, in the run that saved the state."""
         self._left = False  # a pass has moved the source from here
 
     def go(self, source: PreparedLoader) -> None:
@@ -71,7 +73,7 @@ class RestoredPlace:
     def next_epoch(self) -> RestoredPlace:
         """Return the place where the next epoch begins."""
         epoch = self.epoch + 1
-        return RestoredPlace({**self.state, "epoch": epoch, "source": None}, epoch, 0, self.held)
+        return RestoredPlace({**self.state, "epoch": epoch, "source": None}, epoch, 0)
 
 
 class Uses:
@@ -140,6 +142,8 @@ class Opening:
         used: whether one was used.
         evaluates: whether a prepared model has computed without gradients on a batch of the pass.
         held: how many batches the script held at the first use.
+        always_ahead: whether it reads ahead, by one batch less than it held; None as long as that is not known.
+        outlasts: whether the pass has ended, and the script still holds batches that it may use.
     """
 
     def __init__(
@@ -148,6 +152,8 @@ class Opening:
         self.rest = loader.moved(raw)
         self.used = self.evaluates = False
         self.held = 1
+        self.always_ahead: bool | None = None
+        self.outlasts = False
         self._loader, self._uses, self._raw, self._place = loader, uses, raw, place
         self._offers = offers and place is not None and place.batches > 0
         self._given: list[list[weakref.ref[Any]]] = []
@@ -155,9 +161,10 @@ class Opening:
         self._skipped = False
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
-        self._backwards = 0  # between the first use and the next batch
         self._asked = 0  # how often the script has asked for a batch since the first use
-        self._always_ahead = False
+        self._group = 1  # batches that it was given between two uses
+        self._backwards = 0  # since it was given them
+        self._sums = False  # one backward is for several of them
         uses.waits = True
         if place is not None:
             self._marks = uses.marks()
@@ -201,7 +208,7 @@ class Opening:
             return
         self.used = True
         self.stop_watching()
-        self.held = max(1, sum(map(_is_alive, self._given)))
+        self.held = self._group = max(1, sum(map(_is_alive, self._given)))
         place = self._place
         if place is None:
             return
@@ -225,17 +232,11 @@ class Opening:
 
     def count_backward(self) -> None:
         """Count a backward."""
-        self._backwards += not self._asked
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the script holds the whole pass, of which it has used nothing yet."""
-        if self.used or self._place is None or self._skipped or len(self._given) < 2 > self._place.held:
-            return False
-        return bool(self._given) and all(map(_is_alive, self._given))
+        self._backwards += 1
 
     def end(self) -> None:
         """Warn where a whole pass was passed over."""
+        self.stop_watching()
         if self._offers and not self.used and not self.evaluates and self._given and self._place is not None:
             warn_user(
                 f"after load_state the script passed over all {len(self._before) + len(self._given)} batches of a "
@@ -246,21 +247,36 @@ class Opening:
     @property
     def ahead(self) -> int:
         """How many batches the script holds that it has not used."""
-        if self._asked < 2:
-            if self._asked and self._loader.batches_done == self._loader.batch_idx + 1:
-                return self.held - 1  # it was given one, and used one
-            return max(0, self.held - self._backwards) if self._backwards else 0
-        return self.held - 1 if self._always_ahead else 0
+        always = self.always_ahead and not self.outlasts
+        if always is None:  # as in the pass before; or it was given one, and used one
+            always = self._has_used if self._asked else self._loader.reads_ahead
+        if always:
+            return self.held - 1
+        return max(0, self._group - self._backwards) if self._backwards and not self._sums else 0
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether it is not known which of several batches that the script holds were used."""
+        return self.used and self._group > 1 and not self._backwards and self._has_used and not self.ahead
+
+    @property
+    def _has_used(self) -> bool:
+        """Whether the script has used something since it was given the last batch."""
+        return self._loader.batches_done == self._loader.batch_idx + 1
 
     def _ask(self) -> bool:
         """Take note that the script asks for the next batch; return whether it has used one."""
-        if self.look():
-            self._asked += 1
-            if self._asked == 2:
-                loader = self._loader
-                used_one = loader.batches_done == loader.batch_idx + 1  # it does not take several and use them then
-                self._always_ahead = used_one and not _is_alive(self._given[0])
-        return self.used
+        if not self.look():
+            return False
+        self._asked += 1
+        if self._asked == 2 and self.held > 1:  # where it takes several at once, this one was given and not used
+            self.always_ahead = self._has_used and not _is_alive(self._given[0])
+        if not self._has_used:
+            self._group += 1
+            return True
+        self._sums = self._sums or (self.always_ahead is False and 0 < self._backwards < self._group)
+        self._group, self._backwards = 1, 0
+        return True
 
     # ---- batches
 
@@ -276,7 +292,7 @@ class Opening:
                 self._ask()
             del kept
         most = self._loader.most_kept
-        while not self._is_over and (self._place is not None or len(self._given) < most):
+        while not self._is_over and (self.used or self._place is not None or len(self._given) < most):
             batch = next(self.rest, _END)
             if batch is _END:
                 break
@@ -285,8 +301,15 @@ class Opening:
             self._ask()
         else:
             return
-        if self._place is not None and self.evaluates and not (self.used or self._skipped):
+        if self.used:
+            self._group = self.held - 1 if self.always_ahead else self._group - 1  # this one was not given
+            self.outlasts = self.held > 1 and self._group > 0
+        elif self._place is None:
+            return
+        elif self.evaluates and not self._skipped:
             yield from self._before_place(self._place.batches)
+        else:
+            self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
         """Yield batches that the script may pass over; return those that follow, and the number of the first."""
@@ -321,13 +344,13 @@ class Opening:
 
     @property
     def _is_over(self) -> bool:
-        return self.used and (self.held == 1 or self._asked > 1)
+        return self.used and (self.held == 1 or (self.always_ahead is True and self.held == 2))
 
     def _reads_ahead(self, passed: int) -> bool:
         """Return whether the script holds what it was given, and will use it."""
         assert self._place is not None
-        if passed < self._place.held:
-            return self._place.held > 1
+        if self._place.held > 1:
+            return passed < self._place.held
         for _ in range(2):
             if passed < 2 or not all(map(_is_alive, self._given[:-1])):
                 return False
@@ -338,7 +361,8 @@ class Opening:
         return next(self._loader.moved(iter([raw])))
 
     def _give(self, batch: Any) -> Any:
-        self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
+        if not self.used:
+            self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch
 
 
