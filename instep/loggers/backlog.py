@@ -32,6 +32,7 @@ _READ_BYTES = 2**20  # a group that is read holds up who appends
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
 _MARK = b', "'  # in front of the mark, the last part of a line
+_ENCODER = json.JSONEncoder(default=str)  # once: `json.dumps` makes one for each line
 
 
 class Record(NamedTuple):
@@ -65,7 +66,7 @@ class Record(NamedTuple):
         Args:
             seal: marks the line as this user's own.
         """
-        data = json.dumps([self.hook, to_json(self.args), self.step, self.time_s, self.row], default=str).encode()
+        data = _ENCODER.encode([self.hook, to_json(self.args), self.step, self.time_s, self.row]).encode()
         return b'%s, "%s"]\n' % (data[:-1], b"" if seal is None else seal.mark(data).encode())
 
     @staticmethod
