@@ -145,7 +145,7 @@ def resume(ctx: RunContext) -> None:
     if ctx.continues is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
         trainer.print(
-            f"  The run had reached step {report.reached:,}: {again:,} step{'s' * (again > 1)} are trained again."
+            f"  The run had reached step {report.reached:,}: {again:,} step{'s are' if again > 1 else ' is'} trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
             "are, and are no part of this run."

@@ -557,7 +557,7 @@ def test_worker_options_are_kept(method: str) -> None:
 
 
 def test_ranks_with_different_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.data.loader.gather_object", lambda obj: [obj, {**obj, "length": 9}])
+    monkeypatch.setattr("instep.data.loader.gather_object", lambda pair: [pair, (pair[0], {**pair[1], "length": 9})])
     with pytest.raises(DataError, match="length is 9 on rank 1 but 10 on rank 0"):
         prepare_loader(DataLoader(Numbers(10)), world_size=2)
 

@@ -43,7 +43,7 @@ def test_a_process_that_is_stuck_ends_in_time_and_the_run_goes_on(tmp_path: Path
     for where, grace_s, signals in (("C", 0.3, 1), ("Python", 0.3, 1), ("C", float("inf"), 2)):
         with start_command(command(root, where, grace_s), cwd=REPO) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == "stuck\n" or process.stdout.readline() == "stuck\n"
+            assert "stuck\n" in process.stdout, "after what a resumed run prints"
             assert status(root)["status"] == "running"
             process.send_signal(signal.SIGTERM)
             if signals == 2:  # another signal is never taken for the same one

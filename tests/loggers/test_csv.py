@@ -202,14 +202,3 @@ def test_by_hand_it_writes_at_once(name, tmp_path):
     logger.save()
     assert read(folder) == [{"step": 0, "b": 2.0}]
     logger.finalize()
-
-
-def test_rows_are_flushed_by_their_number_where_the_axis_stands_still(tmp_path, monkeypatch):
-    monkeypatch.setattr("instep.loggers.csv._MOST_ROWS", 10)
-    logger = opened(tmp_path)
-    for number in range(25):
-        logger.log_metrics({"a": float(number)}, step=7)
-    assert logger._delivery.flush(10)
-    assert [row["a"] for row in read(tmp_path)] == [float(number) for number in range(20)]
-    logger.finalize()
-    assert len(read(tmp_path)) == 25
