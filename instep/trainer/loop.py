@@ -144,8 +144,9 @@ def resume(ctx: RunContext) -> None:
         trainer.print(f"{report}\n  goes on at {where}" if ctx.continues else report)
     if ctx.continues is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
+        steps = f"{again:,} steps are" if again > 1 else "1 step is"
         trainer.print(
-            f"  The run had reached step {report.reached:,}: {again:,} step{'s are' if again > 1 else ' is'} trained again."
+            f"  The run had reached step {report.reached:,}: {steps} trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
             "are, and are no part of this run."
