@@ -23,6 +23,11 @@ EPOCHS, BATCHES, SIZE = 3, 8, 3
 SAMPLES = BATCHES * SIZE
 
 
+@pytest.fixture(autouse=True)
+def _without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.accelerator.accelerator.clear_device_cache", lambda **_: None)  # it takes 0.2 s
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Samples in an order of each epoch's own."""
 
