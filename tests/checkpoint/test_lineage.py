@@ -256,6 +256,8 @@ def test_an_accelerator_that_goes_back_keeps_what_it_saves_from_there(
     if from_copy:
         early = Path(shutil.copytree(early, tmp_path / "good" / early.name))
     accelerator.load_state(early)
+    lease = max((tmp_path / "checkpoints").glob(".lease-*"))
+    assert json.loads(lease.read_text())["run_id"] == accelerator.run_id, "a kill may come before the next beat"
     saved = [save(10.0 * value) for value in range(1, 5)]
     kept = [path for path in saved if path.is_dir()]
     assert kept == (saved if limit is None else saved[-limit:])
@@ -263,3 +265,9 @@ def test_an_accelerator_that_goes_back_keeps_what_it_saves_from_there(
     accelerator.load_state()
     assert model.weight.item() == 40.0
     accelerator.end_training()
+    another = Accelerator(project_config=project, cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, _ = another.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    another.load_state()
+    assert model.weight.item() == 40.0, "of what was left behind"
+    another.end_training()
