@@ -227,13 +227,19 @@ def test_a_newest_state_that_cannot_be_saved_ends_the_run_or_warns_as_the_saver_
     assert fit(tmp_path / "warn", one(on_error="warn")).began == 8
 
 
-def test_what_the_position_is_asked_for_before_a_resume_is_found_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("how", ["auto", "launcher"])
+def test_a_position_that_is_read_before_the_checkpoint_is_found_is_refused(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    if how == "launcher":
+        monkeypatch.setenv("INSTEP_JOB_ID", "job")
+
     class Reads(Scored):
         def configure_callbacks(self) -> list[Any]:
             return [Timer(timedelta(days=1 + self.trainer.current_epoch))]
 
     with pytest.raises(UsageError, match=r"configure_callbacks reads trainer\.epoch, and runs before"):
-        quiet(max_epochs=1).fit(Reads(), loader(), loader(3), ckpt_path="auto")
+        quiet(max_epochs=1).fit(Reads(), loader(), loader(3), ckpt_path="auto" if how == "auto" else None)
 
 
 def test_hooks_of_a_resumed_run_read_the_restored_position(tmp_path: Path):
