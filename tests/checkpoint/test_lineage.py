@@ -122,6 +122,27 @@ def test_the_newest_is_what_was_saved_last_also_where_the_run_went_back(keyword:
         assert fit(folder, 3, keyword)[1].found == (12, 3)
 
 
+@pytest.mark.parametrize("first", ["a folder of its own", "the run folder"])
+def test_a_longer_run_in_one_of_two_folders_is_not_taken_for_the_newest(first: str, tmp_path: Path):
+    def fit(branch: int, die: int, ckpt_path: str | None) -> Marked:
+        module = Marked()
+        module.branch, module.die = branch, die
+        folder = tmp_path / f"first-{branch}" if first == "a folder of its own" else None
+        often, seldom = ModelCheckpoint(folder), ModelCheckpoint(tmp_path / "b", every_n_epochs=2, save_top_k=-1)
+        trainer = quiet(
+            max_epochs=6, callbacks=[often, seldom], enable_checkpointing=True, default_root_dir=tmp_path / "root"
+        )
+        try:
+            trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        except Crash:
+            pass
+        return module
+
+    fit(1, -1, None)
+    fit(2, 6, None)  # has saved step 4 in its first folder
+    assert fit(2, -1, "auto").found == (4, 2)
+
+
 def test_what_was_left_behind_is_neither_counted_nor_deleted(tmp_path: Path):
     folder = tmp_path / "saved"
     kept = {"monitor": "score", "save_top_k": 2}
