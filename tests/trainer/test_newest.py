@@ -131,6 +131,16 @@ def test_nothing_is_written_twice_and_the_old_newest_goes_once_the_new_one_verif
     assert kinds == [(20, "weights"), (32, "full")], "what is ranked stays weights alone"
 
 
+def test_the_old_newest_goes_where_another_saver_is_the_first_now(tmp_path: Path):
+    def savers(root: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(root / "a", monitor="score"), ModelCheckpoint(root / "b", monitor="step")]
+
+    fit(tmp_path, savers, die=14)
+    assert set(there(tmp_path)) == {"a/step-00000008-1", "a/step-00000012-1", "b/step-00000004-1"}
+    fit(tmp_path, lambda root: savers(root)[::-1], die=18)
+    assert set(there(tmp_path)) == {"a/step-00000008-1", "b/step-00000016-1", "b/step-00000004-1"}
+
+
 def test_the_newest_is_never_ranked(tmp_path: Path):
     savers = one()(tmp_path)
     fit(tmp_path, lambda _: savers)
