@@ -155,7 +155,7 @@ class CheckpointStore:
         return [found for found in list_checkpoints(self.root) if isinstance(found, CheckpointInfo)]
 
     def last_run(self) -> str | None:
-        """Return the run that held the folder last, before this process took it; None if that is unknown. Collective."""
+        """Return the run that held the folder last, before this process took it; None if unknown. Collective."""
         return self.ranks.on_rank_zero(lambda: last_run(self.root, self.files), f"looking for the lease of {self.root}")
 
     def verify(self, path: Location) -> list[str]:
