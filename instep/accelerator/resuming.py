@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from instep.data import PreparedLoader
 
 _END = object()
+_CONTAINERS = (tuple, list, dict, zip)
+_DEPTH = 4  # from a tensor over its batch and the tuple of a zip to the zip itself
 _ADVICE = (
     "Leave the place to load_state, and take the script's own skipping out; or skip with "
     "accelerator.skip_first_batches(loader, n), which counts from the epoch's beginning"
@@ -216,7 +218,7 @@ class Opening:
         self._uses.forget_beginnings()
         if any(map(_is_alive, self._before)):
             gc.collect()  # a cycle may hold them
-        if any(map(_is_alive, self._before)):
+        if any(map(_is_held, self._before)):
             raise UsageError(
                 f"after load_state the script asked for {len(self._before) + len(self._given)} batches before it used "
                 f"one. {place.batches} were done when the state was saved: it may have passed over those, so they were "
@@ -351,11 +353,10 @@ class Opening:
         assert self._place is not None
         if self._place.held > 1:
             return passed < self._place.held
-        for _ in range(2):
-            if passed < 2 or not all(map(_is_alive, self._given[:-1])):
-                return False
-            gc.collect()  # a cycle may hold them
-        return True
+        if passed < 2 or not all(map(_is_alive, self._given[:-1])):
+            return False
+        gc.collect()  # a cycle may hold them
+        return all(map(_is_held, self._given[:-1]))
 
     def _moved(self, raw: Any) -> Any:
         return next(self._loader.moved(iter([raw])))
@@ -399,3 +400,14 @@ def _copied(leaf: Any) -> Any:
 
 def _is_alive(batch: list[weakref.ref[Any]]) -> bool:
     return any(leaf() is not None for leaf in batch)
+
+
+def _is_held(batch: list[weakref.ref[Any]]) -> bool:
+    """Return True if the script holds a batch; `enumerate(zip(a, b))` alone keeps its first one to its end."""
+    held = [leaf for leaf in (ref() for ref in batch) if leaf is not None]
+    holders: list[Any] = held
+    for _ in range(_DEPTH if held else 0):
+        holders = [one for one in gc.get_referrers(*holders) if type(one) in _CONTAINERS and one is not holders]
+        if any(type(one) is zip for one in holders):
+            return any(type(one) is not zip for one in holders)
+    return bool(held)

@@ -92,24 +92,24 @@ class States:
         self.saver = BackgroundSaver()
         self.pending: PendingSave | None = None
         self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
-        self._leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
+        self.leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
         self._releases: list[weakref.finalize[..., States]] = []
 
     def own(self, store: CheckpointStore) -> None:
         """Take a folder of states until this run ends, this object is gone, or the process exits. Collective."""
-        if store.root not in self._leases:
+        if store.root not in self.leases:
             store.own(self.line.run_id)
-            self._leases[store.root] = store.lease
+            self.leases[store.root] = store.lease
             if store.lease is not None:
                 self._releases.append(weakref.finalize(self, store.lease.release))
-        store.lease = self._leases[store.root]
+        store.lease = self.leases[store.root]
 
     def release(self) -> None:
         """Give the folders back, at the run's end."""
         if self.pending is None:  # what still saves there owns it
             for release in self._releases:
                 release()
-            self._leases.clear()
+            self.leases.clear()
 
     def wait(self) -> Path | None:
         """Wait for the save that is under way. Collective."""
@@ -248,6 +248,9 @@ def _take_up_line(states: States, reader: Reader) -> None:
 
     states.line = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
     states.goes_on = True
+    for lease in states.leases.values():
+        if lease is not None:
+            lease.pass_to(states.line.run_id)
 
 
 def _find(path: Path) -> Path:

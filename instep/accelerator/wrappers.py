@@ -151,9 +151,17 @@ class Window:
         if self.running:
             loader, places, _ = self._find(*self._stepped)
             self._stepped = loader, places
-            loader.batches_done = loader.batch_idx + 1
-            if loader.opening is not None:
-                loader.opening.use()
+            self._mark_done(loader)
+            for each in self.running:
+                if each.opening is not None:
+                    each.opening.use()
+
+    def _mark_done(self, loader: AcceleratedLoader) -> None:
+        """Record that the batches in hand are done: the loader's, and those of others that a loop zips with it."""
+        loader.batches_done = loader.batch_idx + 1
+        for other in self.running:
+            if other.batch_idx >= other.source.first_batch:
+                other.batches_done = other.batch_idx + 1
 
     def weight(self) -> float:
         """Weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
@@ -165,7 +173,7 @@ class Window:
         if loader is None:
             return 1.0 / num_steps
         index = loader.batch_idx
-        loader.batches_done = index + 1
+        self._mark_done(loader)
         if index < loader.full_batches or (num_steps > 1 and not self._inside):
             return 1.0 / num_steps  # outside of `accumulate` nobody knows how long the user's window is
         return window_scale(loader.source, index, num_steps)
@@ -189,7 +197,7 @@ class Window:
                 "each of its losses."
             )
         if self.loader is not None:
-            self.loader.batches_done = self.loader.batch_idx + 1
+            self._mark_done(self.loader)
         return num_items
 
     def weigh_plainly(self) -> float:

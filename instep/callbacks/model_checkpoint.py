@@ -27,7 +27,7 @@ from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
-    from instep.checkpoint import Reader
+    from instep.checkpoint import CheckpointInfo, Reader
     from instep.checkpoint.background import PendingSave
     from instep.trainer.newest import NewestState
 
@@ -353,8 +353,9 @@ class ModelCheckpoint(Callback):
         What another callback or the user saved is left out.
         """
         self.last_model_path = str(resumed_from.path)
-        store = trainer._store(self.own_folder)
-        found = store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
+        found: list[CheckpointInfo] = []
+        for store in map(trainer._store, self._folders):
+            found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
         for info in found:
@@ -451,6 +452,11 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     # ---- what
+
+    @property
+    def _folders(self) -> list[Path | None]:
+        """Folders in which this callback's checkpoints may lie; None is the run's."""
+        return [self.own_folder]
 
     def _path(self, text: str) -> Path:
         return to_path(text, like=self.own_folder)

@@ -53,7 +53,7 @@ class Lease:
         root: the folder.
         number: the fencing number.
         files: the file operations.
-        run_id: the run that holds it; may be set to another one, which the next beat writes.
+        run_id: the run that holds it.
         interval_s: seconds from beat to beat.
     """
 
@@ -105,6 +105,15 @@ class Lease:
                 "writable, free some space, or choose another one.",
                 path=root,
             ) from error
+
+    def pass_to(self, run_id: str) -> None:
+        """Pass the folder on to another run of this process; where the file cannot be written, the next beat does so.
+
+        It is written at once: a process that starts after a crash goes on with the run that held the folder last.
+        """
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self._renew()
 
     def check(self) -> None:
         """Check that the lease still holds, right before a commit or a deletion; from any thread.

@@ -154,6 +154,10 @@ class CheckpointStore:
         """
         return [found for found in list_checkpoints(self.root) if isinstance(found, CheckpointInfo)]
 
+    def last_run(self) -> str | None:
+        """Return the run that held the folder last, before this process took it; None if unknown. Collective."""
+        return self.ranks.on_rank_zero(lambda: last_run(self.root, self.files), f"looking for the lease of {self.root}")
+
     def verify(self, path: Location) -> list[str]:
         """List what is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
         return folder_problems(self._inside(path))

@@ -158,7 +158,7 @@ def _set_up(ctx: RunContext) -> None:
         run_state.begin(ctx, path, folder)
     for lease in ctx.leases.values():
         if lease is not None:
-            lease.run_id = trainer.run_id  # that of the run that is resumed
+            lease.pass_to(trainer.run_id)  # that of the run that is resumed
     _prepare_data(ctx)
     if ctx.datamodule is not None:
         setup = with_stage(ctx.datamodule.setup)
@@ -206,9 +206,9 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """Refuse to read the position where a checkpoint may set another one."""
+    """Refuse to read the position where a checkpoint may set another one, at this start or once a launcher restarts."""
     trainer, position = ctx.trainer, ctx.trainer.position
-    if ctx.fn == "fit" and ctx.ckpt_path is not None:
+    if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.aside)):
         trainer.position = cast("Position", _UnknownPosition())
     try:
         yield

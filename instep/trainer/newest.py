@@ -79,6 +79,10 @@ class NewestState(ModelCheckpoint):
         return self.path
 
     @property
+    def _folders(self) -> list[Path | None]:
+        return list(dict.fromkeys(each.own_folder for each in self._beside))  # another may have been the first
+
+    @property
     def path(self) -> Path:
         """The newest full checkpoint that is known to be there."""
         return self._path(self._holder.last_model_path)

@@ -152,8 +152,12 @@ class RunFolder:
             if found is None:
                 raise
             regular = None
-        every = [reader for reader in (regular, found) if reader is not None]
-        return max(every, key=lambda reader: reader.manifest.order, default=None)
+        if regular is None or found is None:
+            return regular or found
+        both = regular, found
+        # The numbers of two runs that saved in folders of their own cannot be compared: who held one last goes first.
+        held = [checkpoint.CheckpointStore(reader.path.parent).last_run() for reader in both]
+        return max(both, key=lambda reader: (reader.manifest.run_id in held, reader.manifest.order))
 
     def _resolve_regular(self, ctx: RunContext, ckpt_path: str, quiet: bool) -> Reader | None:
         weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)

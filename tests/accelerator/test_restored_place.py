@@ -373,3 +373,56 @@ def test_the_place_can_be_kept_or_left_to_the_script(tmp_path: Path):
     assert resumed(path, restore_position=False).run(way("continue", 5)) == rest
     with pytest.raises(SettingError, match="restore_position"):
         DataLoaderConfiguration(restore_position="never")  # type: ignore[arg-type]
+
+
+class Pairs:
+    """A training on two prepared loaders, with an optimizer for each of two models, as a GAN's."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.accelerator = Accelerator(cpu=True)
+        models = [nn.Linear(1, 1), nn.Bilinear(1, 1, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for model in models]
+        others = DataLoader(list(torch.arange(100.0, 100.0 + SAMPLES)[:, None]), SIZE, shuffle=True)
+        *self.parts, self.real, self.other = self.accelerator.prepare(*models, *optimizers, loader(True), others)
+        self.steps: list[list[list[int]]] = []
+
+    def step(self, real: torch.Tensor, other: torch.Tensor) -> None:
+        first, second, *optimizers = self.parts
+        for optimizer in optimizers:
+            self.accelerator.backward(second(first(real), other).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps.append([ids(real), ids(other)])
+
+    def run(self, zipped: bool, skip: int, stop: int = -1, path: Path = Path()) -> list[list[list[int]]]:
+        for epoch in range(skip // BATCHES, 2):
+            others = iter(self.other)
+            pairs = zip(self.real, self.other, strict=False) if zipped else ((real, next(others)) for real in self.real)
+            for number, (real, other) in enumerate(pairs):
+                if epoch * BATCHES + number < skip:
+                    continue
+                self.step(real, other)
+                if len(self.steps) == stop:
+                    self.accelerator.save_state(path)
+                    return self.steps
+        return self.steps
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 7, 9])
+def test_a_script_that_skips_in_two_loaders_at_once_goes_on_in_both(stop: int, zipped: bool, tmp_path: Path):
+    Pairs().run(zipped, 0, stop, tmp_path / "saved")
+    resumed = Pairs()
+    resumed.accelerator.load_state(tmp_path / "saved")
+    assert resumed.run(zipped, stop) == Pairs().run(zipped, 0)[stop:]
+
+
+def test_a_window_of_pairs_that_is_drawn_ahead_is_refused_where_a_batch_would_come_again(tmp_path: Path):
+    Pairs().run(True, 0, 1, tmp_path / "saved")
+    resumed = Pairs()
+    resumed.accelerator.load_state(tmp_path / "saved")
+    pairs = zip(resumed.real, resumed.other, strict=False)
+    window = list(itertools.islice(pairs, 2))
+    with pytest.raises(UsageError, match="it holds some of the first ones still"):
+        resumed.step(*window[0])

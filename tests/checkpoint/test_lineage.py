@@ -122,6 +122,27 @@ def test_the_newest_is_what_was_saved_last_also_where_the_run_went_back(keyword:
         assert fit(folder, 3, keyword)[1].found == (12, 3)
 
 
+@pytest.mark.parametrize("first", ["a folder of its own", "the run folder"])
+def test_a_longer_run_in_one_of_two_folders_is_not_taken_for_the_newest(first: str, tmp_path: Path):
+    def fit(branch: int, die: int, ckpt_path: str | None) -> Marked:
+        module = Marked()
+        module.branch, module.die = branch, die
+        folder = tmp_path / f"first-{branch}" if first == "a folder of its own" else None
+        often, seldom = ModelCheckpoint(folder), ModelCheckpoint(tmp_path / "b", every_n_epochs=2, save_top_k=-1)
+        trainer = quiet(
+            max_epochs=6, callbacks=[often, seldom], enable_checkpointing=True, default_root_dir=tmp_path / "root"
+        )
+        try:
+            trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        except Crash:
+            pass
+        return module
+
+    fit(1, -1, None)
+    fit(2, 6, None)  # has saved step 4 in its first folder
+    assert fit(2, -1, "auto").found == (4, 2)
+
+
 def test_what_was_left_behind_is_neither_counted_nor_deleted(tmp_path: Path):
     folder = tmp_path / "saved"
     kept = {"monitor": "score", "save_top_k": 2}
@@ -256,6 +277,8 @@ def test_an_accelerator_that_goes_back_keeps_what_it_saves_from_there(
     if from_copy:
         early = Path(shutil.copytree(early, tmp_path / "good" / early.name))
     accelerator.load_state(early)
+    lease = max((tmp_path / "checkpoints").glob(".lease-*"))
+    assert json.loads(lease.read_text())["run_id"] == accelerator.run_id, "a kill may come before the next beat"
     saved = [save(10.0 * value) for value in range(1, 5)]
     kept = [path for path in saved if path.is_dir()]
     assert kept == (saved if limit is None else saved[-limit:])
@@ -263,3 +286,9 @@ def test_an_accelerator_that_goes_back_keeps_what_it_saves_from_there(
     accelerator.load_state()
     assert model.weight.item() == 40.0
     accelerator.end_training()
+    another = Accelerator(project_config=project, cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, _ = another.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    another.load_state()
+    assert model.weight.item() == 40.0, "of what was left behind"
+    another.end_training()

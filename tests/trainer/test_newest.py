@@ -131,6 +131,16 @@ def test_nothing_is_written_twice_and_the_old_newest_goes_once_the_new_one_verif
     assert kinds == [(20, "weights"), (32, "full")], "what is ranked stays weights alone"
 
 
+def test_the_old_newest_goes_where_another_saver_is_the_first_now(tmp_path: Path):
+    def savers(root: Path) -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(root / "a", monitor="score"), ModelCheckpoint(root / "b", monitor="step")]
+
+    fit(tmp_path, savers, die=14)
+    assert set(there(tmp_path)) == {"a/step-00000008-1", "a/step-00000012-1", "b/step-00000004-1"}
+    fit(tmp_path, lambda root: savers(root)[::-1], die=18)
+    assert set(there(tmp_path)) == {"a/step-00000008-1", "b/step-00000016-1", "b/step-00000004-1"}
+
+
 def test_the_newest_is_never_ranked(tmp_path: Path):
     savers = one()(tmp_path)
     fit(tmp_path, lambda _: savers)
@@ -227,13 +237,19 @@ def test_a_newest_state_that_cannot_be_saved_ends_the_run_or_warns_as_the_saver_
     assert fit(tmp_path / "warn", one(on_error="warn")).began == 8
 
 
-def test_what_the_position_is_asked_for_before_a_resume_is_found_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("how", ["auto", "launcher"])
+def test_a_position_that_is_read_before_the_checkpoint_is_found_is_refused(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    if how == "launcher":
+        monkeypatch.setenv("INSTEP_JOB_ID", "job")
+
     class Reads(Scored):
         def configure_callbacks(self) -> list[Any]:
             return [Timer(timedelta(days=1 + self.trainer.current_epoch))]
 
     with pytest.raises(UsageError, match=r"configure_callbacks reads trainer\.epoch, and runs before"):
-        quiet(max_epochs=1).fit(Reads(), loader(), loader(3), ckpt_path="auto")
+        quiet(max_epochs=1).fit(Reads(), loader(), loader(3), ckpt_path="auto" if how == "auto" else None)
 
 
 def test_hooks_of_a_resumed_run_read_the_restored_position(tmp_path: Path):
