@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -152,7 +153,8 @@ class Campaign:
             job = server.start(train, root, way, nproc=way.ranks, log=root / "log")
             last = len(self.kills) >= kills
             at_s = RUN_S if last else self._rng.random() * self._lasts_s[way]
-            target = self._rng.choice(TARGETS)
+            killed_so_far = Counter(kill.target for kill in self.kills)
+            target = min(self._rng.sample(TARGETS, len(TARGETS)), key=killed_so_far.__getitem__)
             code = self._started(job, board)
             code = job.wait(at_s) if code is None else code
             if code is None and not last and job.kill(target, self._rng):
