@@ -11,8 +11,13 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$(($$(getconf _
 SEED ?= 0
 COUNT ?= 1000
 READERS ?=
-# Of make gpu: a folder of pure-Python wheels for packages that PYTHON lacks.
+# Of make gpu: which rows run, where (a rehearsal on the CPU uses the environment of `make test`), a folder of pure-Python
+# wheels for packages that PYTHON lacks, and where the answers go.
+PART ?= all
+DEVICE ?= cuda
 WHEELS ?=
+OUT ?=
+GPU_PYTHON = $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # torch_xla fits a torch of its own, so it has an environment of its own.
 XLA_VENV ?= .venv-xla
 # The trackers bring 250 packages, some of them older than those of the other tests.
@@ -134,8 +139,8 @@ bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/reference/benchmar
 bench-quick: $(VENV)/.bench  ## whether all benchmarks run; some minutes, the figures mean nothing
 	$(BIN)/python benchmarks/suite.py --quick
 
-gpu:  ## tests and benchmarks on one GPU, 10 minutes, installing nothing: make gpu PYTHON=python3 WHEELS=folder
-	$(PYTHON) benchmarks/gpu/suite.py $(if $(WHEELS),--wheels $(WHEELS))
+gpu: $(if $(filter cpu,$(DEVICE)),$(VENV)/.test)  ## rows on one GPU, 8 minutes a part: make gpu PART=tests|speed|precision|saves|faults|all; DEVICE=cpu rehearses
+	$(GPU_PYTHON) benchmarks/gpu/suite.py $(PART) --device $(DEVICE) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short

@@ -7,14 +7,20 @@ them itself and calls `Place.leave_out` where one is missing.
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import instep.trainer  # noqa: F401  # what each row needs is imported before the fork
 
 # Dense bf16 arithmetic by the makers' data sheets, in operations per second.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "4090": 165e12}
@@ -103,13 +109,35 @@ class Answer:
         self.checks.append({"what": what, "held": bool(held), "seen": str(seen)})
 
 
+def machine() -> dict[str, Any]:
+    """Return the device of this machine, and the versions of what matters; the process is not used for a row."""
+    here = torch.cuda.is_available()
+    versions = {"Python": platform.python_version()}
+    for name in ("torch", "triton", "lightning", "accelerate", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    driver = ""
+    with suppress(OSError, subprocess.CalledProcessError):
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    return {
+        "name": torch.cuda.get_device_name(0) if here else "CPU",
+        "devices": torch.cuda.device_count() if here else 0,
+        "driver": driver,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "versions": versions,
+    }
+
+
 def run(part: str, row: str, device: str) -> dict[str, Any]:
     """Run a row in this process; return what its JSON has."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="instep-gpu-", ignore_cleanup_errors=True) as folder:
         place = Place(device, Path(folder))
         try:
-            answer = asdict(getattr(import_module(part), row)(place))
+            module = import_module("test_files" if part == "tests" else part)
+            answer: dict[str, Any] = asdict(module.run(row, place) if part == "tests" else getattr(module, row)(place))
         except LeftOut as why:
             answer = {"left_out": str(why)}
     if failed := [f"{check['what']}: {check['seen']}" for check in answer.get("checks", ()) if not check["held"]]:

@@ -1,33 +1,48 @@
-"""Tests and benchmarks on one GPU, within ten minutes, installing nothing.
+"""Tests and benchmarks on one GPU, in parts of at most eight minutes, installing nothing.
 
-    make gpu PYTHON=python3                 # the interpreter's own torch, 2.9 or newer
-    make gpu PYTHON=python3 WHEELS=folder   # packages that are missing come out of pure-Python wheels there
+    make gpu PART=tests                                  # or speed, precision, saves, faults, all
+    make gpu PART=speed PYTHON=python3 WHEELS=folder     # what is missing comes out of pure-Python wheels
+    make gpu DEVICE=cpu                                  # a rehearsal: every row, small, without a device
 
-First all tests marked `gpu`, then the rows of `rows.py`, each in a process of its own. Each writes its JSON when it
-ends, so that a run that is cut off keeps what it has, and the page `README.md` beside them is made anew each time. What
-cannot run says why. This file itself needs nothing but Python.
+A part has rows, the most wanted first. Each runs in a process of its own, forked from one that has imported torch and
+instep and has not touched the device, and is ended at its limit. What a row answers is written the moment it ends, into
+the part's JSON, and the page `README.md` beside it is made anew. The same command again runs the rows that have no
+answer yet, or failed. This file itself needs nothing but Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-NEEDED = {  # what the package and the tests import, and the distribution that has it
+# Seconds that each row may take. With the start, a part's add up to eight minutes at most.
+PARTS: dict[str, dict[str, int]] = {
+    "tests": {"tests/data/test_prefetch.py": 40, "tests/test_cuda_graphs.py": 40},
+    "speed": {},
+    "precision": {},
+    "saves": {},
+    "faults": {},
+}
+START_S = 20
+PART_S = 480
+EXIT_S = 15  # from a row's answer to the end of its process
+NEEDED = {  # what the package imports, and the distribution that has it
     "torch": "torch",
     "numpy": "numpy",
     "packaging": "packaging",
@@ -36,57 +51,155 @@ NEEDED = {  # what the package and the tests import, and the distribution that h
     "safetensors": "safetensors",
     "xxhash": "xxhash",
     "lightning_utilities": "lightning-utilities",
-    "jsonargparse": "jsonargparse",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
 }
-TESTING = {"pytest": "pytest", "hypothesis": "hypothesis"}
-ROWS = {"gpt2": 200, "launch_bound": 90, "save": 60}  # seconds that each may take
-TESTS_S = 240
-PROBE = """
-import json, torch
-from torch import cuda
-here = cuda.is_available()
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": cuda.device_count() if here else 0,
-    "name": cuda.get_device_name(0) if here else ""}))
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run everything; status 1 where a test or a row failed, 0 where there is no device."""
+    """Run the rows; return 1 where one failed, 0 also where there is no device."""
     args = parse_arguments(argv)
-    started = time.monotonic()
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="wheels-") as folder:
-        taken = unpack(args.wheels, Path(folder)) if args.wheels else []
-        sys.path.insert(0, folder)
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH")))),
-        }
-        found = probe(env)
-        why = why_nothing_runs(found, args.device)
-        name = found["name"] or args.device
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        kept = ROOT / "runs" / "gpu" if why else ROOT / "benchmarks" / "results" / f"gpu-{slug}"
-        out = args.out or kept
-        out.mkdir(parents=True, exist_ok=True)
-        done: dict[str, dict[str, Any]] = {}
-        for part in ("tests", *ROWS) if args.only is None else args.only:
-            left_s = args.budget - (time.monotonic() - started)
-            if why or left_s < 20:
-                answer = {"skipped": why or f"the time of {args.budget:.0f} s is used up"}
-            elif part == "tests":
-                answer = run_tests(env, min(left_s, TESTS_S), args.tests)
-            else:
-                answer = run_row(part, args, env, min(left_s, ROWS[part]))
-            done[part] = {"device": found, "wheels": taken, **answer}
-            (out / f"{part}.json").write_text(json.dumps(done[part], indent=1) + "\n")
-            (out / "README.md").write_text(page(name, found, done))
-            print(f"{part}: {in_short(answer)}", flush=True)
-    print(f"written: {out}")
-    return 1 if any("failed" in answer for answer in done.values()) else 0
+        wheels = unpack(args.wheels, Path(folder)) if args.wheels else []
+        paths = [str(HERE), str(ROOT), folder]
+        sys.path[:0] = paths
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, os.environ.get("PYTHONPATH"))))
+        missing = sorted(NEEDED[name] for name in NEEDED if find_spec(name) is None)
+        if missing:
+            print(f"Nothing runs: {', '.join(missing)} not installed. Give their pure-Python wheels, by WHEELS=folder.")
+            return 0
+        suite = Suite(args.device, args.out, wheels)
+        if args.device == "cuda" and not suite.machine["devices"]:
+            print(f"Nothing runs: torch {suite.machine['torch']} finds no CUDA device. DEVICE=cpu rehearses the rows.")
+            return 0
+        failed = 0
+        for part in PARTS if args.part == "all" else [args.part]:
+            failed += suite.run(part, args.only, args.again)
+    print(f"written: {suite.out}")
+    return 1 if failed else 0
+
+
+class Suite:
+    """Rows on one machine, and what they answered.
+
+    Args:
+        device: "cuda", or "cpu" for a rehearsal.
+        out: where the answers and the page go; None for a folder named after the device.
+        wheels: names of the wheels that packages came from.
+
+    Attributes:
+        machine: the device, and the versions of what matters.
+        out: where the answers and the page are.
+    """
+
+    def __init__(self, device: str, out: Path | None, wheels: list[str]) -> None:
+        self.device = device
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(["row"])
+        began = time.monotonic()
+        self.machine = self._ask(("machine",), START_S * 6)
+        if "failed" in self.machine:
+            raise SystemExit(f"torch or instep cannot be imported:\n{self.machine['failed']}")
+        self.machine |= {"wheels": wheels, "commit": commit(), "start_s": round(time.monotonic() - began, 1)}
+        slug = re.sub(r"[^a-z0-9]+", "-", self.machine["name"].lower()).strip("-")
+        kept = ROOT / "runs" / "gpu-rehearsal" if device == "cpu" else ROOT / "benchmarks" / "results" / "gpu" / slug
+        self.out = kept if out is None else out.resolve()
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    def run(self, part: str, only: Sequence[str], again: bool) -> int:
+        """Run a part's rows that have no answer yet.
+
+        Args:
+            part: its name.
+            only: run these rows alone; all where it is empty.
+            again: also run rows that have an answer.
+
+        Returns:
+            How many of the part's rows failed.
+        """
+        began = time.monotonic()
+        rows = {} if again and not only else self._answers(part)
+        for row, limit_s in PARTS[part].items():
+            if only and row not in only:
+                continue
+            if row in rows and "failed" not in rows[row] and not again:
+                print(f"{part} {row}: kept, of {rows[row]['date']}", flush=True)
+                continue
+            left_s = PART_S - (time.monotonic() - began)
+            if left_s < EXIT_S:
+                print(f"{part} {row}: not run, since {PART_S} s are over; the same command goes on here", flush=True)
+                continue
+            answer = self._ask((part, row, self.device), min(limit_s, left_s))
+            rows[row] = {**answer, "date": time.strftime("%Y-%m-%d"), "commit": self.machine["commit"]}
+            self._write(part, rows)
+            print(f"{part} {row}: {in_short(answer, self.device == 'cpu')}", flush=True)
+        return sum("failed" in answer for answer in rows.values())
+
+    def _answers(self, part: str) -> dict[str, dict[str, Any]]:
+        """Return what the part's rows answered before, on this device with this torch."""
+        try:
+            before = json.loads((self.out / f"{part}.json").read_text())
+            same = all(before["machine"][key] == self.machine[key] for key in ("name", "torch", "cuda"))
+            return {row: before["rows"][row] for row in PARTS[part] if same and row in before["rows"]}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _write(self, part: str, rows: dict[str, dict[str, Any]]) -> None:
+        ordered = {row: rows[row] for row in PARTS[part] if row in rows}
+        answers = {"rehearsal": self.device == "cpu", "machine": self.machine, "rows": ordered}
+        replace(self.out / f"{part}.json", json.dumps(answers, indent=1) + "\n")
+        replace(self.out / "README.md", page(self.out))
+
+    def _ask(self, words: tuple[str, ...], limit_s: float) -> dict[str, Any]:
+        """Run a row in a process of its own; return its answer, with "failed" where it has none."""
+        with tempfile.TemporaryDirectory(prefix="instep-gpu-") as folder:
+            answer, printed = Path(folder, "answer.json"), Path(folder, "printed")
+            process = self._forks.Process(target=answer_row, args=(words, str(answer), str(printed)))
+            process.start()
+            assert process.pid is not None
+            process.join(limit_s)
+            late = process.exitcode is None
+            if late and answer.exists():
+                process.join(EXIT_S)
+            hangs = process.exitcode is None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it started, too
+            if hangs:
+                process.kill()
+                process.join()
+            said = printed.read_text(errors="replace")[-4000:] if printed.exists() else ""
+            if not answer.exists():
+                why = f"ended at its limit of {limit_s:.0f} s" if hangs else f"exit code {process.exitcode}"
+                return {"failed": f"{why}\n{said}".strip()}
+            found = json.loads(answer.read_text())
+            if hangs:
+                found["failed"] = f"it answered, and its process did not end within {EXIT_S} s"
+            return {**found, **({"printed": said} if "failed" in found else {})}
+
+
+def answer_row(words: tuple[str, ...], answer: str, printed: str) -> None:
+    """Run a row in this process, which was forked for it; write its answer."""
+    os.setsid()
+    output = os.open(printed, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import row  # has been imported before the fork
+
+    found = row.machine() if words == ("machine",) else row.run(*words)
+    replace(Path(answer), json.dumps(found))
+
+
+def commit() -> str:
+    """Return the checkout's commit; "" where there is no git."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
 
 
 def unpack(wheels: Path, into: Path) -> list[str]:
-    """Unpack the pure-Python wheels of a folder whose package the interpreter lacks; their names."""
+    """Unpack the pure-Python wheels of a folder whose package the interpreter lacks; return their names."""
     taken = []
     for wheel in sorted(wheels.glob("*-none-any.whl")):
         with zipfile.ZipFile(wheel) as file:
@@ -98,143 +211,88 @@ def unpack(wheels: Path, into: Path) -> list[str]:
     return taken
 
 
-def probe(env: dict[str, str]) -> dict[str, Any]:
-    """What torch says of the device."""
-    done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        return {"torch": None, "cuda": None, "devices": 0, "name": "", "error": done.stderr[-500:]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def why_nothing_runs(found: dict[str, Any], device: str) -> str:
-    """The reason; "" where the suite can run."""
-    missing = sorted(NEEDED[name] for name in NEEDED if find_spec(name) is None)
-    if missing:
-        return f"not installed: {', '.join(missing)}. Give a folder with their pure-Python wheels, by WHEELS=folder"
-    if device == "cuda" and not found["devices"]:
-        return f"torch {found['torch']} finds no CUDA device"
-    return ""
-
-
-def run_tests(env: dict[str, str], timeout_s: float, files: Sequence[str]) -> dict[str, Any]:
-    """The tests marked `gpu`: how many passed, what failed."""
-    missing = sorted(TESTING[name] for name in TESTING if find_spec(name) is None)
-    if missing:
-        return {"skipped": f"not installed: {', '.join(missing)}"}
-    if not files:  # others need not be collected, with all that they import
-        files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        timeout = ["--timeout", "120"] if find_spec("pytest_timeout") else []
-        words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", *timeout, *files]
-        done = run(words, env, timeout_s)
-        if not report.exists():
-            return {"failed": f"pytest was ended after {timeout_s:.0f} s" if done is None else done[-1500:]}
-        cases = list(ET.parse(report).getroot().iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = {why: 0 for case in cases for each in case.iter("skipped") if (why := each.get("message") or "")}
-    for case in cases:
-        for each in case.iter("skipped"):
-            skipped[each.get("message") or ""] += 1
-    answer: dict[str, Any] = {"passed": len(cases) - len(bad) - sum(skipped.values()), "left_out": skipped}
-    if bad:
-        answer["failed"] = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
-        answer["printed"] = (done or "")[-4000:]
-    return answer
-
-
-def run_row(name: str, args: argparse.Namespace, env: dict[str, str], timeout_s: float) -> dict[str, Any]:
-    """One benchmark."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.json")
-        words = [str(HERE / "rows.py"), name, "--device", args.device, "--answer", str(answer)]
-        done = run([*words, *(["--smoke"] if args.smoke else [])], env, timeout_s)
-        if answer.exists():
-            return json.loads(answer.read_text())
-    return {"failed": f"ended after {timeout_s:.0f} s" if done is None else done[-3000:]}
-
-
-def run(words: Sequence[str], env: dict[str, str], timeout_s: float) -> str | None:
-    """Run this interpreter in the checkout; what it printed, None where it took too long."""
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        return process.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its ranks too
-        process.communicate()
-        return None
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 # ---- the page
 
 
-def in_short(answer: dict[str, Any]) -> str:
-    """One line of a part's answer."""
-    if "skipped" in answer:
-        return f"skipped: {answer['skipped']}"
+def in_short(answer: dict[str, Any], rehearses: bool) -> str:
+    """Return one line of a row's answer."""
     if "failed" in answer:
-        what = answer["failed"]
-        return f"FAILED: {', '.join(what) if isinstance(what, list) else what.strip().splitlines()[-1]}"
-    if "passed" in answer:
-        return f"{answer['passed']} tests passed, {sum(answer['left_out'].values())} left out"
-    return "; ".join(verdict(bar) for bar in answer["bars"])
+        return f"FAILED: {answer['failed'].strip().splitlines()[-1]}"
+    if "left_out" in answer:
+        return f"left out: {answer['left_out']}"
+    said = [f"{len(answer['checks'])} checks held"] if answer["checks"] else []
+    said += [verdict(bar, rehearses) for bar in answer["bars"]]
+    said += [f"{answer['seconds']} s"]
+    if answer["stand_ins"]:
+        said.append(f"stood in for the device: {', '.join(answer['stand_ins'])}")
+    return "; ".join(said)
 
 
-def verdict(bar: dict[str, Any]) -> str:
-    """A figure beside its bar."""
+def verdict(bar: dict[str, Any], rehearses: bool) -> str:
+    """Return a figure beside its bar; a rehearsal's says nothing of a device."""
     if bar["value"] is None:
         return f"{bar['what']}: not measured, {bar['why']}"
+    if rehearses:
+        return f"{bar['what']}: not judged in a rehearsal"
     sign = "at least" if bar["least"] else "at most"
     held = (bar["value"] >= bar["bar"]) if bar["least"] else (bar["value"] <= bar["bar"])
     return f"{bar['what']}: {bar['value']:.4g} ({sign} {bar['bar']:.4g}: {'held' if held else 'missed'})"
 
 
-def page(name: str, found: dict[str, Any], done: dict[str, dict[str, Any]]) -> str:
-    """The Markdown page of what is there so far."""
-    lines = [
-        f"# {name}",
-        "",
-        f"torch {found['torch']}, CUDA {found['cuda']}, {found['devices']} device(s). Made by `make gpu`.",
-        "",
-    ]
-    for part, answer in done.items():
-        lines += [f"## {part}", ""]
-        if "bars" not in answer:
-            lines += [in_short(answer), ""]
-            lines += [f"- left out, {count}: {why}" for why, count in answer.get("left_out", {}).items()]
+def page(folder: Path) -> str:
+    """Return the Markdown page of the answers in a folder."""
+    lines: list[str] = []
+    for part in PARTS:
+        if not (folder / f"{part}.json").exists():
             continue
-        lines += [f"- {verdict(bar)}" for bar in answer["bars"]]
-        lines += ["", "| | |", "|---|---|"]
-        lines += [f"| {key} | {value} |" for key, value in answer["figures"].items()] + [""]
+        answers = json.loads((folder / f"{part}.json").read_text())
+        machine, rehearses = answers["machine"], answers["rehearsal"]
+        if not lines:
+            lines = [f"# {'A rehearsal on a CPU' if rehearses else machine['name']}", "", "Made by `make gpu`.", ""]
+        if rehearses and len(lines) == 4:
+            lines += ["**No figure here was measured on a GPU, and no bar is judged.**", ""]
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        lines += [f"## {part}", "", f"{machine['name']}; driver {machine['driver'] or 'none'}; {versions}.", ""]
+        for row, answer in answers["rows"].items():
+            lines += [f"### {row}", "", f"{in_short(answer, rehearses)} ({answer['date']}, {answer['commit']})", ""]
+            lines += [f"- {verdict(bar, rehearses)}" for bar in answer.get("bars", ())]
+            lines += [
+                f"- {check['what']}: {'yes' if check['held'] else 'NO'}{', ' * bool(check['seen'])}{check['seen']}"
+                for check in answer.get("checks", ())
+            ]
+            if figures := answer.get("figures"):
+                lines += ["", "| | |", "|---|---|"]
+                lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in figures.items()]
+            lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line's words."""
     parser = argparse.ArgumentParser(description="Tests and benchmarks on one GPU.")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that all of it runs")
-    parser.add_argument("--smoke", action="store_true", help="tiny models and few steps; the figures mean nothing")
+    parser.add_argument("part", choices=(*PARTS, "all"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, all small")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows alone")
+    parser.add_argument("--again", action="store_true", help="also rows that have an answer")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="pure-Python wheels of packages that are missing")
-    parser.add_argument("--budget", type=float, default=590.0, help="seconds for all of it (default: 590)")
-    parser.add_argument("--only", nargs="+", choices=("tests", *ROWS), metavar="PART", help=f"tests, {', '.join(ROWS)}")
-    parser.add_argument(
-        "--tests", nargs="+", default=[], metavar="FILE", help="(default: all that have one marked gpu)"
-    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="(default: benchmarks/results/gpu-<device>, or runs/gpu where nothing runs)",
+        help="(default: benchmarks/results/gpu/<device>; runs/gpu-rehearsal in a rehearsal)",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    known = {row for part, rows in PARTS.items() for row in rows if args.part in (part, "all")}
+    if unknown := sorted(set(args.only) - known):
+        parser.error(f"no row of {args.part}: {', '.join(unknown)}. There are {', '.join(sorted(known))}")
+    return args
 
 
 if __name__ == "__main__":
