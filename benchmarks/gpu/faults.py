@@ -304,7 +304,7 @@ def job_access(device: str, folder: str, kind: str, background: bool, breaks: bo
 def job_graphs(device: str, folder: str, stops: bool) -> None:
     """Get SIGTERM while a graph is replayed; or go on from that."""
     acts = {FAULT: "signal"} if stops else {}
-    run_or_go_on(device, folder, "graphs", acts, stops, cuda_graphs=True, deterministic=True)
+    run_or_go_on(device, folder, "graphs", acts, stops, cuda_graphs=True)
 
 
 def job_rank(device: str, folder: str, backend: str, when: str) -> None:
@@ -488,7 +488,7 @@ def train(
 
 def run_or_go_on(device: str, folder: str, name: str, acts: dict[int, str], breaks: bool, **settings: Any) -> None:
     """Train into a fault; or go on from it, and compare with a run that had none."""
-    root = Path(folder, name)
+    root, settings = Path(folder, name), {"deterministic": True, **settings}
     train(device, root, acts, **settings)
     if breaks:
         return
