@@ -106,7 +106,7 @@ def test_a_run_on_a_failed_device_ends_with_its_first_error_and_what_to_do(
         fit(tmp_path, module, AsksTheDevice())
     assert str(caught.value) == str(error)
     assert caught.value.__context__ is None, "no other error hides it"
-    (note,) = caught.value.__notes__
+    (note,) = vars(caught.value)["__notes__"]
     assert "cpu fails at every call from here on" in note
     assert "step-00000002-1." in note
     assert "CUDA_LAUNCH_BLOCKING=1" in note
@@ -133,7 +133,7 @@ def test_save_on_exception_leaves_a_failed_device_alone(device: Device, tmp_path
     trainer = quiet(max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=[saver])
     with pytest.raises(torch.AcceleratorError) as caught:
         trainer.fit(breaks(ILLEGAL, device), loader())
-    assert "There is no checkpoint." in caught.value.__notes__[0]
+    assert "There is no checkpoint." in vars(caught.value)["__notes__"][0]
     assert kept(tmp_path) == []
 
 
