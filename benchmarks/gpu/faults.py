@@ -230,7 +230,7 @@ class Program:
                 return
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})}
             words = (sys.executable, "-c", f"import faults; faults.{name}(*{arguments!r})")
-            self._process = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
 
     def wait(self, limit_s: float) -> Ended:
         """Wait for its end, and kill it after so many seconds."""
@@ -242,7 +242,7 @@ class Program:
             time.sleep(0.005)
         ended = time.time()
         if code is None:
-            process.kill() if forked else os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         process.join() if forked else process.wait()
         return Ended(code, ended, self._log.read_text(errors="replace"))
 
