@@ -18,7 +18,7 @@ from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, flag, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
-from instep.distributed.after_error import all_arrive
+from instep.distributed.after_error import all_arrive, device_failed
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, UsageError
 from instep.types import Location
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
@@ -411,6 +411,8 @@ class ModelCheckpoint(Callback):
             self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
+        if device_failed(exception, module.device):
+            return  # The error says so, and which checkpoint is the last one.
         if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             name = self._name(trainer)

@@ -9,6 +9,7 @@ from instep.callbacks.base import Callback
 from instep.checkpoint.names import base_name
 from instep.checkpoint.scan import read_or_say
 from instep.checkpoint.store import CheckpointStore
+from instep.distributed.after_error import device_failed
 from instep.errors import NonFiniteError, Preempted, SettingError
 from instep.types import Location
 from instep.utils.paths import to_path
@@ -30,7 +31,8 @@ class OnExceptionCheckpoint(Callback):
     save on their own if each process holds the whole state (`ddp`): other strategies have their regular checkpoints.
 
     It is deleted once the same run, resumed, has ended well and has a newer checkpoint that verifies. What a
-    preemption ends has been saved already, and a NonFiniteError's state is not worth it.
+    preemption ends has been saved already, and a NonFiniteError's state is not worth it. Nothing can be read off a
+    device that has failed, as after an illegal access to its memory.
 
     Args:
         dirpath: a folder or URL. It may be shared with a `ModelCheckpoint`.
@@ -67,7 +69,7 @@ class OnExceptionCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         begun = trainer.state.fn == "fit" and trainer.progress.stage is not None and trainer.global_step > 0
-        if not begun or isinstance(exception, Preempted | NonFiniteError):
+        if not begun or isinstance(exception, Preempted | NonFiniteError) or device_failed(exception, module.device):
             return
         path = trainer.save_after(exception, self.own_folder, self.filename)
         if path is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import irecv, isend
@@ -24,6 +24,38 @@ class Alone(RankGroup):
 
 
 _HERE, _ALL_HERE = 7_301, 7_302  # tags that nothing else has: a rank that is elsewhere must not take them for its own
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether an error came from a call of the device, in torch or in a kernel of another library.
+
+    Example:
+        >>> is_device_error(RuntimeError("CUDA error: device-side assert triggered")), is_device_error(OSError())
+        (True, False)
+    """
+    text = str(error)
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and ("CUDA error" in text or "Error [CUDA]" in text)
+    )
+
+
+def device_failed(error: BaseException, device: torch.device) -> bool:
+    """Return whether an error has left a device that fails at every call, as after an illegal access to its memory.
+
+    The device is asked only where the error is its own: it may wait for a rank that will not come.
+
+    Args:
+        error: what ended the run.
+        device: where its steps ran.
+    """
+    if not is_device_error(error) or device.type not in ("cuda", "xpu", "cpu"):
+        return False
+    module: Any = getattr(torch, device.type)
+    try:
+        module.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def all_arrive(timeout_s: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, compress, count, islice
 from types import CellType, FunctionType
@@ -207,13 +207,14 @@ class RunClock:
             event = self._event()
             start = time.perf_counter()
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if event is not None:  # After an error a device that has failed would raise another one here.
+                    self._open_events.append((part, parent, event, self._event()))
+                return result
             finally:
                 spent = time.perf_counter() - start
                 self._burst[part] = self._burst.get(part, 0.0) + spent - self._inner
                 self._inner, self._region = outer + spent, parent
-                if event is not None:
-                    self._open_events.append((part, parent, event, self._event()))
 
         return timed
 
@@ -236,16 +237,17 @@ class RunClock:
 
     def _take_finished(self) -> None:
         """Take the bursts that the device has done by now; never wait for it."""
-        while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
-            weight, done, per_batch, events = self._pending.pop(0)
-            if events:
-                per_batch |= dict.fromkeys(STEP_PARTS[1:], 0.0)
-            for part, parent, start, end in events:
-                seconds = start.elapsed_time(end) / 1000 / done
-                per_batch[part] += seconds
-                if parent is not None:
-                    per_batch[parent] -= seconds
-            self._bursts.append((weight, per_batch))
+        with suppress(RuntimeError):  # A device that has failed ends the run where it is used; here it would hide how.
+            while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
+                weight, done, per_batch, events = self._pending.pop(0)
+                if events:
+                    per_batch |= dict.fromkeys(STEP_PARTS[1:], 0.0)
+                for part, parent, start, end in events:
+                    seconds = start.elapsed_time(end) / 1000 / done
+                    per_batch[part] += seconds
+                    if parent is not None:
+                        per_batch[parent] -= seconds
+                self._bursts.append((weight, per_batch))
 
     # ---- the result
 

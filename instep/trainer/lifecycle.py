@@ -20,6 +20,7 @@ import torch.distributed as dist
 from instep import profilers  # its names load when used
 from instep.data import DataModule
 from instep.distributed import Triggers, broadcast_object
+from instep.distributed.after_error import device_failed, is_device_error
 from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted, UsageError
@@ -269,8 +270,13 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
             logger.log_checkpoint(best, ["best"])
         logger.finalize("success" if first is None else _status(first))
 
+    failed = error is not None and hasattr(ctx, "device") and device_failed(error, ctx.device)
     if error is not None:
         ctx.trainer.state.status = TrainerStatus.INTERRUPTED
+        if failed:
+            from instep.data.seeding import add_note  # late: only a run that fails pays for it
+
+            add_note(error, _about_device(ctx))
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
         *([] if error is None else [partial(hook, error) for hook in _exception_hooks(ctx)]),
@@ -293,11 +299,22 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
             if first is None:
                 first = another
-            elif another is not first:
+            elif another is not first and not (failed and is_device_error(another)):  # which only says the same
                 with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
                     print_exception(another)
     if first is not None and error is None:
         raise first
+
+
+def _about_device(ctx: RunContext) -> str:
+    """Return what a person must know of a device that has failed, beside its error."""
+    last = ctx.trainer.run_folder.last_saved
+    saved = f"The last checkpoint is {last}." if last else "There is no checkpoint."
+    return (
+        f"{ctx.device} fails at every call from here on in this process, so nothing was saved after the error. {saved} "
+        "The operation at fault may be an earlier one than this traceback names: run again with "
+        "CUDA_LAUNCH_BLOCKING=1 to see it. An index that is out of range is the usual cause."
+    )
 
 
 def _best_checkpoint(ctx: RunContext) -> str:

@@ -332,6 +332,7 @@ class Trial:
         why = out_of_memory(lambda: self._run_steps(steps), f"trying batches ({self._run.fn})")
         self._close_data()
         if why:
+            clear_device_cache(garbage_collection=True)  # The error's frames hold the step's tensors, in a cycle.
             self._reset()
             self._module._log_buffer = self._ctx.log.buffer
             clear_device_cache(garbage_collection=True)
