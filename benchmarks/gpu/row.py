@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what a row's fit loads, here before the fork
 
-import instep.trainer  # noqa: F401  # what each row needs is imported before the fork
+import instep.callbacks
+import instep.checkpoint
+import instep.trainer  # noqa: F401
 
 # Dense bf16 arithmetic by the makers' data sheets, in operations per second.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "4090": 165e12}

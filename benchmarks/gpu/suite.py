@@ -35,9 +35,16 @@ ROOT = HERE.parents[1]
 PARTS: dict[str, dict[str, int]] = {
     "tests": {"tests/data/test_prefetch.py": 40, "tests/test_cuda_graphs.py": 40},
     "speed": {},
-    "precision": {},
+    "precision": {"bf16_mixed": 70, "float16": 100, "bf16_true": 70, "fp8": 120},
     "saves": {},
-    "faults": {},
+    "faults": {
+        "resume_bits": 100,
+        "out_of_memory": 60,
+        "illegal_access": 110,
+        "sigterm_in_replay": 60,
+        "killed_rank": 110,
+        "non_finite": 20,
+    },
 }
 START_S = 20
 PART_S = 480
