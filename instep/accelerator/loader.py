@@ -190,6 +190,11 @@ class AcceleratedLoader:
             source.set_epoch(self._next_epoch)
         if batches is None and place is not None and self._restore_position is False:
             batches = 0
+        elif batches is not None and place is not None and batches != place.batches:
+            warn_user(
+                f"skip_first_batches(loader, {batches}) after load_state: {place.batches} batches of the epoch were "
+                "done when the state was saved, so some come again or are left out. Skip as many as were done, or none"
+            )
         if batches is not None and (place is None or batches != place.batches):
             source.start_at(batches)
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
