@@ -34,8 +34,8 @@ class WeightAveraging(Callback):
     """Keep an average of the weights, updated after optimizer steps or epochs, and use it in place of the trained ones.
 
     The arithmetic is that of torch's `AveragedModel`. Each rank averages the part of the weights that it holds, so
-    every strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when the
-    average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
+    every strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when
+    the average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
     update the trained weights are used.
 
     A checkpoint holds both: its plain weights, which everything that knows nothing of averages loads, and the others
