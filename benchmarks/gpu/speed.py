@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from models import GPT2, GPT2_124M, TINY, Language, adamw, small_layers
 from row import Answer, Place
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -225,16 +225,12 @@ class Turns:
             for _ in range(self.steps):
                 yield self.batch
             self._end("Trainer", number, start)
-        with self._profiled() as seen:
+        with self._profiled("handwritten"):
             for _ in range(self.steps):
                 self.hand(self.batch)
-            self.place.wait()
-        self.idle["handwritten"] = self._idle(seen)
-        with self._profiled() as seen:
+        with self._profiled("Trainer"):
             for _ in range(self.steps):
                 yield self.batch
-            self.place.wait()
-        self.idle["Trainer"] = self._idle(seen)
         yield self.batch
 
     def _begin(self) -> float:
@@ -246,11 +242,20 @@ class Turns:
             self.seconds[name].append((self.place.wait() - start) / self.steps)
             self.peak[name] = self.place.peak_memory()
 
-    def _profiled(self) -> Any:
-        return profile(activities=[ProfilerActivity.CPU if self.place.rehearses else ProfilerActivity.CUDA])
+    @contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        """Write the share of the time from the first kernel's start to the last one's end in which none ran."""
+        kind = ProfilerActivity.CPU if self.place.rehearses else ProfilerActivity.CUDA
+        if kind not in supported_activities():
+            self.idle[name] = "torch's profiler sees no kernels here"
+            yield
+            return
+        with profile(activities=[kind]) as seen:
+            yield
+            self.place.wait()
+        self.idle[name] = self._share(seen)
 
-    def _idle(self, seen: Any) -> float | str:
-        """Return the share of the time from the first kernel's start to the last one's end in which none ran."""
+    def _share(self, seen: Any) -> float | str:
         path = self.place.folder / "trace.json"
         seen.export_chrome_trace(str(path))
         kinds = {"cpu_op"} if self.place.rehearses else {"kernel", "gpu_memcpy", "gpu_memset"}
