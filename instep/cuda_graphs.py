@@ -64,11 +64,33 @@ class CudaRecorder:
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
         """Record; the results lie in the graph's own memory, where each replay writes them."""
-        graph = torch.cuda.CUDAGraph()
-        # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = run()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        # Where a recording breaks, torch leaves its stream as the current one: the outer block puts that back. Threads
+        # of a loader pin memory meanwhile, which a stricter mode would take for a mistake of the step.
+        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        recording = torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local")
+        try:
+            with current, recording:
+                result = run()
+        except BaseException:
+            self._clean_up(pool)
+            raise
         return result, graph.replay
+
+    def _clean_up(self, pool: Any) -> None:
+        """End a recording that CUDA has broken off, where torch goes on as if it were under way.
+
+        Its memory would never be given back, nor that of any batch which came on a stream of its own, and the next
+        number drawn on the device would be an error.
+        """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        except RuntimeError:
+            return  # it has ended well: an error of the step ended it
+        torch._C._cuda_releasePool(index, pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
@@ -114,7 +136,7 @@ class CapturedStep:
         Args:
             batch: tensors in nested containers, on the device.
             batch_idx: its number.
-            plain: does the same the normal way.
+            plain: does the same the normal way, and returns nothing with a graph of autograd.
 
         Returns:
             What `training_step` returns, without a graph of autograd.
@@ -133,7 +155,8 @@ class CapturedStep:
             self._say(why)
             return plain(batch, batch_idx)
         tensors = [leaf for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)]
-        torch._foreach_copy_(self._inputs, tensors, non_blocking=True)
+        if tensors:
+            torch._foreach_copy_(self._inputs, tensors, non_blocking=True)
         self._replay()
         self.replayed = True
         for p, gradient in self._gradients:
@@ -163,13 +186,13 @@ class CapturedStep:
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     raise NotCapturable("training_step returned no loss that has gradients")
                 loss.backward()
-                return map_leaves(_detached, output), self._logged[before:], [p.grad for p in parameters]
+                return without_graph(output), self._logged[before:], [p.grad for p in parameters]
 
             (self._output, self._entries, gradients), self._replay = self.recorder.capture(run)
             self._check_entries()
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            self._say(f"{_first_line(error)}; no step is recorded")
+            self._say(f"{_reason(error)}; no step is recorded")
             return False
         finally:
             del self._logged[before:]
@@ -177,6 +200,10 @@ class CapturedStep:
         self._captured_state = state
         rank_zero_info("cuda_graphs: the step is recorded; from here on it is replayed.")
         return True
+
+    def forget(self) -> None:
+        """Record anew for the next batch: the device's generator may be another one now."""
+        self._replay = None
 
     def _check_entries(self) -> None:
         for name, value, *_ in self._entries:
@@ -251,7 +278,9 @@ class CapturedOptimizer:
             _, self._replay = self._step.recorder.capture(self._plain)
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            warn_user(runs_without(self._optimizer, _first_line(error)))
+            if isinstance(error, RuntimeError):
+                self._step.forget()
+            warn_user(runs_without(self._optimizer, _reason(error)))
             return False
         return True
 
@@ -323,12 +352,20 @@ def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def without_graph(output: Any) -> Any:
+    """Return what a step returned, detached.
+
+    A graph of autograd that is alive while a step is recorded would draw the stream that it came from into the
+    recording, which the default one breaks.
+    """
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error; of two, that of the step, and not that the recording could not end well."""
+    if isinstance(error.__context__, RuntimeError | NotCapturable):
+        error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _copied(leaf: Any) -> Any:

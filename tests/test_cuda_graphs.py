@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,69 @@ def test_an_array_in_a_batch(tmp_path: Path, stand: Stand) -> None:
     assert stand.captures == stand.replays == 0
 
 
+def test_a_step_is_recorded_again_where_the_optimizers_recording_breaks(
+    tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = stand.capture
+
+    def breaks(run: Callable[[], Any]) -> Any:
+        if stand.captures == 1:
+            stand.captures += 1
+            try:
+                raise RuntimeError("no sum of this kind while a stream is recorded")
+            finally:  # as torch's block does where it cannot end the recording
+                raise RuntimeError("the recording could not be ended")
+        return capture(run)
+
+    monkeypatch.setattr(stand, "capture", breaks)
+    with pytest.warns(UserWarning, match="SGD runs the normal way, since no sum of this kind"):
+        both(tmp_path, stand)
+    assert stand.captures == 3
+    assert stand.replays == 2 * 12 - WARM_UP
+
+
+def test_a_batch_without_tensors_is_replayed(tmp_path: Path, stand: Stand) -> None:
+    class Own(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(torch.ones(4, 8)).square().mean() * batch["factor"]
+
+    stand.module = Own()
+    trainer = Trainer(accelerator="cpu", devices=1, barebones=True, max_epochs=1, cuda_graphs=True)
+    trainer.fit(stand.module, [{"factor": 2.0}] * 8)
+    assert stand.replays == 2 * (8 - WARM_UP)
+
+
+@pytest.mark.parametrize("count", [96, 100])
+def test_no_graph_of_autograd_is_alive_when_a_step_is_recorded(
+    count: int, tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(Net):
+        losses: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            self.losses.append(weakref.ref(output["loss"]))
+            return output
+
+    alive: list[int] = []
+    capture = stand.capture
+
+    def watched(run: Callable[[], Any]) -> Any:
+        alive.append(sum(loss() is not None for loss in Watched.losses))
+        return capture(run)
+
+    def freeze(step: int, module: Any) -> None:
+        if step == 13:  # the batch before was the smaller one of 100
+            module.net[4].bias.requires_grad = False
+            module.net[4].bias.grad = None
+
+    monkeypatch.setattr(stand, "capture", watched)
+    stand.module = Watched()
+    train(tmp_path, stand.module, data(count), freeze, cuda_graphs=True)
+    assert alive[0] == alive[2] == 0  # of the step; the optimizer's come after it
+    assert len(alive) == 4
+
+
 def test_a_compiled_step_takes_it_whole() -> None:
     with pytest.raises(SettingError, match="both take the whole step"):
         Trainer(accelerator="cpu", cuda_graphs=True, compile="step")
@@ -279,6 +343,31 @@ def test_draws_differ_from_replay_to_replay(tmp_path: Path) -> None:
     outputs, _ = train(tmp_path, Net(dropout=0.5, device="cuda"), accelerator="cuda", cuda_graphs=True)
     assert len({row[0] for row in outputs}) == len(outputs)
     assert all(row[1] == pytest.approx(2 * row[0]) for row in outputs)
+
+
+@pytest.mark.gpu
+def test_a_recording_that_breaks_leaves_the_device_as_it_was(tmp_path: Path) -> None:
+    class Reading(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            output["loss"].item()
+            return output
+
+    plain = train(tmp_path, Reading(dropout=0.5, device="cuda"), accelerator="cuda")
+    with pytest.warns(UserWarning, match="captur.*no step is recorded"):
+        broken = train(tmp_path, Reading(dropout=0.5, device="cuda"), accelerator="cuda", cuda_graphs=True)
+    same(plain, broken, 1e-5)  # the same dropout: numbers are drawn as without the recording
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved()
+    side = torch.cuda.Stream()
+    for _ in range(8):  # memory that two streams use is given back
+        with torch.cuda.stream(side):
+            batch = torch.ones(2**22, device="cuda")
+        batch.record_stream(torch.cuda.current_stream())
+        del batch
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - kept <= 2 * 4 * 2**22
 
 
 def test_channels_last_stays_through_a_checkpoint(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from instep.callbacks.base import Callback
 from instep.callbacks.pruning import ModelPruning
@@ -33,9 +33,9 @@ _DEVICE = (
 class WeightAveraging(Callback):
     """Keep an average of the weights, updated after optimizer steps or epochs, and use it in place of the trained ones.
 
-    The arithmetic is torch's `AveragedModel`; each rank averages the part of the weights that it holds, so every
-    strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when the
-    average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
+    The arithmetic is that of torch's `AveragedModel`. Each rank averages the part of the weights that it holds, so
+    every strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when
+    the average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
     update the trained weights are used.
 
     A checkpoint holds both: its plain weights, which everything that knows nothing of averages loads, and the others
@@ -93,10 +93,11 @@ class WeightAveraging(Callback):
         self.use_buffers = FLAG("use_buffers", use_buffers)
         self.use_for = _uses(use_for)
         self._functions = given
-        self._average_model: AveragedModel | None = None
-        self._parameters: list[str] = []  # the names of what is averaged, in the order of the AveragedModel
-        self._buffers: list[str] = []
-        self._copied: dict[str, Tensor] = {}  # what has no average: integers; as it was at the last update
+        self._n_averaged = 0
+        self._averages: dict[str, Tensor] | None = None  # by name, and what has no average as it was at the last update
+        self._averaged: list[str] = []  # names of those that have one
+        self._copied: list[str] = []  # names of the others
+        self._untrained: list[str] = []  # names of buffers and of integers
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
         self._updates: int | None = None  # of a checkpoint's average, until that is loaded
@@ -117,7 +118,7 @@ class WeightAveraging(Callback):
     @property
     def n_averaged(self) -> int:
         """Updates of the average so far."""
-        return 0 if self._average_model is None else int(self._average_model.n_averaged)
+        return self._n_averaged
 
     # ---- the run
 
@@ -200,7 +201,7 @@ class WeightAveraging(Callback):
     # ---- what is saved
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if self._average_model is None or not self.n_averaged:
+        if self._averages is None or not self.n_averaged:
             return
         if trainer.state.fn != "fit":
             if trainer.is_global_zero:
@@ -212,7 +213,7 @@ class WeightAveraging(Callback):
         strategy, held = trainer.strategy, trainer.strategy.held_weights()
         if self._live is not None:
             checkpoint["state_dict"] = strategy.state_with(_by_all_names(self._live, held))
-        checkpoint["averaged_state_dict"] = strategy.state_with(_by_all_names(self._averages(), held))
+        checkpoint["averaged_state_dict"] = strategy.state_with(_by_all_names(self._averages, held))
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,48 +233,63 @@ class WeightAveraging(Callback):
     # ---- the average
 
     def _make(self, module: TrainModule, held: Mapping[str, Tensor]) -> None:
-        once, buffers = _once(held), {name for name, _ in module.named_buffers()}
-        floating = [name for name, tensor in once.items() if tensor.is_floating_point() or tensor.is_complex()]
-        self._parameters = [name for name in floating if name not in buffers]
-        self._buffers = [name for name in floating if name in buffers]
-        copies = _Copies([held[name] for name in self._parameters], [held[name] for name in self._buffers])
-        if self.device is not None:
-            copies.to(self.device)
-        self._average_model = AveragedModel(copies, use_buffers=self.use_buffers, **self._functions)
-        self._copied = {name: tensor.detach().clone() for name, tensor in once.items() if name not in floating}
-
-    def _averages(self) -> dict[str, Tensor]:
-        """Return the average by name; what has no average, as it was at the last update."""
-        assert self._average_model is not None
-        copies = self._average_model.module
-        names, tensors = [*self._parameters, *self._buffers], [*copies.parameters(), *copies.buffers()]
-        return dict(zip(names, tensors, strict=True)) | self._copied
+        buffers = {name for name, _ in module.named_buffers()}
+        self._n_averaged, self._averages = 0, {}
+        self._averaged, self._copied, self._untrained = [], [], []
+        for name, tensor in _once(held).items():
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            device = tensor.device if self.device is None or not floating else self.device
+            self._averages[name] = (_wide(tensor) if floating else tensor.detach()).to(device, copy=True)
+            untrained = not floating or name in buffers
+            (self._averaged if floating and (self.use_buffers or not untrained) else self._copied).append(name)
+            if untrained:
+                self._untrained.append(name)
 
     @torch.no_grad()
     def _load(self, strategy: Strategy, saved: Mapping[str, Any], updates: int) -> None:
         """Load a checkpoint's average of so many updates, of which this rank takes its part."""
-        assert self._average_model is not None
-        for name, average in self._averages().items():
+        assert self._averages is not None
+        for name, average in self._averages.items():
             whole = saved.get(clean_name(name))
             if whole is not None:
                 average.copy_(strategy.held_part(name, whole))
-        self._average_model.n_averaged.fill_(updates)
+        self._n_averaged = updates
 
     @torch.no_grad()
     def _update(self, strategy: Strategy) -> None:
-        assert self._average_model is not None
+        assert self._averages is not None
         held = strategy.held_weights()
-        view: Any = _View([held[name] for name in self._parameters], [held[name] for name in self._buffers])
-        self._average_model.update_parameters(view)
-        for name, tensor in self._copied.items():
-            tensor.copy_(held[name])
+        for name in self._copied if self._n_averaged else self._averages:  # the first ones are their own average
+            self._averages[name].copy_(held[name])
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for name in self._averaged if self._n_averaged else ():
+            average = self._averages[name]
+            averages, values = groups.setdefault((average.device, average.dtype), ([], []))
+            averages.append(average)
+            values.append(_wide(held[name]).to(average.device))
+        for (device, _), (averages, values) in groups.items():
+            self._average(averages, values, device)
+        self._n_averaged += 1
+
+    def _average(self, averages: list[Tensor], values: list[Tensor], device: torch.device) -> None:
+        """Average as torch's `AveragedModel` does, whose own update makes the host wait for a GPU."""
+        if not self._functions:
+            get_swa_multi_avg_fn()(averages, values, self._n_averaged)  # pyright: ignore[reportArgumentType]
+            return
+        count = torch.full((), self._n_averaged, dtype=torch.long, device=device)  # a kernel, not a copy
+        if several := self._functions.get("multi_avg_fn"):
+            several(averages, values, count)
+        else:
+            for average, value in zip(averages, values, strict=True):
+                average.copy_(self._functions["avg_fn"](average, value, count))
 
     @torch.no_grad()
     def _take_buffers(self, strategy: Strategy) -> None:
         """Take the module's buffers for the average's."""
-        held, averages = strategy.held_weights(), self._averages()
-        for name in (*self._buffers, *self._copied):
-            averages[name].copy_(held[name])
+        assert self._averages is not None
+        held = strategy.held_weights()
+        for name in self._untrained:
+            self._averages[name].copy_(held[name])
 
     def _swap_models(self, trainer: Trainer) -> None:
         """Write the average into the module, or back what was trained. Collective."""
@@ -282,7 +298,7 @@ class WeightAveraging(Callback):
         strategy = trainer.strategy
         held = strategy.held_weights()
         if self._live is None:
-            averages = self._averages()
+            averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
             strategy.average_replicas()  # that is, buffers
@@ -358,30 +374,6 @@ class EMAWeightAveraging(WeightAveraging):
 
 _DECAY = Check(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _START = or_none(at_least(0))
-
-
-class _Copies(nn.Module):
-    """Tensors in the form that `AveragedModel` copies: parameters and buffers of one module."""
-
-    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        super().__init__()
-        for index, tensor in enumerate(parameters):
-            self.register_parameter(f"parameter_{index}", nn.Parameter(_wide(tensor), requires_grad=False))
-        for index, tensor in enumerate(buffers):
-            self.register_buffer(f"buffer_{index}", _wide(tensor))
-
-
-class _View:
-    """Tensors in the form that `AveragedModel.update_parameters` reads, made anew for each update."""
-
-    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        self._parameters, self._buffers = parameters, buffers
-
-    def parameters(self) -> Iterator[Tensor]:
-        return map(_wide, self._parameters)
-
-    def buffers(self) -> Iterator[Tensor]:
-        return map(_wide, self._buffers)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class HostBuffers:
             The block's bytes.
         """
         size = sum(tensor.nbytes for tensor in tensors)
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        pinned = any(tensor.is_cuda and tensor.nbytes for tensor in tensors)
         block = self._blocks.get(file)
         if block is None or block.size < size or (pinned and not block.pinned):
             if block is not None:
@@ -338,8 +338,10 @@ class _Block:
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         # Where it cannot be pinned (a limit on locked memory), copies wait for the device: slower, and as right.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
-        if pinned and self._cuda.cudaHostRegister(self.content.data_ptr(), size, 0) != 0:
+        if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), size, 0)) != 0:
             self._cuda = None
+            with suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which is this one
+                torch.ones(1, device="cuda")
 
     def close(self) -> None:
         if self._cuda is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from torch.optim import Optimizer
 
 from instep.distributed import all_reduce_
 from instep.strategies.precision import Precision
+
+_SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes that the gradient scaler's kernel has on CUDA
 
 
 class Stepped(Protocol):
@@ -122,13 +125,17 @@ class Gradients:
                 tensor = _values(tensor)
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         with torch.no_grad():
-            for (device, _), group in groups.items():
-                one = self._ones.get(device)
-                if one is None:
-                    one = self._ones[device] = torch.ones((), device=device)
-                here = found if device == found.device else torch.zeros((), device=device)
-                # The gradient scaler's kernel, with a scale of 1: one pass, an eighth of what isfinite costs on a CPU.
-                torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
+            for (device, dtype), group in groups.items():
+                here = found if device == found.device else torch.zeros((), dtype=torch.float32, device=device)
+                if dtype in _SCALED:
+                    one = self._ones.get(device)
+                    if one is None:
+                        one = self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
+                    # The gradient scaler's kernel, with a scale of 1: one pass, an eighth of isfinite's cost on a CPU.
+                    torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
+                elif filled := [tensor for tensor in group if tensor.numel()]:  # there is no largest of nothing
+                    largest = torch.stack(torch._foreach_norm(filled, math.inf))
+                    torch.maximum(here, largest.isfinite().logical_not().any().to(here.dtype), out=here)
                 if here is not found:
                     torch.maximum(found, here.to(found.device, non_blocking=True), out=found)
         all_reduce_(found, "max")

@@ -95,7 +95,7 @@ class NonFiniteGuard:
         self._first_batch = 0
         self._checked: dict[int, _Check] = {}  # optimizer -> what was found of its gradients, and of those beside them
         self._waiting: list[_Check] = []
-        self._last_found = torch.zeros((), device=device)
+        self._last_found = torch.zeros((), dtype=torch.float32, device=device)
         self._last_step = -1
         slow = [type(o).__name__ for o in optimizers if self._leaves_out and not self._takes_flag(o)]
         if slow and not host_may_wait(device) and trainer.is_global_zero:
@@ -161,7 +161,7 @@ class NonFiniteGuard:
         losses = self._losses
         parameters = [p for optimizer in optimizers for p in _with_gradients(optimizer)]
         gradients = [] if self._scaler is not None else [p.grad for p in parameters if p.grad is not None]
-        found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
+        found = self._last_found.clone() if self._stops else torch.zeros((), dtype=torch.float32, device=self._device)
         self._strategy.gradients.find_nonfinite([*losses, *gradients], found)
         last = self._progress.batch_idx
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
@@ -228,7 +228,7 @@ class NonFiniteGuard:
         if check is None:
             return  # it did not run the closure
         if before and not left_out:
-            check.found = torch.zeros((), device=self._device)
+            check.found = torch.zeros((), dtype=torch.float32, device=self._device)
             self._strategy.gradients.find_nonfinite([p.detach() for p in weights], check.found)
             if check.found.item():
                 left_out, check.what = True, "weights after the step"

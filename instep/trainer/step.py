@@ -296,7 +296,7 @@ def _warn_once(ctx: RunContext, text: str) -> None:
 
 def _recorded(ctx: RunContext, training_step: Step, full_batches: int, train: Step) -> Step:
     """Make the function that replays forward, loss and backward of each of the full batches as one CUDA graph."""
-    from instep.cuda_graphs import CapturedStep, recorder_for  # late: few runs have them
+    from instep.cuda_graphs import CapturedStep, recorder_for, without_graph  # late: few runs have them
 
     log, buffer = ctx.log, ctx.log.buffer
     if ctx.captured_step is None and (recorder := recorder_for(ctx.device)) is not None:  # else of an earlier epoch
@@ -304,12 +304,15 @@ def _recorded(ctx: RunContext, training_step: Step, full_batches: int, train: St
     captured = ctx.captured_step
     assert captured is not None
 
+    def normal(batch: Any, batch_idx: int) -> Any:
+        return without_graph(train(batch, batch_idx))
+
     def train_recorded(batch: Any, batch_idx: int) -> Any:
         if batch_idx >= full_batches:
             captured.replayed = False
-            return train(batch, batch_idx)
-        output = captured(batch, batch_idx, train)
-        if captured.replayed:  # else `train` did the rest too
+            return normal(batch, batch_idx)
+        output = captured(batch, batch_idx, normal)
+        if captured.replayed:  # else `normal` did the rest too
             if buffer:
                 log.drain()
             ctx.window_count += 1

@@ -249,7 +249,7 @@ def test_two_ranks_resume_bit_for_bit_sharded_and_not(tmp_path):
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            average = averaging._averages()["net.0.weight"]
+            average = averaging._averages["net.0.weight"]
             seen.update(average=average.clone(), live=module.state_dict()["net.0.weight"].clone())
 
     saver = ModelCheckpoint(every_n_train_steps=1)

@@ -68,3 +68,19 @@ def test_other_batches_are_moved_on_the_steps_stream() -> None:
     for batch in prefetch([Own(torch.ones(2))], transfer, after=lambda own: Own(own.x + 1)):
         assert batch.x.tolist() == [2.0, 2.0]
     assert streams == [torch.cuda.current_stream()]
+
+
+@pytest.mark.gpu
+def test_a_batch_that_the_device_still_computes_is_waited_for() -> None:
+    def computed() -> Any:
+        for number in range(4):
+            x = torch.zeros(2**20, device="cuda")
+            torch.cuda._sleep(50_000_000)
+            x += number
+            yield [x, number]
+
+    sums = []
+    for batch in prefetch(computed(), lambda batch: [batch[0].double(), batch[1]]):
+        sums.append(batch[0].mean())
+        del batch
+    assert [float(each) for each in sums] == [0.0, 1.0, 2.0, 3.0]

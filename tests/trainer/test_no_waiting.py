@@ -11,10 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep import Callback, Trainer
-from instep.callbacks import EarlyStopping, ModelCheckpoint
+from instep.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from instep.loggers import CSVLogger
 from tests.trainer.toys import Toy, loader
 
+AVERAGING = [
+    (None, EMAWeightAveraging),
+    ("skip", WeightAveraging),
+    (None, lambda: WeightAveraging(avg_fn=lambda average, value, count: average + (value - average) / (count + 1))),
+]
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default}
 
 
@@ -61,7 +66,9 @@ class Watching(Callback):
             self.end()
 
 
-def run(folder: Path, begin: Callable[[], Any], end: Callable[[], Any], **settings: Any) -> Trainer:
+def run(
+    folder: Path, begin: Callable[[], Any], end: Callable[[], Any], averaging: Callable[[], Callback], **settings: Any
+) -> Trainer:
     steps = 12
     trainer = Trainer(
         max_epochs=1,
@@ -70,6 +77,7 @@ def run(folder: Path, begin: Callable[[], Any], end: Callable[[], Any], **settin
         callbacks=[
             EarlyStopping("loss_epoch", check_on_train_epoch_end=True),
             ModelCheckpoint(),
+            averaging(),
             Watching(begin, end, steps),
         ],
         gradient_clip_val=0.5,
@@ -82,9 +90,9 @@ def run(folder: Path, begin: Callable[[], Any], end: Callable[[], Any], **settin
     return trainer
 
 
-@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize(("nonfinite", "averaging"), AVERAGING)
 def test_no_operation_of_a_step_is_waited_for(
-    tmp_path: Path, nonfinite: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, nonfinite: str | None, averaging: Callable[[], Callback], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instep.trainer.nonfinite.host_may_wait", lambda device: False)  # as on a GPU
     counting = Counting()
@@ -92,6 +100,7 @@ def test_no_operation_of_a_step_is_waited_for(
         tmp_path,
         counting.__enter__,
         lambda: counting.__exit__(None, None, None),
+        averaging,
         accelerator="cpu",
         nonfinite=nonfinite,
         enable_progress_bar=True,
@@ -100,12 +109,15 @@ def test_no_operation_of_a_step_is_waited_for(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nonfinite", [None, "skip"])
-def test_torch_finds_no_synchronisation(tmp_path: Path, nonfinite: str | None) -> None:
+@pytest.mark.parametrize(("nonfinite", "averaging"), AVERAGING)
+def test_torch_finds_no_synchronisation(
+    tmp_path: Path, nonfinite: str | None, averaging: Callable[[], Callback]
+) -> None:
     run(
         tmp_path,
         lambda: torch.cuda.set_sync_debug_mode("error"),
         lambda: torch.cuda.set_sync_debug_mode("default"),
+        averaging,
         accelerator="cuda",
         devices=1,
         nonfinite=nonfinite,

@@ -165,6 +165,42 @@ def test_a_gradient_is_enough_and_clipping_does_not_spread_it(settings: dict[str
     assert all(p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_flag_is_float32_whatever_the_programs_default_dtype(dtype: torch.dtype, when: str):
+    torch.set_default_dtype(dtype)
+    try:
+        module = Sick({2: INF}, "fused SGD")
+        with pytest.warns(UserWarning, match="global_step 3") as caught:
+            fit(module, "skip", max_epochs=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(caught) == 1
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_bfloat16_is_looked_at_without_the_scalers_kernel(value: float, monkeypatch: pytest.MonkeyPatch):
+    # On CUDA that kernel has no bfloat16: "not implemented for 'BFloat16'".
+    dtypes = set()
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def watched(tensors: list[Tensor], *rest: Tensor) -> None:
+        dtypes.update(tensor.dtype for tensor in tensors)
+        kernel(tensors, *rest)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", watched)
+    gradients = Gradients(Trainer(accelerator="cpu", devices=1).strategy)
+    empty, sound = torch.zeros(0, dtype=torch.bfloat16), torch.full((3,), 3e38, dtype=torch.bfloat16)
+    found = torch.zeros(())
+    gradients.find_nonfinite([empty, sound, torch.ones(2)], found)
+    assert found == 0
+    gradients.find_nonfinite([sound, torch.tensor([1.0, value], dtype=torch.bfloat16), torch.ones(2)], found)
+    assert found == 1
+    gradients.find_nonfinite([empty], found)
+    assert found == 1
+    assert dtypes == {torch.float32}
+
+
 @pytest.mark.parametrize("bad", [{2: NAN}, {3: NAN}, {2: NAN, 3: INF}])
 def test_a_window_is_looked_at_once_and_all_its_losses_count(bad: dict[int, float], when: str):
     module = Sick(bad, "fused SGD momentum", by="plus")
