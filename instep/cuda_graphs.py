@@ -8,6 +8,7 @@ recorded. So whatever a replay could not repeat truly makes the step run the nor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -64,11 +65,35 @@ class CudaRecorder:
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
         """Record; the results lie in the graph's own memory, where each replay writes them."""
-        graph = torch.cuda.CUDAGraph()
-        # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = run()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # memory that the graph may need
+        with torch.cuda.stream(self._side):
+            # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
         return result, graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+        """Bring torch back to what it was before a recording that failed, as far as it does not do so itself.
+
+        Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
+        """
+        with suppress(RuntimeError):  # the first error says more than what it led to
+            graph.capture_end()
+        graph.reset()
+        with suppress(RuntimeError):  # which torch has done where the recording itself was sound
+            torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
+            torch._C._cuda_releasePool(self._side.device_index, pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")  # the generator leaves its recording with this one
+        torch.zeros(1, device=self._device)
+        empty.capture_end()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback
-from instep.cuda_graphs import WARM_UP
+from instep.cuda_graphs import WARM_UP, CudaRecorder
 from instep.distributed.nested import iter_leaves
 from instep.errors import SettingError
 
@@ -260,6 +262,69 @@ def test_without_a_cuda_device_the_run_is_the_same(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="cuda_graphs=True has no effect, since accelerator='cpu' has no CUDA") as said:
         same(plain, train(tmp_path, cuda_graphs=True))
     assert len(said) == 1  # not in each epoch
+
+
+class FakeGraph:
+    """CUDA's recording as far as it can fail: an operation that cannot be recorded spoils it, and its end says so."""
+
+    made: ClassVar[list[FakeGraph]] = []
+    spoiled = False
+
+    def __init__(self) -> None:
+        self.state = "new"
+        self.made.append(self)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.state, self.pool = "open", pool
+        FakeGraph.spoiled = False
+
+    def capture_end(self) -> None:
+        if self.spoiled or self.state != "open":
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.state = "ended"
+
+    def reset(self) -> None:
+        self.state = "reset"
+
+    def replay(self) -> None: ...
+
+
+def test_a_recording_that_fails_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, ended = ["main"], []
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    side = SimpleNamespace(device_index=1)
+    for name, value in {
+        "CUDAGraph": FakeGraph, "Stream": lambda device: side, "stream": on, "graph_pool_handle": lambda: (0, 7),
+        "synchronize": lambda device: None, "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: ended.append(args), raising=False)
+    monkeypatch.setattr(FakeGraph, "made", [])
+    recorder = CudaRecorder(torch.device("cpu"))
+
+    def reads_a_value() -> None:
+        assert streams == ["main", side]
+        FakeGraph.spoiled = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):  # what the user did, not what followed from it
+        recorder.capture(reads_a_value)
+    assert streams == ["main"]
+    assert ended == [(1, (0, 7))] * 2
+    failed, empty = FakeGraph.made
+    assert (failed.state, empty.state) == ("reset", "ended")  # the second brings the generator out of its recording
+    result, replay = recorder.capture(lambda: 5)
+    assert (result, replay) == (5, FakeGraph.made[-1].replay)
+    assert FakeGraph.made[-1].state == "ended"
 
 
 @pytest.mark.gpu
