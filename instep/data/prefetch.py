@@ -58,7 +58,8 @@ def prefetch(
         source: batches on the host; copies overlap with computation from pinned memory only.
         transfer: moves a batch, with `non_blocking=True`; run on the side stream, so it must not touch what the step
             writes, such as parameters. A batch of other things than tensors, numbers and texts is moved on the step's
-            stream, since the allocator cannot be told who uses the tensors within them.
+            stream, since the allocator cannot be told who uses the tensors within them; so is one that has tensors on
+            the device already, which that stream may still compute.
         device: the CUDA device; None for the current one.
         after: changes the moved batch, on the step's own stream.
 
@@ -69,7 +70,7 @@ def prefetch(
     side = torch.cuda.Stream(device)
     for batch in source:
         current = torch.cuda.current_stream(device)
-        if all(isinstance(leaf, _PLAIN) for _, leaf in iter_leaves(batch)):
+        if all(isinstance(leaf, _PLAIN) and not getattr(leaf, "is_cuda", False) for _, leaf in iter_leaves(batch)):
             with torch.cuda.stream(side):
                 moved = transfer(batch)
             current.wait_stream(side)

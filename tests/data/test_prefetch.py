@@ -1,17 +1,94 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep.data import prepare_loader
 from instep.data.prefetch import prefetch
+from instep.distributed.nested import iter_leaves
 
 
 def to_gpu(batch: Any) -> Any:
     return [part.to("cuda", non_blocking=True) for part in batch]
+
+
+def on_meta(samples: list[Any]) -> Tensor:
+    return torch.stack(samples).to("meta")
+
+
+@pytest.mark.parametrize(
+    ("loader", "pinned"),
+    [
+        (DataLoader(torch.ones(6, 2), 3), 2),
+        (DataLoader(torch.ones(6, 2), batch_size=None, sampler=range(2)), 2),
+        (DataLoader(TensorDataset(torch.ones(6, 2, device="meta")), 3), 0),
+        (DataLoader(torch.ones(6, 2), 3, collate_fn=on_meta, pin_memory=True), 0),
+        (DataLoader(torch.ones(6, 2), 3, collate_fn=lambda samples: {"x": [on_meta(samples)], "n": 1}), 0),
+    ],
+)
+def test_only_what_lies_on_the_host_is_pinned(
+    loader: DataLoader[Any], pinned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def pin(batch: Any) -> Any:
+        calls.append(batch)
+        for _, leaf in iter_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+                raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        return batch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pin)
+    source = prepare_loader(loader, device=torch.device("cuda"))
+    assert len(list(source)) == 2
+    assert len(calls) == pinned
+
+
+class OnDevice(Tensor):
+    """A tensor that says it lies on a CUDA device."""
+
+    is_cuda: Any = True
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([torch.ones(2)], "side"),
+        ({"x": torch.ones(2), "n": 1, "name": "a"}, "side"),
+        ([torch.ones(2).as_subclass(OnDevice)], "step's"),
+        ({"x": torch.ones(2), "y": [torch.ones(2).as_subclass(OnDevice)]}, "step's"),
+        ([object()], "step's"),
+    ],
+)
+def test_what_may_still_be_computed_is_moved_on_the_steps_stream(
+    batch: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream:
+        def __init__(self, name: Any = None) -> None:
+            self.name = name if isinstance(name, str) else "side"
+
+        def wait_stream(self, other: Stream) -> None: ...
+
+    current, seen = [Stream("step's")], []
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    assert list(prefetch([batch], lambda moved: (seen.append(current[-1].name), moved)[1])) == [batch]
+    assert seen == [expected]
 
 
 @pytest.mark.gpu
