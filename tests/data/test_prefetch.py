@@ -10,12 +10,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep.data import prepare_loader
-from instep.data.prefetch import prefetch
+from instep.data.prefetch import batches_through, prefetch
 from instep.distributed.nested import iter_leaves
+from tests.helpers import gpu
 
 
-def to_gpu(batch: Any) -> Any:
-    return [part.to("cuda", non_blocking=True) for part in batch]
+DEVICE = torch.device(gpu.DEVICE)
+
+
+def to_device(batch: Any) -> Any:
+    return [part.to(DEVICE, non_blocking=True) for part in batch]
 
 
 def on_meta(samples: list[Any]) -> Tensor:
@@ -94,40 +98,39 @@ def test_what_may_still_be_computed_is_moved_on_the_steps_stream(
 @pytest.mark.gpu
 def test_batches_arrive_whole_while_the_device_is_busy() -> None:
     data = TensorDataset(torch.arange(4096.0).repeat(512, 1) + torch.arange(512.0).unsqueeze(1))
-    source = prepare_loader(DataLoader(data, batch_size=64, shuffle=True), device=torch.device("cuda"))
+    source = prepare_loader(DataLoader(data, batch_size=64, shuffle=True), device=DEVICE)
     expected = [batch[0].clone() for batch in source]
-    busy = torch.randn(2048, 2048, device="cuda")
+    if gpu.on_device("that batches lie in pinned memory"):
+        assert all(batch[0].is_pinned() for batch in source)
     sums, flags = [], []
-    for batch in prefetch(source, to_gpu):
-        for _ in range(20):
-            busy = busy @ busy / busy.norm()
+    for batch in batches_through(source, [to_device], DEVICE):
+        gpu.keep_busy(0.02)
         sums.append(batch[0].sum(1))
         flags.append(source.share.last)
         del batch
     assert flags == [False] * 7 + [True]
     for total, batch in zip(sums, expected, strict=True):
-        assert torch.equal(total.cpu(), batch.cuda().sum(1).cpu())
+        assert torch.equal(total.cpu(), batch.to(DEVICE).sum(1).cpu())
 
 
 @pytest.mark.gpu
 def test_the_copy_does_not_wait_for_the_step_before() -> None:
-    batches = [[torch.ones(1024, 1024).pin_memory()] for _ in range(2)]
-    busy = torch.randn(4096, 4096, device="cuda")
-    copied, stepped = torch.cuda.Event(), torch.cuda.Event()
+    batches = [[gpu.pinned(torch.ones(1024, 1024))] for _ in range(2)]
+    copied, stepped = gpu.event(), gpu.event()
 
     def transfer(batch: Any) -> Any:
-        moved = to_gpu(batch)
+        moved = to_device(batch)
         copied.record()
         return moved
 
-    iterator = prefetch(batches, transfer)
+    iterator = batches_through(batches, [transfer], DEVICE)
     next(iterator)
-    for _ in range(200):
-        busy = busy @ busy / busy.norm()
+    gpu.keep_busy(0.3)
     stepped.record()
     next(iterator)
     copied.synchronize()
-    assert not stepped.query()
+    if gpu.on_device("that a copy does not wait for the step before"):
+        assert not stepped.query()
 
 
 @pytest.mark.gpu
@@ -139,9 +142,22 @@ def test_other_batches_are_moved_on_the_steps_stream() -> None:
     streams = []
 
     def transfer(batch: Own) -> Own:
-        streams.append(torch.cuda.current_stream())
-        return Own(batch.x.cuda())
+        streams.append(gpu.current_stream())
+        return Own(batch.x.to(DEVICE))
 
-    for batch in prefetch([Own(torch.ones(2))], transfer, after=lambda own: Own(own.x + 1)):
+    for batch in batches_through([Own(torch.ones(2))], [transfer], DEVICE, after=lambda own: Own(own.x + 1)):
         assert batch.x.tolist() == [2.0, 2.0]
-    assert streams == [torch.cuda.current_stream()]
+    assert streams == [gpu.current_stream()]
+
+
+@pytest.mark.gpu
+def test_batches_of_a_device_are_complete_where_they_are_used() -> None:
+    source = torch.arange(64.0, device=DEVICE).reshape(8, 8)
+
+    def slowly(samples: list[Tensor]) -> Tensor:
+        gpu.keep_busy(0.02)  # the stream of the step computes the batch, and has not begun yet when it is asked for
+        return torch.stack(samples) + 1
+
+    loader = prepare_loader(DataLoader(source, 2, collate_fn=slowly), device=DEVICE)  # pyright: ignore[reportArgumentType]
+    given = [batch * 2 for batch in batches_through(loader, [lambda batch: batch.double()], DEVICE)]
+    assert torch.equal(torch.cat(given), (source.double() + 1) * 2)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import gpu
 from tests.helpers.spawn import run_command
 
 ON_CPU = os.environ.get("INSTEP_TEST_DEVICE") == "cpu"
-pytestmark = [pytest.mark.dist] if ON_CPU else [pytest.mark.gpu, pytest.mark.dist]
+pytestmark = [pytest.mark.dist] if ON_CPU else [pytest.mark.gpu, pytest.mark.dist, gpu.needs("NCCL")]
 
 JOB = """
 import sys, time, torch
