@@ -337,7 +337,7 @@ class IndexLoader(PreparedLoader):
 
 
 def _pinned(batch: Any) -> Any:
-    """Copy a batch into pinned memory; return it as it is where a tensor is on a device already, which torch refuses."""
+    """Copy a batch into pinned memory; one with a tensor on a device stays as it is, since torch refuses that."""
     if any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for _, leaf in iter_leaves(batch)):
         return batch
     return _utils.pin_memory.pin_memory(batch)

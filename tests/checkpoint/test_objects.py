@@ -158,7 +158,9 @@ def test_a_devices_generator_goes_on_where_it_was() -> None:
     torch.rand(3, generator=generator, device=gpu.DEVICE)
     back = round_trip(generator)
     assert back.device == generator.device
-    assert torch.equal(torch.rand(5, generator=back, device=gpu.DEVICE), torch.rand(5, generator=generator, device=gpu.DEVICE))
+    assert torch.equal(
+        torch.rand(5, generator=back, device=gpu.DEVICE), torch.rand(5, generator=generator, device=gpu.DEVICE)
+    )
 
 
 def test_a_generator_of_a_device_that_is_not_here_is_named() -> None:

@@ -14,12 +14,14 @@ from instep.data.prefetch import batches_through, prefetch
 from instep.distributed.nested import iter_leaves
 from tests.helpers import gpu
 
-
 DEVICE = torch.device(gpu.DEVICE)
 
 
 def to_device(batch: Any) -> Any:
     return [part.to(DEVICE, non_blocking=True) for part in batch]
+
+
+ROWS: Any = torch.ones(6, 2)
 
 
 def on_meta(samples: list[Any]) -> Tensor:
@@ -29,11 +31,11 @@ def on_meta(samples: list[Any]) -> Tensor:
 @pytest.mark.parametrize(
     ("loader", "pinned"),
     [
-        (DataLoader(torch.ones(6, 2), 3), 2),
-        (DataLoader(torch.ones(6, 2), batch_size=None, sampler=range(2)), 2),
+        (DataLoader(ROWS, 3), 2),
+        (DataLoader(ROWS, batch_size=None, sampler=range(2)), 2),
         (DataLoader(TensorDataset(torch.ones(6, 2, device="meta")), 3), 0),
-        (DataLoader(torch.ones(6, 2), 3, collate_fn=on_meta, pin_memory=True), 0),
-        (DataLoader(torch.ones(6, 2), 3, collate_fn=lambda samples: {"x": [on_meta(samples)], "n": 1}), 0),
+        (DataLoader(ROWS, 3, collate_fn=on_meta, pin_memory=True), 0),
+        (DataLoader(ROWS, 3, collate_fn=lambda samples: {"x": [on_meta(samples)], "n": 1}), 0),
     ],
 )
 def test_only_what_lies_on_the_host_is_pinned(
@@ -152,12 +154,12 @@ def test_other_batches_are_moved_on_the_steps_stream() -> None:
 
 @pytest.mark.gpu
 def test_batches_of_a_device_are_complete_where_they_are_used() -> None:
-    source = torch.arange(64.0, device=DEVICE).reshape(8, 8)
+    source: Any = torch.arange(64.0, device=DEVICE).reshape(8, 8)
 
     def slowly(samples: list[Tensor]) -> Tensor:
         gpu.keep_busy(0.02)  # the stream of the step computes the batch, and has not begun yet when it is asked for
         return torch.stack(samples) + 1
 
-    loader = prepare_loader(DataLoader(source, 2, collate_fn=slowly), device=DEVICE)  # pyright: ignore[reportArgumentType]
+    loader = prepare_loader(DataLoader(source, 2, collate_fn=slowly), device=DEVICE)
     given = [batch * 2 for batch in batches_through(loader, [lambda batch: batch.double()], DEVICE)]
     assert torch.equal(torch.cat(given), (source.double() + 1) * 2)

@@ -68,8 +68,8 @@ def allow_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     from instep.trainer import settings
 
     stand_in("precision='16-mixed' on a CPU, where a run refuses it")
+    check = precision.check_device
     for module in (precision, settings):
-        check = module.check_device
         monkeypatch.setattr(module, "check_device", lambda name, device: name == "16-mixed" or check(name, device))
 
 
@@ -143,6 +143,11 @@ def seconds_of(function: Callable[[], object]) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
+
+
+def cached_bytes() -> int:
+    """Return the bytes of the device that torch holds for this process."""
+    return torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
 
 
 def memory_bytes() -> int:
