@@ -10,9 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,12 +70,6 @@ def allow_float16(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_device", lambda name, device: name == "16-mixed" or check(name, device))
 
 
-def synchronize() -> None:
-    """Wait until the device has done all."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def current_stream() -> Any:
     """Return the current stream."""
     if DEVICE == "cuda":
@@ -114,16 +105,6 @@ def keep_busy(seconds: float) -> None:
         stand_in("torch.cuda._sleep: nothing")
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise an error where the host waits for the device."""
-    begin_no_waiting()
-    try:
-        yield
-    finally:
-        end_no_waiting()
-
-
 def begin_no_waiting() -> None:
     """Raise an error where the host waits for the device, until `end_no_waiting`."""
     if DEVICE == "cuda":
@@ -136,13 +117,6 @@ def end_no_waiting() -> None:
     """Let the host wait for the device again."""
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("default")
-
-
-def seconds_of(function: Callable[[], object]) -> float:
-    """Return the seconds that the host spends in a function, while the device may go on."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def cached_bytes() -> int:
