@@ -8,6 +8,7 @@ recorded. So whatever a replay could not repeat truly makes the step run the nor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -65,32 +66,34 @@ class CudaRecorder:
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
         """Record; the results lie in the graph's own memory, where each replay writes them."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # Where a recording breaks, torch leaves its stream as the current one: the outer block puts that back. Threads
-        # of a loader pin memory meanwhile, which a stricter mode would take for a mistake of the step.
-        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
-        recording = torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local")
-        try:
-            with current, recording:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # memory that the graph may need
+        with torch.cuda.stream(self._side):
+            # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
                 result = run()
-        except BaseException:
-            self._clean_up(pool)
-            raise
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
         return result, graph.replay
 
-    def _clean_up(self, pool: Any) -> None:
-        """End a recording that CUDA has broken off, where torch goes on as if it were under way.
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+        """Bring torch back to what it was before a recording that failed, as far as it does not do so itself.
 
-        Its memory would never be given back, nor that of any batch which came on a stream of its own, and the next
-        number drawn on the device would be an error.
+        Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
         """
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        try:
-            torch._C._cuda_endAllocateToPool(index, pool)
-        except RuntimeError:
-            return  # it has ended well: an error of the step ended it
-        torch._C._cuda_releasePool(index, pool)
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
+        with suppress(RuntimeError):  # the first error says more than what it led to
+            graph.capture_end()
+        graph.reset()
+        with suppress(RuntimeError):  # which torch has done where the recording itself was sound
+            torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
+            torch._C._cuda_releasePool(self._side.device_index, pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")  # the generator leaves its recording with this one
+        torch.zeros(1, device=self._device)
+        empty.capture_end()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

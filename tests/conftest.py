@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers import browser, slurm
+from tests.helpers import browser, gpu, slurm
 
 settings.register_profile("instep", deadline=None, derandomize=True, database=None)
 settings.load_profile("instep")
@@ -72,7 +72,7 @@ _RECIPES = ("bitsandbytes", "gymnasium", "peft", "statsmodels", "timm", "transfo
 def _missing() -> dict[str, str | None]:
     """What each marker lacks on this machine; None where it can run."""
     return {
-        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "gpu": None if torch.cuda.is_available() or gpu.REHEARSES else "no CUDA device",
         "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
         "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
         "hydra": None if find_spec("hydra") else "hydra-core is not installed",

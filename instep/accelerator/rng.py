@@ -76,5 +76,5 @@ def synchronize_rng_states(
         getattr(torch, name).set_rng_state(chosen.pop(name))
     if generator is not None:
         generator.set_state(chosen.pop("generator"))
-    state.pop("cuda", None)  # set above, where asked for
-    set_rng_state({**state, **chosen})
+    others = {name: value for name, value in state.items() if name not in ("cuda", "xpu")}  # those are set above
+    set_rng_state({**others, **chosen})

@@ -246,6 +246,7 @@ class HostBuffers:
         block = self._blocks.get(file)
         if block is None or block.size < size or (pinned and not block.pinned):
             if block is not None:
+                self.wait()  # a save that failed may have left copies on their way into it
                 self._blocks.pop(file).close()
             block = self._blocks[file] = _Block(size, pinned)
         targets: list[Tensor] = []
@@ -338,10 +339,10 @@ class _Block:
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         # Where it cannot be pinned (a limit on locked memory), copies wait for the device: slower, and as right.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
-        if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), size, 0)) != 0:
+        if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which is this one
-                torch.ones(1, device="cuda")
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of this thread would raise it
+                torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         if self._cuda is not None:

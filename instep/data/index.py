@@ -18,6 +18,7 @@ from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
 from instep.data.workers import INIT_RAISED, end_workers, start_workers
 from instep.distributed import gather_object
+from instep.distributed.nested import iter_leaves
 from instep.errors import DataError
 from instep.types import StateDict
 from instep.utils.seed import derive_seed
@@ -304,7 +305,7 @@ class IndexLoader(PreparedLoader):
 
         fetch = fetch_one if self._single else fetch_batch
         if self._pin and torch.accelerator.is_available():
-            return lambda indices: _utils.pin_memory.pin_memory(fetch(indices))
+            return lambda indices: _pinned(fetch(indices))
         return fetch
 
     def _with_workers(self) -> DataLoader[Any]:
@@ -333,6 +334,13 @@ class IndexLoader(PreparedLoader):
     def close(self) -> None:
         end_workers(self._started)
         self._workers = self._started = None
+
+
+def _pinned(batch: Any) -> Any:
+    """Copy a batch into pinned memory; one with a tensor on a device stays as it is, since torch refuses that."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for _, leaf in iter_leaves(batch)):
+        return batch
+    return _utils.pin_memory.pin_memory(batch)
 
 
 class _Indices:

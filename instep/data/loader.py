@@ -69,7 +69,7 @@ def prepare_loader(
         stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
             own state kept, to resume by.
         device: where the batches will go; for CUDA those of map-style and dispatched data are put into pinned memory,
-            whatever the loader's `pin_memory` says.
+            whatever the loader's `pin_memory` says, unless they have tensors on a device already.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
             first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error". None: "stop" for
             training, which leaves the other ranks' last batches out with a warning, and "join" for other stages.

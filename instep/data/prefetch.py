@@ -58,8 +58,8 @@ def prefetch(
         source: batches on the host; copies overlap with computation from pinned memory only.
         transfer: moves a batch, with `non_blocking=True`; run on the side stream, so it must not touch what the step
             writes, such as parameters. A batch of other things than tensors, numbers and texts is moved on the step's
-            stream, since the allocator cannot be told who uses the tensors within them; so is one with a tensor on the
-            device, which that stream may still be computing.
+            stream, since the allocator cannot be told who uses the tensors within them; so is one that has tensors on
+            the device already, which that stream may still compute.
         device: the CUDA device; None for the current one.
         after: changes the moved batch, on the step's own stream.
 

@@ -420,12 +420,12 @@ class Loaders:
         if before is not None:
             stages.append(lambda batch: before(batch, dataloader_idx))
         convert = self._strategy.precision.input_converter()
+        if move is None and device.type != "cpu":  # before the cast, which would leave pinned memory
+            stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         if convert is not None:
             stages.append(convert)
         if move is not None:
             stages.append(lambda batch: move(batch, device, dataloader_idx))
-        elif device.type != "cpu":
-            stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         last = None if after is None else lambda batch: after(batch, dataloader_idx)
         batches = source if what is None else _named(source, what, dataloader_idx)
         return batches_through(batches, stages, device, last)

@@ -76,24 +76,23 @@ class ScalarTransfer:
                     value = self._values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []  # one per dtype and device
         for (_, device), places in groups.items():
             packed = torch.stack([self._values[i] for i in places])
             if device.type == "cuda":
                 packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(device))
+                self._events.append(torch.cuda.current_stream(device).record_event())
             self._copies.append((places, packed))
 
     @property
     def ready(self) -> bool:
         """Whether `floats` returns without waiting for the device."""
-        return self._event is None or self._event.query()
+        return all(event.query() for event in self._events)
 
     def floats(self) -> list[float]:
         """Return the values in their order; wait for the transfer."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
         for places, packed in self._copies:
             for i, value in zip(places, packed.tolist(), strict=True):
                 self._values[i] = value

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,24 @@ def test_only_what_was_asked_for_is_touched() -> None:
         synchronize_rng_states(["pyhton"])
     with pytest.raises(SettingError, match=r"generator="):
         synchronize_rng_states(["generator"])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_devices_generator_stays_as_rank_0_has_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([2])]  # of this rank, which is not 0
+    device = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        get_rng_state=lambda: states[-1],
+        set_rng_state=states.append,
+        get_rng_state_all=lambda: states[-1:],
+        set_rng_state_all=states.extend,
+    )
+    monkeypatch.setattr(torch, kind, device)
+    monkeypatch.setattr("instep.accelerator.rng.broadcast_object", lambda chosen: {kind: torch.tensor([0])})
+    synchronize_rng_states([kind])
+    assert int(states[-1]) == 0
 
 
 def on_ranks() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from instep.big_models import (
     set_module_tensor_to_device,
 )
 from instep.errors import CheckpointError, SettingError, UsageError
+from tests.helpers import gpu
 
 dispatch: Any = dispatch_model  # for arguments of wrong types
 _IDS = torch.tensor([[1, 2, 5]])
@@ -191,11 +192,16 @@ def test_a_tensor_of_a_module_gets_a_value() -> None:
 @pytest.mark.gpu
 def test_a_model_on_a_device_memory_and_disk(tmp_path: Path) -> None:
     model, expected, _ = _made()
-    dispatch_model(model, {"embed": 0, "block": "cpu", "norm": 0, "head": "disk"}, offload_dir=tmp_path)
+    device = gpu.IN_A_MAP
+    dispatch_model(model, {"embed": device, "block": "disk", "norm": "cpu", "head": device}, offload_dir=tmp_path)
     output = model(_IDS)
     assert output.device.type == "cpu"
     assert torch.allclose(output, expected, atol=1e-5)
     assert model.block.linear1.weight.is_meta
+    assert model.embed.weight.device.type == gpu.DEVICE
+    assert model.head.weight is model.embed.weight
+    if gpu.on_device("that what the CPU keeps comes for its forward alone"):
+        assert model.norm.weight.is_meta
 
 
 def test_prepare_leaves_a_dispatched_model_where_it_is(tmp_path: Path) -> None:

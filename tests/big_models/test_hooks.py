@@ -22,6 +22,7 @@ from instep.big_models import (
     remove_hook_from_submodules,
 )
 from instep.errors import SettingError
+from tests.helpers import gpu
 
 _X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -158,7 +159,7 @@ def test_layers_keep_a_narrower_dtype_between_forwards() -> None:
 def test_inputs_and_weights_come_to_the_device_and_outputs_go_back() -> None:
     layer = nn.Linear(4, 4)
     expected = layer(_X)
-    add_hook_to_module(layer, AlignDevicesHook(0, offload=True, io_same_device=True))
+    add_hook_to_module(layer, AlignDevicesHook(gpu.IN_A_MAP, offload=True, io_same_device=True))
     output = layer(_X)
     assert output.device.type == "cpu"
     assert layer.weight.is_meta

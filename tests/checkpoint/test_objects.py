@@ -16,6 +16,7 @@ import torch
 
 from instep.checkpoint import decode, encode
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+from tests.helpers import gpu
 
 
 class Colour(enum.Enum):
@@ -153,11 +154,13 @@ def test_torchs_generator_goes_on_where_it_was() -> None:
 
 @pytest.mark.gpu
 def test_a_devices_generator_goes_on_where_it_was() -> None:
-    generator = torch.Generator("cuda").manual_seed(4)
-    torch.rand(3, generator=generator, device="cuda")
+    generator = torch.Generator(gpu.DEVICE).manual_seed(4)
+    torch.rand(3, generator=generator, device=gpu.DEVICE)
     back = round_trip(generator)
     assert back.device == generator.device
-    assert torch.equal(torch.rand(5, generator=back, device="cuda"), torch.rand(5, generator=generator, device="cuda"))
+    assert torch.equal(
+        torch.rand(5, generator=back, device=gpu.DEVICE), torch.rand(5, generator=generator, device=gpu.DEVICE)
+    )
 
 
 def test_a_generator_of_a_device_that_is_not_here_is_named() -> None:

@@ -13,6 +13,7 @@ from instep.checkpoint import read_tensors, write_tensors
 from instep.checkpoint.hashing import hash_file
 from instep.checkpoint.tensors import content_of
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+from tests.helpers import gpu
 
 # fmt: off
 DTYPES = [
@@ -104,9 +105,8 @@ def test_empty_tensors_share_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu_are_read_on_the_cpu(tmp_path: Path) -> None:
-    weight = torch.randn(100, 10, device="cuda").bfloat16()
+    weight = torch.randn(100, 10, device=gpu.DEVICE).bfloat16()
     write_tensors(tmp_path / "x", {"a": weight, "tied": weight, "t": weight.t(), "host": torch.ones(2)})
     back = read_tensors(tmp_path / "x")
     assert all(tensor.device.type == "cpu" for tensor in back.values())

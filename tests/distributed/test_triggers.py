@@ -12,6 +12,7 @@ import torch
 from instep.distributed import Trigger, Triggers, gather_object, triggers
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
+from tests.helpers import gpu
 from tests.helpers.spawn import run_ranks
 
 EVERY = 4
@@ -263,9 +264,9 @@ def test_at_the_loops_end_everything_is_agreed_and_nothing_is_under_way() -> Non
 
 def _on_a_device() -> tuple[list[int], float]:
     state = PartialState(cpu=True, timeout=300)
-    weight = torch.zeros(8, device="cuda")
+    weight = torch.zeros(8, device=gpu.DEVICE)
     own = Triggers(every=3)
-    torch.cuda.set_sync_debug_mode("error")
+    gpu.begin_no_waiting()
     agreed = []
     for step in range(1, 31):
         weight += 1
@@ -273,7 +274,7 @@ def _on_a_device() -> tuple[list[int], float]:
         if step == 4 and state.process_index == 1:
             own.set("stop", "enough")
     own.sync()
-    torch.cuda.set_sync_debug_mode("default")
+    gpu.end_no_waiting()
     return agreed, float(weight[0])
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from instep.cli.main import main
+from tests.helpers import gpu
 from tests.helpers.spawn import run_command, run_ranks
 from tests.helpers.warm import warm_python
 
@@ -145,6 +146,7 @@ def test_the_commands_of_the_walk(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.gpu
+@gpu.needs("float16 that is worth two trainings of a transformer")
 def test_float16(tmp_path: Path) -> None:
     whole = run(TRAINER, tmp_path / "32", "--precision", "32-true")
     half = run(TRAINER, tmp_path / "16", "--precision", "16-mixed")

@@ -106,8 +106,11 @@ def run_ranks(
     Raises:
         RanksFailed: with the traceback and the output of each rank that failed, the first failure first.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    from tests.helpers import gpu  # late: imports torch
+
+    context: Any = multiprocessing.get_context("fork" if gpu.REHEARSES else "forkserver")
+    if not gpu.REHEARSES:  # which forks this process, that has imported all and has no device to lose
+        context.set_forkserver_preload(list(PRELOADED))
     common = {**os.environ, **_job_env(nproc), **(env or {})}
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

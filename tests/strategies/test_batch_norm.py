@@ -9,6 +9,7 @@ from torch import nn
 from instep import Trainer
 from instep.errors import SettingError
 from instep.strategies.base import sync_batchnorm
+from tests.helpers import gpu
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -72,7 +73,7 @@ def on_two_gpus() -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.dist
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@gpu.needs_two
 def test_statistics_are_those_of_the_whole_batch() -> None:
     module = Normalised()
     quiet(max_steps=1).fit(module, loader(16, 8))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from instep.errors import SettingError
 from instep.strategies import DataParallelStrategy, Precision
+from tests.helpers import gpu
 from tests.trainer.toys import LoggingToy, Toy, loader, quiet
 
 
@@ -110,7 +111,7 @@ def test_there_must_be_something_to_cut_up() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@gpu.needs_two
 @pytest.mark.parametrize(
     ("kind", "strategy"), [(Through, DataParallelStrategy()), (Layers, DataParallelStrategy(module="layer"))]
 )

@@ -11,6 +11,7 @@ from instep import Accelerator
 from instep.errors import MissingPackageError, SettingError
 from instep.strategies import PRECISIONS, Precision, Strategy
 from instep.strategies.precision import float32_products
+from tests.helpers import gpu
 from tests.strategies.tiny_gpt import TinyGPT, train
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -95,17 +96,20 @@ def test_buffers_follow_and_integer_buffers_stay():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_half_autocast_scales_gradients_and_skips_overflows(clip: float | None):
+def test_half_autocast_scales_gradients_and_skips_overflows(clip: float | None, monkeypatch: pytest.MonkeyPatch):
+    gpu.allow_float16(monkeypatch)
+
     class Overflows(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             return loss * float("inf") if batch_idx == 1 else loss
 
     module = Overflows()
-    trainer = quiet(accelerator="gpu", devices=1, precision="16-mixed", max_epochs=1, gradient_clip_val=clip)
+    trainer = quiet(**gpu.ON_DEVICE, precision="16-mixed", max_epochs=1, gradient_clip_val=clip)
     trainer.fit(module, loader())
     assert all(torch.isfinite(p).all() for p in module.parameters())
     assert trainer.global_step == 4
+    assert trainer.strategy.precision.state_dict()["scale"] <= 2.0**15  # half of what it began with
 
 
 def test_options_without_a_place_are_said():
@@ -304,17 +308,20 @@ def test_an_accelerator_computes_in_float8():
 @pytest.mark.parametrize(
     ("precision", "bound"), [("bf16-mixed", 0.02), ("16-mixed", 0.02), ("fp8", 0.05), ("bf16-true", 0.1)]
 )
-def test_on_a_gpu_losses_stay_near_those_of_float32(precision: str, bound: float):
+def test_on_a_gpu_losses_stay_near_those_of_float32(precision: str, bound: float, monkeypatch: pytest.MonkeyPatch):
+    gpu.allow_float16(monkeypatch)
     if precision == "fp8":
         pytest.importorskip("torchao.float8", reason=NO_TORCHAO, exc_type=ImportError)
-    on_gpu: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "batch_size": 8}
-    exact = train(precision="32-true", **on_gpu)
-    assert train(precision=precision, **on_gpu).losses == pytest.approx(exact.losses, abs=bound)
+    settings: dict[str, Any] = {**gpu.ON_DEVICE, "batch_size": 8, "steps": 20 if gpu.DEVICE == "cuda" else 2}
+    exact = train(precision="32-true", **settings)
+    rounded = train(precision=precision, **settings)
+    assert rounded.losses == pytest.approx(exact.losses, abs=bound)
 
 
 @pytest.mark.gpu
-def test_a_scaler_goes_on_where_it_was_saved(tmp_path: Path):
-    settings: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "max_epochs": 2}
+def test_a_scaler_goes_on_where_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gpu.allow_float16(monkeypatch)
+    settings: dict[str, Any] = {**gpu.ON_DEVICE, "precision": "16-mixed", "max_epochs": 2}
     trainer = quiet(**settings)
     trainer.fit(Toy(), loader())
     precision = trainer.strategy.precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from instep.callbacks import EarlyStopping
 from instep.data import CombinedLoader
 from instep.data.index import IndexLoader
 from instep.errors import DataError, HookError, SettingError, UsageError
+from instep.strategies import Precision
+from instep.trainer.loaders import Loaders
 from tests.trainer.toys import LoggingToy, Stream, Toy, loader, quiet, samples
 
 
@@ -399,6 +402,25 @@ def test_transfer_hooks_run_in_order_and_may_change_the_batch():
     assert module.order == [*one, *one, ("before", 1), ("move", "cpu", 1), ("after", 1)]
     expected = (next(iter(loader()))[0][:, 0] + 1) * 10
     assert module.seen == [expected.tolist()]
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "64-true", "16-true"])
+def test_a_batch_is_cast_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch):
+    moved: list[torch.dtype] = []
+
+    def move(batch: Any, device: Any, non_blocking: bool) -> Any:
+        moved.append(batch.dtype)  # a cast before this would leave pinned memory
+        return batch.to(device)
+
+    monkeypatch.setattr("instep.trainer.loaders.send_to_device", move)
+    precision = Precision(name, torch.device("cpu"))
+    run: Any = SimpleNamespace(
+        _module=Toy(), _datamodule=None, _device=torch.device("meta"), _strategy=SimpleNamespace(precision=precision)
+    )
+    batches: Any = [torch.ones(2), torch.ones(2)]
+    given = list(Loaders.on_device(run, batches))
+    assert [(each.device.type, each.dtype) for each in given] == [("meta", precision.dtype)] * 2
+    assert moved == [torch.float32] * 2
 
 
 def test_a_datamodules_transfer_hooks_take_the_modules_place():

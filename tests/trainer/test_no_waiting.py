@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instep import Callback, Trainer
 from instep.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from instep.loggers import CSVLogger
+from tests.helpers import gpu
 from tests.trainer.toys import Toy, loader
 
 AVERAGING = [
@@ -113,13 +114,15 @@ def test_no_operation_of_a_step_is_waited_for(
 def test_torch_finds_no_synchronisation(
     tmp_path: Path, nonfinite: str | None, averaging: Callable[[], Callback]
 ) -> None:
-    run(
-        tmp_path,
-        lambda: torch.cuda.set_sync_debug_mode("error"),
-        lambda: torch.cuda.set_sync_debug_mode("default"),
-        averaging,
-        accelerator="cuda",
-        devices=1,
-        nonfinite=nonfinite,
-        enable_progress_bar=True,
-    )
+    try:
+        run(
+            tmp_path,
+            gpu.begin_no_waiting,
+            gpu.end_no_waiting,
+            averaging,
+            nonfinite=nonfinite,
+            enable_progress_bar=True,
+            **gpu.ON_DEVICE,
+        )
+    finally:
+        gpu.end_no_waiting()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -177,11 +178,27 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
         assert gradient is not None
         values = local_part(gradient)
         scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
-        # With given ends: without, the device is asked for the least and the largest.
-        rows.append(torch.histc(scaled, _BINS, -1.0, 1.0).to(most.device, non_blocking=True))
+        with _in_any_order():
+            # With given ends: without, the device is asked for the least and the largest.
+            counts = torch.histc(scaled, _BINS, -1.0, 1.0)
+        rows.append(counts.to(most.device, non_blocking=True))
     wide = widest_float(largest.device)
     counts = reduce_shards(torch.stack(rows).to(wide), parameters, 1.0)
     return torch.cat([largest[:, None].to(wide), counts], dim=1)
+
+
+@contextmanager
+def _in_any_order() -> Iterator[None]:
+    """Allow counting with deterministic algorithms too, where torch refuses it on CUDA: the sums are the same."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:

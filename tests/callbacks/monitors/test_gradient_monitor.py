@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.callbacks import GradientMonitor, ModelCheckpoint
+from instep.callbacks import Callback, GradientMonitor, ModelCheckpoint
 from instep.callbacks.monitors.gradient_monitor import grad_norm
 from instep.errors import SettingError
 from tests.callbacks.fakes import RecordingLogger
@@ -108,15 +108,18 @@ def test_arguments_are_checked() -> None:
         quiet(callbacks=GradientMonitor(), max_steps=1).fit(Toy(), loader())
 
 
+class Kept(RecordingLogger):
+    """Has a place for histograms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.histograms: list[tuple[str, int, Any]] = []
+
+    def _log_histogram(self, name: str, histogram: Any, step: int) -> None:
+        self.histograms.append((name, step, histogram))
+
+
 def test_histograms_count_every_element() -> None:
-    class Kept(RecordingLogger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.histograms: list[tuple[str, int, Any]] = []
-
-        def _log_histogram(self, name: str, histogram: Any, step: int) -> None:
-            self.histograms.append((name, step, histogram))
-
     class Noting(Deep):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
@@ -133,6 +136,28 @@ def test_histograms_count_every_element() -> None:
         assert found.counts.sum() == gradient.numel()
         plain, _ = np.histogram(gradient.double().numpy(), found.edges)
         assert np.abs(np.cumsum(plain - found.counts)).max() <= 1  # one that stands on an edge
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn"])
+def test_histograms_of_a_deterministic_run(deterministic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, seen = torch.histc, []
+
+    def counting(*args: Any) -> Any:  # on CUDA torch refuses it with deterministic algorithms
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return count(*args)
+
+    class After(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            after.append(torch.are_deterministic_algorithms_enabled())
+            after.append(torch.is_deterministic_algorithms_warn_only_enabled())
+
+    after: list[bool] = []
+    monkeypatch.setattr(torch, "histc", counting)
+    monitor = GradientMonitor(histograms=True)
+    settings: Any = {"logger": Kept(), "log_every_n_steps": 1, "deterministic": deterministic}
+    quiet(callbacks=[monitor, After()], max_steps=1, **settings).fit(Deep(), loader())
+    assert seen == [False] * 4
+    assert after == [True, deterministic == "warn"]
 
 
 @pytest.mark.parametrize(("order", "of_first", "of_all"), [(1, 7.0, 19.0), (2.0, 5.0, 13.0), ("inf", 4.0, 12.0)])
