@@ -33,10 +33,28 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Seconds that each row may take. With the start, a part's add up to eight minutes at most.
 PARTS: dict[str, dict[str, int]] = {
-    "tests": {"tests/data/test_prefetch.py": 40, "tests/test_cuda_graphs.py": 40},
-    "speed": {},
+    "tests": {
+        "tests/test_gpu.py": 105,
+        "tests/test_cuda_graphs.py": 35,
+        "tests/trainer/test_no_waiting.py": 15,
+        "tests/strategies/test_precision.py": 33,
+        "tests/data/test_prefetch.py": 15,
+        "tests/checkpoint/test_host_buffers.py": 15,
+        "tests/distributed/test_nccl.py": 90,
+        "tests/distributed/test_triggers.py": 25,
+        "tests/big_models/test_dispatch.py": 12,
+        "tests/big_models/test_hooks.py": 12,
+        "tests/big_models/test_memory.py": 12,
+        "tests/checkpoint/test_tensors.py": 12,
+        "tests/checkpoint/test_objects.py": 12,
+        "tests/examples/test_text_classifier.py": 39,
+        "tests/big_models/test_quantization.py": 12,
+        "tests/strategies/test_batch_norm.py": 8,
+        "tests/strategies/test_dp.py": 8,
+    },
+    "speed": {"no_waiting": 30, "gpt2": 170, "peers": 120, "launch_bound": 80, "data_path": 60},
     "precision": {"bf16_mixed": 70, "float16": 100, "bf16_true": 70, "fp8": 120},
-    "saves": {},
+    "saves": {"gb1": 70, "gb8": 150, "gb20": 240},
     "faults": {
         "resume_bits": 100,
         "out_of_memory": 60,

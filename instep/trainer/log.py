@@ -81,7 +81,9 @@ class ScalarTransfer:
             packed = torch.stack([self._values[i] for i in places])
             if device.type == "cuda":
                 packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
-                self._events.append(torch.cuda.current_stream(device).record_event())
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
             self._copies.append((places, packed))
 
     @property

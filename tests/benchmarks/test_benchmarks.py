@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.spawn import run_command
 
@@ -172,42 +170,6 @@ def test_big_models(tmp_path: Path) -> None:
     assert all(row["instep"]["seconds"]["median"] > 0 for row in result["forward"].values())
     assert {"dd 1M", "dd 16M", "instep"} <= result["load_s"]["warm, quarter"].keys()
     assert result["memory_bytes"]["instep"]["load"]["RssFile"] > 0
-
-
-@pytest.mark.slow
-def test_the_gpu_suite_runs_from_end_to_end(tmp_path: Path) -> None:
-    """On the CPU, tiny: what fails says so, what cannot be measured says why, and each part leaves its JSON."""
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "nowhere_else-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("nowhere_else.py", "")
-    failing = tmp_path / "test_failing.py"
-    failing.write_text(
-        "import nowhere_else, pytest\npytestmark = pytest.mark.gpu\ndef test_one(): assert 0\ndef test_two(): pass\n"
-    )
-    out = tmp_path / "out"
-    suite = [sys.executable, str(BENCHMARKS / "gpu" / "suite.py"), "--out", str(out), "--wheels", str(wheels)]
-    done = run_command([*suite, "--device", "cpu", "--smoke", "--tests", str(failing)])
-    assert done.returncode == 1, done.stdout + done.stderr
-    parts = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
-    (failed,) = parts["tests"]["failed"]
-    assert failed.endswith("test_failing::test_one")  # after the folders between pytest's root and the file
-    assert parts["tests"]["passed"] == 1
-    assert parts["tests"]["wheels"] == ["nowhere_else-1.0-py3-none-any.whl"]
-    for name in ("gpt2", "launch_bound", "save"):
-        assert parts[name]["figures"], parts[name]
-        assert parts[name]["bars"]
-    written = (out / "README.md").read_text()
-    assert "tokens per second over the handwritten loop's" in written
-    assert f"FAILED: {failed}" in written
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_gpu_suite_says_why_nothing_runs(tmp_path: Path) -> None:
-    done = run_command([sys.executable, str(BENCHMARKS / "gpu" / "suite.py"), "--out", str(tmp_path)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "finds no CUDA device" in json.loads((tmp_path / "gpt2.json").read_text())["skipped"]
-    assert "## save\n\nskipped: torch" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow
