@@ -1,8 +1,9 @@
 """What a step costs on a device: the rows of the part `speed`, most wanted first.
 
 - `no_waiting`: no step makes the host wait for the device, with everything on that a step can do.
-- `gpt2`: GPT-2 (124 M parameters, 1,024 tokens, bf16) by the Trainer, eager and compiled in three ways, each in turns
-  with a handwritten loop within one fit: tokens per second, MFU, the share of time in which the device idles, memory.
+- `gpt2`, `gpt2_regions`, `gpt2_step`: GPT-2 (124 M parameters, 1,024 tokens, bf16) by the Trainer, eager and compiled
+  in three ways, each in turns with a handwritten loop within one fit: tokens per second, MFU, the share of time in
+  which the device idles, memory.
 - `peers`: the same, eager, by Lightning, Fabric, Accelerate and transformers' Trainer too, in fits of their own.
 - `launch_bound`: steps per second of many small layers, with and without CUDA graphs.
 - `data_path`: a step whose batches come from host memory beside one whose batch lies on the device.
@@ -271,7 +272,21 @@ class Turns:
 
 
 def gpt2(place: Place) -> Answer:
-    """Measure GPT-2 by the Trainer, eager and compiled in three ways, beside a handwritten loop."""
+    """Measure GPT-2 by the Trainer, eager and compiled, beside a handwritten loop."""
+    return _fits_of_gpt2(place, "eager", "compiled")
+
+
+def gpt2_regions(place: Place) -> Answer:
+    """Measure GPT-2 compiled block by block, beside a handwritten loop that is compiled whole."""
+    return _fits_of_gpt2(place, "compiled by regions")
+
+
+def gpt2_step(place: Place) -> Answer:
+    """Measure GPT-2 with the whole step compiled, beside a handwritten loop whose model is."""
+    return _fits_of_gpt2(place, 'compile="step"')
+
+
+def _fits_of_gpt2(place: Place, *names: str) -> Answer:
     began = time.perf_counter()
     shape, batch_size, rounds, steps = ((1, *TINY[1:]), 2, 1, 1) if place.rehearses else (GPT2_124M, 16, 5, 10)
     backend: dict[str, Any] = {"backend": "eager"} if place.rehearses else {"backend": "inductor"}
@@ -286,7 +301,7 @@ def gpt2(place: Place) -> Answer:
     def net() -> GPT2:
         return copy.deepcopy(first).to(place.device)
 
-    hands = {name: by_hand(net(), place, how) for name, how in (("eager", None), ("compiled", backend))}
+    hands: dict[str, Callable[[Tensor], None]] = {}
     fits: dict[str, dict[str, Any]] = {
         "eager": {},
         "compiled": {"compile": backend},
@@ -295,9 +310,10 @@ def gpt2(place: Place) -> Answer:
     }
     answer, eager_s = Answer(), 0.0
     flops, peak = first.flops_per_token(), place.peak()
-    for name, settings in fits.items():
-        start = time.perf_counter()
+    for name in names:
+        start, settings = time.perf_counter(), fits[name]
         hand = "eager" if name == "eager" else "compiled"
+        hands[hand] = by_hand(net(), place, None if hand == "eager" else backend)
         turns = Turns(hands[hand], batch, rounds, steps, place)
         trainer = bare(place, precision="bf16-mixed", **settings)
         with warnings.catch_warnings(record=True) as said:
