@@ -4,10 +4,11 @@
     make gpu PART=speed PYTHON=python3 WHEELS=folder     # what is missing comes out of pure-Python wheels
     make gpu DEVICE=cpu                                  # a rehearsal: every row, small, without a device
 
-A part has rows, the most wanted first. Each runs in a process of its own, forked from one that has imported torch and
-instep and has not touched the device, and is ended at its limit. What a row answers is written the moment it ends, into
-the part's JSON, and the page `README.md` beside it is made anew. The same command again runs the rows that have no
-answer yet, or failed. This file itself needs nothing but Python.
+A part has rows, the most wanted first. Each runs in a process of its own and is ended at its limit. The process is
+forked from one that has imported torch and instep and has not touched the device; where an import touches it, the
+process begins anew. What a row answers is written the moment it ends, into the part's JSON, and the page `README.md`
+beside it is made anew. The same command again runs the rows that have no answer yet, or failed. This file itself needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -128,10 +129,13 @@ class Suite:
 
     def __init__(self, device: str, out: Path | None, wheels: list[str]) -> None:
         self.device = device
-        self._forks = multiprocessing.get_context("forkserver")
+        self._forks: Any = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(["row"])
         began = time.monotonic()
         self.machine = self._ask(("machine",), START_S * 6)
+        if device == "cuda" and not self.machine.get("devices"):  # an import may have touched the device
+            self._forks = multiprocessing.get_context("spawn")
+            self.machine = self._ask(("machine",), START_S * 6)
         if "failed" in self.machine:
             raise SystemExit(f"torch or instep cannot be imported:\n{self.machine['failed']}")
         self.machine |= {"wheels": wheels, "commit": commit(), "start_s": round(time.monotonic() - began, 1)}
