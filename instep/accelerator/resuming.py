@@ -157,8 +157,7 @@ class Opening:
         self.always_ahead: bool | None = None
         self.outlasts = False
         self._loader, self._uses, self._raw, self._place = loader, uses, raw, place
-        self._warns = offers and place is not None
-        self._offers = self._warns and place is not None and place.batches > 0
+        self._offers = offers and place is not None and place.batches > 0
         self._given: list[list[weakref.ref[Any]]] = []
         self._before: list[list[weakref.ref[Any]]] = []  # what was given until all that is done was passed over
         self._skipped = False
@@ -240,7 +239,7 @@ class Opening:
     def end(self) -> None:
         """Warn where a whole pass was passed over."""
         self.stop_watching()
-        if self._warns and not self.used and not self.evaluates and self._given and self._place is not None:
+        if self._offers and not self.used and not self.evaluates and self._given and self._place is not None:
             warn_user(
                 f"after load_state the script passed over all {len(self._before) + len(self._given)} batches of a "
                 f"pass, and {self._place.batches} batches of the epoch were done when the state was saved: the next "

@@ -272,14 +272,6 @@ def test_a_skip_of_another_number_than_was_done_is_warned_of(skip: int, tmp_path
         assert len(list(script.accelerator.skip_first_batches(script.loader, skip))) == BATCHES - skip
 
 
-def test_a_pass_that_is_passed_over_at_an_epochs_beginning_is_warned_of(tmp_path: Path):
-    path, rest = saved(tmp_path, BATCHES)
-    script = resumed(path)
-    with pytest.warns(UserWarning, match=f"passed over all {BATCHES} batches of a pass, and 0"):
-        assert len([ids(batch) for batch in script.loader]) == BATCHES
-    assert script.run(plainly) == rest
-
-
 def test_a_skip_by_the_count_of_the_whole_run_is_right_or_warned_of(tmp_path: Path):
     path, rest = saved(tmp_path, 11)
 
