@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +109,9 @@ def keep_busy(seconds: float) -> None:
 def begin_no_waiting() -> None:
     """Raise an error where the host waits for the device, until `end_no_waiting`."""
     if DEVICE == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once in a process that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
     else:
         stand_in("torch.cuda.set_sync_debug_mode: nothing")
 
