@@ -17,7 +17,7 @@ def run(file: str, place: Place) -> Answer:
     if place.rehearses:
         os.environ |= {"INSTEP_GPU_REHEARSAL": "1", "INSTEP_GPU_STAND_INS": str(stand_ins)}
     timeout = ["--timeout", "120"] if find_spec("pytest_timeout") else []
-    words = ["-q", "-m", "gpu", "-p", "no:cacheprovider", f"--basetemp={place.folder / 'tmp'}"]
+    words = ["-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={place.folder / 'tmp'}"]
     code = pytest.main([*words, f"--junitxml={report}", *timeout, file])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         place.leave_out("no test of the file runs here, since it needs a package that is not installed")
