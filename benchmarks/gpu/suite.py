@@ -32,7 +32,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Seconds that each row may take. With the start, a part's add up to eight minutes at most.
+# Seconds that each row may take, and up to twice as many where the rows before it have saved them. With the start, a
+# part's add up to eight minutes at most.
 PARTS: dict[str, dict[str, int]] = {
     "tests": {
         "tests/test_gpu.py": 105,
@@ -76,6 +77,7 @@ PARTS: dict[str, dict[str, int]] = {
 START_S = 20
 PART_S = 480
 EXIT_S = 15  # from a row's answer to the end of its process
+PRINTED = 20_000  # characters of what a failed row printed last, which are kept
 NEEDED = {  # what the package imports, and the distribution that has it
     "torch": "torch",
     "numpy": "numpy",
@@ -157,17 +159,19 @@ class Suite:
         """
         began = time.monotonic()
         rows = {} if again and not only else self._answers(part)
-        for row, limit_s in PARTS[part].items():
-            if only and row not in only:
-                continue
-            if row in rows and "failed" not in rows[row] and not again:
-                print(f"{part} {row}: kept, of {rows[row]['date']}", flush=True)
-                continue
+        limits = {row: limit_s for row, limit_s in PARTS[part].items() if not only or row in only}
+        for row in [row for row in limits if row in rows and "failed" not in rows[row] and not again]:
+            print(f"{part} {row}: kept, of {rows[row]['date']}", flush=True)
+            del limits[row]
+        later_s = sum(limits.values())  # of the rows that are still to come
+        for row, limit_s in limits.items():
+            later_s -= limit_s
             left_s = PART_S - (time.monotonic() - began)
             if left_s < EXIT_S:
                 print(f"{part} {row}: not run, since {PART_S} s are over; the same command goes on here", flush=True)
                 continue
-            answer = self._ask((part, row, self.device), min(limit_s, left_s))
+            spare_s = max(0.0, left_s - later_s - limit_s)
+            answer = self._ask((part, row, self.device), min(limit_s + min(limit_s, spare_s), left_s))
             rows[row] = {**answer, "date": time.strftime("%Y-%m-%d"), "commit": self.machine["commit"]}
             self._write(part, rows)
             print(f"{part} {row}: {in_short(answer, self.device == 'cpu')}", flush=True)
@@ -205,7 +209,7 @@ class Suite:
             if hangs:
                 process.kill()
                 process.join()
-            said = printed.read_text(errors="replace")[-4000:] if printed.exists() else ""
+            said = printed.read_text(errors="replace")[-PRINTED:] if printed.exists() else ""
             if not answer.exists():
                 why = f"ended at its limit of {limit_s:.0f} s" if hangs else f"exit code {process.exitcode}"
                 return {"failed": f"{why}\n{said}".strip()}
