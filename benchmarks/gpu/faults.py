@@ -511,20 +511,20 @@ def goes_on(place: Place, answer: Answer, name: str, resumed: Ended, least: int)
 
 
 def trainer_of(device: str, root: Path, **settings: Any) -> Trainer:
-    """Make a quiet Trainer."""
+    """Return a Trainer without logger, progress bar and model summary."""
     off = ("logger", "enable_progress_bar", "enable_model_summary")
     given: dict[str, Any] = {"devices": 1, "max_epochs": 2, "log_every_n_steps": 1, **dict.fromkeys(off, False)}
     return Trainer(accelerator=device, default_root_dir=root, **{**given, **settings})
 
 
 def data() -> DataLoader[Any]:
-    """Make the batches: eight ids, and the one to guess."""
+    """Return the batches: eight ids, and the one to guess."""
     ids = torch.randint(0, 64, (BATCHES * 16, 9), generator=torch.Generator().manual_seed(0))
     return DataLoader(ids, 16, shuffle=True)  # pyright: ignore[reportArgumentType]
 
 
 def cap_memory(device: str) -> int:
-    """Let this process have so many bytes of the device; return them."""
+    """Limit this process to `CAP` bytes of the device's memory; return that number."""
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
     return CAP

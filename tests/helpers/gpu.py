@@ -59,7 +59,7 @@ def needs(what: str) -> pytest.MarkDecorator:
 
 
 def allow_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a Trainer have precision="16-mixed" in this test on a CPU too, with the scaler that a device would have."""
+    """Allow a Trainer precision="16-mixed" in this test on a CPU too, with the scaler that a device would have."""
     if DEVICE == "cuda":
         return
     from instep.strategies import precision  # late: every test would load them
@@ -99,7 +99,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def keep_busy(seconds: float) -> None:
-    """Let the current stream do nothing for about so many seconds, without waiting for it."""
+    """Keep the current stream busy for about so many seconds; the host does not wait for it."""
     if DEVICE == "cuda":
         torch.cuda._sleep(int(seconds * 1.7e9))  # clock cycles; an H100 has up to 1.98e9 in a second
     else:
@@ -117,7 +117,7 @@ def begin_no_waiting() -> None:
 
 
 def end_no_waiting() -> None:
-    """Let the host wait for the device again."""
+    """Allow the host to wait for the device again."""
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("default")
 
