@@ -53,6 +53,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
+        self._abandoned: list[torch.cuda.CUDAGraph] = []  # torch's pool of pinned memory may still name them
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """Run on a stream beside the current one, as a recording will; both wait for each other."""
@@ -87,6 +88,7 @@ class CudaRecorder:
         with suppress(RuntimeError):  # the first error says more than what it led to
             graph.capture_end()
         graph.reset()
+        self._abandoned.append(graph)
         with suppress(RuntimeError):  # which torch has done where the recording itself was sound
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)

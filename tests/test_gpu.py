@@ -337,6 +337,7 @@ def test_a_step_with_a_nan_is_left_out_by_its_kernel(optimizer: Any, tmp_path: P
             on_the_device(max_epochs=1, nonfinite="skip").fit(Slow(), loader())
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")  # torch 2.9's own
 def test_products_are_rounded_only_where_it_was_asked_for() -> None:
     """`precision.float32_products`: TF32."""
     torch.manual_seed(0)

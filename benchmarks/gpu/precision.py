@@ -104,7 +104,7 @@ class Watch(Callback):
             precision.load_state_dict({**precision.state_dict(), **self.scaler})
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the step."""
+        """Record the loss, and the step where it was left out; save once."""
         self.losses.append(outputs["loss"])
         if trainer.strategy.gradients.step_was_skipped:
             self.left_out.append(trainer.global_step)

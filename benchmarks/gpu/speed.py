@@ -407,6 +407,7 @@ def in_turns(ways: dict[str, Callable[[], Timed]], rounds: int, answer: Answer) 
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in reversed([*ways]) if number % 2 else [*ways]:
+            gc.collect()  # The fit before left its nets in cycles, and the device must hold those of all.
             try:
                 found[name].append(ways[name]().per_second)
             except Exception as error:

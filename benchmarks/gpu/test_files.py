@@ -1,4 +1,4 @@
-"""The part `tests` of `suite.py`: a row is a file of the tests, of which those marked `gpu` run."""
+"""The part `tests` of `suite.py`: a row is one or more files of tests, of which those marked `gpu` run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from row import Answer, Place
 
 
-def run(file: str, place: Place) -> Answer:
-    """Run the tests marked `gpu` of a file; a rehearsal runs them on the CPU."""
+def run(files: str, place: Place) -> Answer:
+    """Run the tests marked `gpu` of files, set apart by spaces; a rehearsal runs them on the CPU."""
     report, stand_ins = place.folder / "report.xml", place.folder / "stand_ins.json"
     if place.rehearses:
         os.environ |= {"INSTEP_GPU_REHEARSAL": "1", "INSTEP_GPU_STAND_INS": str(stand_ins)}
     timeout = ["--timeout", "120"] if find_spec("pytest_timeout") else []
-    words = ["-q", "-m", "gpu", "-p", "no:cacheprovider", f"--basetemp={place.folder / 'tmp'}"]
-    code = pytest.main([*words, f"--junitxml={report}", *timeout, file])
+    words = ["-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={place.folder / 'tmp'}"]
+    code = pytest.main([*words, f"--junitxml={report}", *timeout, *files.split()])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        place.leave_out("no test of the file runs here, since it needs a package that is not installed")
+        place.leave_out("no test of the row runs here, since it needs a package that is not installed")
     cases = list(ET.parse(report).getroot().iter("testcase")) if report.exists() else []
     answer = Answer({"passed": 0, "left out": {}})
     for case in cases:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,7 @@ def needs(what: str) -> pytest.MarkDecorator:
 
 
 def allow_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a Trainer have precision="16-mixed" in this test on a CPU too, with the scaler that a device would have."""
+    """Allow a Trainer precision="16-mixed" in this test on a CPU too, with the scaler that a device would have."""
     if DEVICE == "cuda":
         return
     from instep.strategies import precision  # late: every test would load them
@@ -98,7 +99,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def keep_busy(seconds: float) -> None:
-    """Let the current stream do nothing for about so many seconds, without waiting for it."""
+    """Keep the current stream busy for about so many seconds; the host does not wait for it."""
     if DEVICE == "cuda":
         torch.cuda._sleep(int(seconds * 1.7e9))  # clock cycles; an H100 has up to 1.98e9 in a second
     else:
@@ -108,13 +109,15 @@ def keep_busy(seconds: float) -> None:
 def begin_no_waiting() -> None:
     """Raise an error where the host waits for the device, until `end_no_waiting`."""
     if DEVICE == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once in a process that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
     else:
         stand_in("torch.cuda.set_sync_debug_mode: nothing")
 
 
 def end_no_waiting() -> None:
-    """Let the host wait for the device again."""
+    """Allow the host to wait for the device again."""
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("default")
 
