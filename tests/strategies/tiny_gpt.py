@@ -205,6 +205,7 @@ def train(
         settings: other arguments of the Trainer.
     """
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # torch's own
     if harmless:
         warnings.filterwarnings("ignore", message=harmless)
     torch.manual_seed(1)
