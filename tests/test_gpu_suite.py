@@ -47,12 +47,14 @@ sys.path.insert(0, "GPU")
 import suite
 suite.PARTS = {"trial": {"good": 30, "bad": 30, "absent": 30, "killed": 30, "endless": 1}}
 if __name__ == "__main__":
-    for number, seconds in enumerate((1, 480, 480)):
+    for number, seconds in enumerate((1, 480, 480, 1)):
         suite.PART_S = seconds
         print("status", suite.main(["trial", "--device", "cpu", "--out", "OUT"]))
-        if number:
+        if number in (1, 2):
             shutil.copy("OUT/trial.json", f"OUT/{number}")
             pathlib.Path("MENDED").touch()
+        if number == 2:
+            pathlib.Path("OUT/trial.json").write_text("{")
 """
 
 
@@ -95,7 +97,9 @@ def test_what_has_no_answer_yet_runs_next_time(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = run_command([sys.executable, str(tmp_path / "run.py")], env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    cut, whole, again = done.stdout.split("status")[:3]
+    cut, whole, again, damaged = done.stdout.split("status")[:4]
+    assert "trial.json is damaged" in damaged
+    assert (out / "trial.json.damaged").read_text() == "{"
     assert cut.count("not run, since 1 s are over") == 5
     assert done.stdout.count("status 1") == 2
     assert "figure: not judged in a rehearsal" in whole

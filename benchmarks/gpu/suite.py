@@ -104,8 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Nothing runs: torch {suite.machine['torch']} finds no CUDA device. DEVICE=cpu rehearses the rows.")
             return 0
         failed = 0
-        for part in PARTS if args.part == "all" else [args.part]:
-            failed += suite.run(part, args.only, args.again)
+        try:
+            for part in PARTS if args.part == "all" else [args.part]:
+                failed += suite.run(part, args.only, args.again)
+        except KeyboardInterrupt:
+            print(f"stopped; the same command goes on here. Written so far: {suite.out}")
+            return 130
     print(f"written: {suite.out}")
     return 1 if failed else 0
 
@@ -138,7 +142,11 @@ class Suite:
         slug = re.sub(r"[^a-z0-9]+", "-", self.machine["name"].lower()).strip("-")
         kept = ROOT / "runs" / "gpu-rehearsal" if device == "cpu" else ROOT / "benchmarks" / "results" / "gpu" / slug
         self.out = kept if out is None else out.resolve()
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.out).close()
+        except OSError as error:
+            raise SystemExit(f"cannot write into {self.out}: {error}. Choose another folder by OUT=DIR") from error
 
     def run(self, part: str, only: Sequence[str], again: bool) -> int:
         """Run a part's rows that have no answer yet.
@@ -173,12 +181,10 @@ class Suite:
 
     def _answers(self, part: str) -> dict[str, dict[str, Any]]:
         """Return what the part's rows answered before, on this device with this torch."""
-        try:
-            before = json.loads((self.out / f"{part}.json").read_text())
-            same = all(before["machine"][key] == self.machine[key] for key in ("name", "torch", "cuda"))
-            return {row: before["rows"][row] for row in PARTS[part] if same and row in before["rows"]}
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        before = read(self.out / f"{part}.json")
+        if before is None or any(before["machine"][key] != self.machine[key] for key in ("name", "torch", "cuda")):
             return {}
+        return {row: before["rows"][row] for row in PARTS[part] if row in before["rows"]}
 
     def _write(self, part: str, rows: dict[str, dict[str, Any]]) -> None:
         ordered = {row: rows[row] for row in PARTS[part] if row in rows}
@@ -192,17 +198,18 @@ class Suite:
             answer, printed = Path(folder, "answer.json"), Path(folder, "printed")
             process = self._forks.Process(target=answer_row, args=(words, str(answer), str(printed)))
             process.start()
-            assert process.pid is not None
-            process.join(limit_s)
-            late = process.exitcode is None
-            if late and answer.exists():
-                process.join(EXIT_S)
-            hangs = process.exitcode is None
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it started, too
-            if hangs:
-                process.kill()
-                process.join()
+            hangs = True
+            try:
+                process.join(limit_s)
+                if process.exitcode is None and answer.exists():
+                    process.join(EXIT_S)
+                hangs = process.exitcode is None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # whatever it started, too
+                if hangs:
+                    process.kill()
+                    process.join()
             said = printed.read_text(errors="replace")[-PRINTED:] if printed.exists() else ""
             if not answer.exists():
                 why = f"ended at its limit of {limit_s:.0f} s" if hangs else f"exit code {process.exitcode}"
@@ -246,6 +253,23 @@ def unpack(wheels: Path, into: Path) -> list[str]:
     return taken
 
 
+def read(path: Path) -> dict[str, Any] | None:
+    """Return a part's answers; None where there are none. A file that is damaged is put aside."""
+    try:
+        answers = json.loads(path.read_text())
+        rows, machine = answers["rows"], answers["machine"]
+        whole = all("date" in row and "commit" in row for row in rows.values())
+        if whole and {"name", "torch", "cuda"} <= set(machine):
+            return answers
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    aside = path.replace(path.with_name(f"{path.name}.damaged"))
+    print(f"{path} is damaged. It is now {aside}, and its rows run again.", flush=True)
+    return None
+
+
 def replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     new = path.with_name(f".{path.name}.new")
@@ -263,6 +287,9 @@ def in_short(answer: dict[str, Any], rehearses: bool) -> str:
     if "left_out" in answer:
         return f"left out: {answer['left_out']}"
     said = [f"{len(answer['checks'])} checks held"] if answer["checks"] else []
+    left_out = answer["figures"].get("left out")
+    if isinstance(left_out, dict) and left_out:
+        said += [*([] if said else ["no test ran"]), f"{sum(left_out.values())} left out"]
     said += [verdict(bar, rehearses) for bar in answer["bars"]]
     said += [f"{answer['seconds']} s"]
     if answer["stand_ins"]:
@@ -285,9 +312,9 @@ def page(folder: Path) -> str:
     """Return the Markdown page of the answers in a folder."""
     lines: list[str] = []
     for part in PARTS:
-        if not (folder / f"{part}.json").exists():
+        answers = read(folder / f"{part}.json")
+        if answers is None:
             continue
-        answers = json.loads((folder / f"{part}.json").read_text())
         machine, rehearses = answers["machine"], answers["rehearsal"]
         if not lines:
             lines = [f"# {'A rehearsal on a CPU' if rehearses else machine['name']}", "", "Made by `make gpu`.", ""]

@@ -226,7 +226,8 @@ class Opening:
                 "DataLoaderConfiguration(restore_position=True)."
             )
         passed = sum(not _is_alive(batch) for batch in self._given[:-1])
-        if passed and self._offers and not self._skipped:
+        passed += len(self._before) if passed else 0
+        if passed and self._offers:
             warn_user(
                 f"after load_state the script passed over {passed} batches before it used one, and {place.batches} "
                 f"batches of the epoch were done when the state was saved. {_ADVICE}"
@@ -288,11 +289,13 @@ class Opening:
         number = source.first_batch
         if self._offers:
             kept, number = yield from self._offer(number)
-            for raw, source.share in kept:
-                yield number, self._give(self._moved(raw))
+            while kept:
+                raw, source.share = kept.pop(0)
+                batch = self._give(self._moved(raw))
+                del raw  # what the script passes over is held by nobody
+                yield number, batch
                 number += 1
                 self._ask()
-            del kept
         most = self._loader.most_kept
         while not self._is_over and (self.used or self._place is not None or len(self._given) < most):
             batch = next(self.rest, _END)

@@ -561,7 +561,7 @@ class ModelCheckpoint(Callback):
     def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
         self.saved = [saved for saved in self.saved if saved.key not in deleted]
         if trainer.newest is not None:
-            trainer.newest.forget(deleted)
+            trainer.newest.forget(deleted, self)
         self._find_best()
         for path in deleted if self.verbose else ():
             trainer.print(f"deleted {path}")

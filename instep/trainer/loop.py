@@ -146,7 +146,7 @@ def resume(ctx: RunContext) -> None:
         again = report.reached - at.global_step
         steps = f"{again:,} steps are" if again > 1 else "1 step is"
         trainer.print(
-            f"  The run had reached step {report.reached:,}: {steps} trained again."
+            f"  The run had reached step {report.reached:,} or later: at least {steps} trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
             "are, and are no part of this run."

@@ -110,10 +110,13 @@ class NewestState(ModelCheckpoint):
         here = by.dirpath
         return [key for key in found if not by.background or str(self._path(key).parent) == here]
 
-    def forget(self, deleted: list[str]) -> None:
-        """Take what was deleted off the lists of all savers."""
+    def forget(self, deleted: list[str], by: ModelCheckpoint) -> None:
+        """Take what was deleted off the lists of all savers; a last one that is gone is now the newest one."""
+        gone = {self._path(key) for key in deleted}
         for each in (self, *self._beside):
             each.saved = [saved for saved in each.saved if saved.key not in deleted]
+            if each.last_model_path and self._path(each.last_model_path) in gone:
+                each.last_model_path = by.last_model_path
 
 
 def newest_state(ctx: RunContext) -> NewestState | None:

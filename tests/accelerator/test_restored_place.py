@@ -264,6 +264,13 @@ def test_a_pass_of_which_nothing_is_used_is_warned_of_and_begins_there_again(tmp
     assert script.run(plainly) == rest
 
 
+@pytest.mark.parametrize("name", ["continue", "islice"])
+def test_a_skip_by_hand_of_more_than_was_done_is_warned_of(name: str, tmp_path: Path):
+    path, rest = saved(tmp_path, 2)
+    with pytest.warns(UserWarning, match="passed over 4 batches.*, and 2 batches of the epoch were done"):
+        assert resumed(path).run(way(name, 4)) == rest[2:]
+
+
 @pytest.mark.parametrize("skip", [0, 2, BATCHES])
 def test_a_skip_of_another_number_than_was_done_is_warned_of(skip: int, tmp_path: Path):
     path, _ = saved(tmp_path, 5)

@@ -214,7 +214,15 @@ def test_a_resume_says_how_many_steps_are_trained_again(tmp_path: Path, capsys: 
     fit(tmp_path, one(save_last=False), 30)
     capsys.readouterr()
     fit(tmp_path, one(save_last=False))
-    assert "The run had reached step 30: 10 steps are trained again." in capsys.readouterr().out
+    assert "The run had reached step 30 or later: at least 10 steps are trained again." in capsys.readouterr().out
+
+
+def test_the_last_path_of_a_saver_is_there_after_a_resume(tmp_path: Path):
+    fit(tmp_path, one(), 14)
+    module = fit(tmp_path, one())
+    saver = module.trainer.checkpoint_callback
+    assert saver is not None
+    assert Path(saver.last_model_path).is_dir()
 
 
 def test_a_newest_state_that_cannot_be_saved_ends_the_run_or_warns_as_the_saver_says(
