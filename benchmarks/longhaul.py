@@ -4,26 +4,30 @@
     python benchmarks/longhaul.py --only epochs kills   # some legs
     python benchmarks/longhaul.py --quick               # a hundredth of each leg, about a minute
 
-Each leg (`longhaul_legs.py`) is a process of its own, on one core, with a limit on its time; two run at a time, and the one of two ranks
-runs alone. They write into memory where there is `/dev/shm`. At twelve points of a leg these figures are taken: processor time for each
-unit of the leg since the point before, resident memory, descriptors, threads, and the bytes and files on the disk.
+Each leg (`longhaul_legs.py`) is a process of its own, on one core, with a limit on its time. Two run at a time, and the
+one of two ranks runs alone. They write into memory where there is `/dev/shm`. At twelve points of a leg these figures
+are taken: processor time for each unit of the leg since the point before, resident memory, descriptors, threads, and
+the bytes and files on the disk.
 
-**The rule.** The early value of a figure is the median of points 3 to 5, the late one that of points 10 to 12. So one disturbed point
-fails nothing, and what a run makes once is there already. The late value may be at most
+**The rule.** The early value of a figure is the median of points 3 to 5, the late one that of points 10 to 12. So one
+disturbed point fails nothing, and what a run makes once is there already. The late value may be at most
 
     early value * (1 + share) + more
 
-with the figure's share and more in `RULES`. Logs grow by a row for each record, as the user asked: there the rule holds for the bytes for
-each unit of the leg. Where a leg makes new runs in one folder, it holds so for all that is on the disk. Everything else must stay. The
-share of processor time is large, since other programs change it; twice, since `by_hand_ms` measures the same handwritten steps at each
-point, and its growth is allowed too. With `--quick`, processor time is not judged: a twelfth of a leg takes milliseconds there.
+with the figure's share and more in `RULES`. Logs grow by a row for each record, as the user asked: there the rule holds
+for the bytes for each unit of the leg. Where a leg makes new runs in one folder, it holds so for all that is on the
+disk. Everything else must stay. Other programs on the machine change processor time. So its share is large, and where
+`by_hand_ms` grows, the time of the same handwritten steps at each point, so much growth is allowed as well. With
+`--quick`, processor time is not judged: a twelfth of a leg takes milliseconds there.
 
-A leg also fails if it raises, if it takes longer than its limit, or if the run did not do what was asked for (steps, rows, checkpoints).
+A leg also fails if it raises, if it takes longer than its limit, or if the run did not do what was asked for: steps,
+rows, checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -149,7 +153,7 @@ def early_and_late(points: Sequence[dict[str, float]], name: str, by_work: bool)
     values = [point.get(name, 0.0) for point in points]
     if by_work:
         before = [(0.0, 0.0), *((point["done"], point[name]) for point in points)]
-        values = [(now[1] - then[1]) / (now[0] - then[0]) for then, now in zip(before, before[1:], strict=False)]
+        values = [(now[1] - then[1]) / (now[0] - then[0]) for then, now in itertools.pairwise(before)]
     return statistics.median(values[EARLY]), statistics.median(values[LATE])
 
 

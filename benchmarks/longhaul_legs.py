@@ -2,8 +2,8 @@
 
     python benchmarks/longhaul_legs.py LEG LENGTH FOLDER CPUS      # longhaul.py calls it so
 
-A leg is a function of its length (epochs, steps, saves, ...) and a folder. Whatever the run writes goes into `run` in that folder,
-and the points into `points/<process>.jsonl`. A leg also asserts at its end that the run did what was asked for.
+A leg is a function of its length (epochs, steps, saves, ...) and a folder. Whatever the run writes goes into `run` in
+that folder, and the points into `points/<process>.jsonl`. At its end a leg checks that the run did what was asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LOGS = ("metrics.csv", "metrics.jsonl", "events.out.tfevents")
 BATCHES = 4  # of an epoch in the leg of epochs
 RANKS = 2
-STEPS_OF_A_LIFE = 40  # from one kill to the next one
+STEPS_OF_A_LIFE = 200  # from one kill to the next one
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -306,9 +306,10 @@ def kills(length: int, folder: Path) -> None:
     """One run that is killed again and again, and started again with `ckpt_path="auto"`."""
     run, meter, draw = folder / "run", Meter(folder, length), random.Random(1)
     cpu_s = 0.0
+    load_all()
     for life in range(1, length + 1):
-        kill_at = life * STEPS_OF_A_LIFE + draw.randrange(10)
-        status, spent_s = in_a_fork(lambda: killed_life(run, folder, kill_at, length))
+        kill_at = life * STEPS_OF_A_LIFE + draw.randrange(STEPS_OF_A_LIFE // 2)
+        status, spent_s = in_a_fork(lambda at=kill_at: killed_life(run, folder, at, length))
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
             raise AssertionError(f"life {life} ended with status {os.waitstatus_to_exitcode(status)} before its kill")
         cpu_s += spent_s
@@ -342,7 +343,7 @@ def killed_life(run: Path, folder: Path, kill_at: int, length: int) -> None:
         logger=[CSVLogger(run, "logs", "one"), TensorBoardLogger(run, "logs", "one")],
         callbacks=[
             Killer(kill_at, folder),
-            ModelCheckpoint(every_n_train_steps=10, monitor="train_loss_step", save_top_k=2),
+            ModelCheckpoint(every_n_train_steps=20, monitor="train_loss_step", save_top_k=2),
         ],
     )
     trainer.fit(Regression(), *loaders(STEPS_OF_A_LIFE), ckpt_path="auto")
@@ -368,7 +369,7 @@ def rows(length: int, folder: Path) -> None:
 
 
 def fits(length: int, folder: Path) -> None:
-    """Fits of one process, each of a new Trainer with a logger, a validation and a checkpoint; its folder is deleted."""
+    """Fits of one process, each of a new Trainer with a logger, validation and checkpoint; its folder is deleted."""
     meter = Meter(folder, length)
     for number in range(1, length + 1):
         run = folder / "run" / "one"
@@ -450,6 +451,7 @@ def accelerator(length: int, folder: Path) -> None:
 def runs(length: int, folder: Path) -> None:
     """Runs of one script in one folder, each a process of its own, with the Trainer's own loggers and checkpoints."""
     run, meter, cpu_s = folder / "run", Meter(folder, length), 0.0
+    load_all()
     for number in range(1, length + 1):
         due = meter.is_due(number)
         status, spent_s = in_a_fork(lambda due=due: one_run(run, folder, due))
@@ -482,7 +484,7 @@ def in_a_fork(work: Callable[[], object]) -> tuple[int, float]:
             end_with_parent()
             work()
             status = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the status says it
             import traceback  # late: only where something is wrong
 
             traceback.print_exc()
@@ -491,6 +493,13 @@ def in_a_fork(work: Callable[[], object]) -> tuple[int, float]:
             os._exit(status)
     _, status, usage = os.wait4(child, 0)
     return status, usage.ru_utime + usage.ru_stime
+
+
+def load_all() -> None:
+    """Import what a first fit loads, but compute nothing: torch does not work on in a fork after a backward."""
+    import tensorboard.compat.proto.event_pb2  # noqa: F401  late: only the legs that fork need it
+
+    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
 
 
 def end_with_parent() -> None:
