@@ -182,6 +182,7 @@ def run_leg(name: str, quick: bool, cpus: Sequence[int]) -> dict[str, Any]:
             cwd=folder,
             start_new_session=True,
         )
+        _running.append(process)
         try:
             process.wait(leg.limit_s)
             failed = []
@@ -212,12 +213,15 @@ def run_leg(name: str, quick: bool, cpus: Sequence[int]) -> dict[str, Any]:
     }
 
 
+_running: list[subprocess.Popen[bytes]] = []  # and those that have ended
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a leg with all that it started."""
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # also what a leg that has ended left behind
     except ProcessLookupError:
-        pass  # it has ended by itself
+        pass  # nothing is left
     process.wait()
 
 
@@ -245,7 +249,13 @@ def run_all(names: Sequence[str], quick: bool) -> dict[str, dict[str, Any]]:
             free.put(cpu)
 
     with ThreadPoolExecutor(len(cpus)) as pool:
-        list(pool.map(on_a_core, [name for name in names if LEGS[name].cores == 1]))
+        try:
+            list(pool.map(on_a_core, [name for name in names if LEGS[name].cores == 1]))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in _running:
+                end(process)
+            raise
     return {name: found[name] for name in names}
 
 
@@ -309,8 +319,7 @@ def main() -> int:
         "legs": legs,
     }
     whole = not args.quick and set(args.only) == set(LEGS)
-    machine = {"machine": {**harness.machine(), "pinned_to_one_cpu": True}}
-    harness.write_results(args.out, "longhaul" if whole else "longhaul_part", {**machine, **result})
+    harness.write_results(args.out, "longhaul" if whole else "longhaul_part", result)
     return int(bool(failed))
 
 

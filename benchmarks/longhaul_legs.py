@@ -75,9 +75,9 @@ class Meter:
         Args:
             done: how much of the leg.
         """
-        if self._taken < POINTS and done >= self._marks[self._taken]:
-            cpu_s = time.process_time() - self._since
+        if self.is_due(done):
             self.before()
+            cpu_s = time.process_time() - self._since
             self.write(done, cpu_s, figures(self._run))
             self._since = time.process_time()
 
@@ -314,7 +314,7 @@ def kills(length: int, folder: Path) -> None:
             raise AssertionError(f"life {life} ended with status {os.waitstatus_to_exitcode(status)} before its kill")
         cpu_s += spent_s
         if meter.is_due(life):
-            meter.write(life, cpu_s, json.loads((folder / "figures.json").read_text()))
+            meter.write(kill_at / STEPS_OF_A_LIFE, cpu_s, json.loads((folder / "figures.json").read_text()))
             cpu_s = 0.0
     status, _ = in_a_fork(lambda: killed_life(run, folder, 10**9, length))
     are(status, 0, "status of the last life")
@@ -426,12 +426,13 @@ def accelerator(length: int, folder: Path) -> None:
     per_epoch = length // 100
     net, optimizer, loader, schedule = ours.prepare(net, optimizer, loaders(per_epoch)[0], schedule)
     ours.init_trackers("longhaul")
+    meter.before = lambda: [ours.get_tracker(name).save() for name in ("csv", "tensorboard")]
     done = 0
     for _ in range(100):
         for batch in loader:
             with ours.accumulate(net):
-                loss = (net(batch) - batch.sum(1, keepdim=True)).square().mean()
-                ours.backward(loss)
+                errors = (net(batch) - batch.sum(1, keepdim=True)).square()
+                ours.backward(errors.mean())
                 if ours.sync_gradients:
                     ours.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
@@ -439,7 +440,7 @@ def accelerator(length: int, folder: Path) -> None:
                 optimizer.zero_grad()
             done += 1
             if done % 20 == 0:
-                ours.log({"loss": ours.gather_for_metrics(loss.detach().reshape(1)).mean().item()}, step=done)
+                ours.log({"loss": ours.gather_for_metrics(errors.detach()).mean().item()}, step=done)
             meter.tick(done)
         ours.save_state()
     ours.end_training()
@@ -497,7 +498,8 @@ def in_a_fork(work: Callable[[], object]) -> tuple[int, float]:
 
 def load_all() -> None:
     """Import what a first fit loads, but compute nothing: torch does not work on in a fork after a backward."""
-    import tensorboard.compat.proto.event_pb2  # noqa: F401  late: only the legs that fork need it
+    import tensorboard.plugins.hparams.api_pb2  # late: only the legs that fork need these two
+    import tensorboard.summary.writer.record_writer  # noqa: F401
 
     torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
 
