@@ -78,10 +78,13 @@ RULES = {
     "checkpoint_bytes": Rule(0.0, 2048.0, "numbers of steps have more digits"),
     "status_bytes": Rule(0.0, 256.0, "numbers of steps have more digits"),
     "other_bytes": Rule(0.10, 65536.0, "a checkpoint is on its way, or not yet deleted"),
-    "files": Rule(0.0, 12.0, "a checkpoint is on its way, or not yet deleted"),
+    "other_files": Rule(0.0, 12.0, "a checkpoint is on its way, or not yet deleted"),
 }
-# Bytes of a row for a record: numbers of steps have more digits.
-BY_WORK = Rule(0.25, 16.0, "numbers of steps have more digits")
+BY_WORK = {  # for each unit of a leg
+    "log_bytes": Rule(0.25, 16.0, "numbers of steps have more digits"),
+    "other_bytes": Rule(0.0, 2048.0, "numbers of runs and steps have more digits"),
+    "other_files": Rule(0.0, 1.0, "the run in hand may not have all of its files yet"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Leg:
     by_work: tuple[str, ...] = ("log_bytes",)
 
 
-NEW_RUNS = ("log_bytes", "other_bytes", "files")
+NEW_RUNS = ("log_bytes", "other_bytes", "other_files")
 LEGS = {  # the longest first
     "ranks": Leg(100_000, "step of 2 ranks", 420.0, cores=2),
     "steps": Leg(1_000_000, "step", 700.0),
@@ -115,7 +118,7 @@ LEGS = {  # the longest first
     "epochs": Leg(5_000, "epoch", 300.0),
     "accelerator": Leg(200_000, "step of the Accelerator", 300.0),
     "runs": Leg(300, "run in one folder", 300.0, by_work=NEW_RUNS),
-    "kills": Leg(30, "kill and resume", 240.0, shortest=12, by_work=("log_bytes", "files")),
+    "kills": Leg(30, "kill and resume", 240.0, shortest=12),
 }
 
 
@@ -133,7 +136,7 @@ def judge(points: Sequence[dict[str, float]], by_work: Sequence[str], cpu: bool 
     if len(points) != POINTS:
         return [f"there are {len(points)} points, where {POINTS} are expected"]
     grown = []
-    rules = {**RULES, **dict.fromkeys(by_work, BY_WORK)}
+    rules = {**RULES, **{name: BY_WORK[name] for name in by_work}}
     for name, rule in rules.items():
         if name not in points[-1] or (name == CPU and not cpu):
             continue
@@ -213,7 +216,7 @@ def run_leg(name: str, quick: bool, cpus: Sequence[int]) -> dict[str, Any]:
     }
 
 
-_running: list[subprocess.Popen[bytes]] = []  # and those that have ended
+_running: list[subprocess.Popen[bytes]] = []  # legs, also those that have ended
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -254,7 +257,8 @@ def run_all(names: Sequence[str], quick: bool) -> dict[str, dict[str, Any]]:
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in _running:
-                end(process)
+                if process.returncode is None:
+                    end(process)
             raise
     return {name: found[name] for name in names}
 

@@ -125,11 +125,17 @@ def by_hand_ms(steps: int = 300) -> float:
 
 
 def on_disk(run: Path) -> dict[str, float]:
-    """Bytes below a folder: all, logs, the newest checkpoint, the newest status.json, and the rest; and the files."""
+    """Bytes below a folder: all, logs, the newest checkpoint and status.json; and what is there but logs."""
     sizes = dict(sizes_below(run))
     logs = sum(size for path, (size, _) in sizes.items() if path.name.startswith(LOGS))
     every = sum(size for size, _ in sizes.values())
-    found: dict[str, float] = {"disk_bytes": every, "log_bytes": logs, "other_bytes": every - logs, "files": len(sizes)}
+    others = sum(not path.name.startswith(LOGS) for path in sizes)
+    found: dict[str, float] = {
+        "disk_bytes": every,
+        "log_bytes": logs,
+        "other_bytes": every - logs,
+        "other_files": others,
+    }
     newest: dict[Path, int] = {}
     for path, (_, changed_ns) in sizes.items():
         if path.parent.parent.name in ("checkpoints", "newest") and not path.parent.name.startswith("."):

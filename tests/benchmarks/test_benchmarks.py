@@ -224,7 +224,7 @@ GROWING: dict[str, Any] = {
     "other_bytes": lambda done: 1e5 + 2e3 * done,
     "checkpoint_bytes": lambda done: 2e4 + 50 * done,
     "status_bytes": lambda done: 700 + 5 * done,
-    "files": lambda done: 20 + done // 4,
+    "other_files": lambda done: 20 + done // 4,
 }
 
 
@@ -257,7 +257,7 @@ def test_the_long_proof_allows_rows_new_runs_a_slower_machine_and_one_disturbed_
     assert longhaul.judge(points, ("log_bytes",)) == []
     slower = {"cpu_ms": GROWING["cpu_ms"], "by_hand_ms": lambda done: 20.0 * GROWING["cpu_ms"](done)}
     assert longhaul.judge(points_of_a_leg(monkeypatch, **slower)[1], ("log_bytes",)) == []
-    runs = points_of_a_leg(monkeypatch, other_bytes=lambda done: 3e4 * done, files=lambda done: 9 * done)[1]
+    runs = points_of_a_leg(monkeypatch, other_bytes=lambda done: 3e4 * done, other_files=lambda done: 9 * done)[1]
     assert longhaul.judge(runs, longhaul.NEW_RUNS) == []
     assert longhaul.judge(runs[:11], longhaul.NEW_RUNS) == ["there are 11 points, where 12 are expected"]
 
