@@ -69,10 +69,8 @@ class Rule:
 
 
 RULES = {
-    CPU: Rule(
-        0.30, 0.0, "a third core's worth of other work changes it by a fifth; what grows with the length doubles"
-    ),
-    "resident_mb": Rule(0.0, 8.0, "fragments of the allocator; 750,000 steps that keep 11 bytes each are more"),
+    CPU: Rule(0.30, 0.0, "other programs change it by a fifth; what goes through all that was before doubles it"),
+    "resident_mb": Rule(0.0, 8.0, "fragments of the allocator; half a million steps that keep 16 bytes each are more"),
     "descriptors": Rule(0.0, 2.0, "a save in the background has its file and folder open"),
     "threads": Rule(0.0, 1.0, "a save in the background has one"),
     "checkpoint_bytes": Rule(0.0, 2048.0, "numbers of steps have more digits"),
