@@ -188,7 +188,7 @@ def run_leg(name: str, quick: bool, cpus: Sequence[int]) -> dict[str, Any]:
             process.wait(leg.limit_s)
             failed = []
         except subprocess.TimeoutExpired:
-            failed = [f"it took longer than {leg.limit_s:.0f} s"]
+            failed = [f"it took longer than {leg.limit_s:g} s"]
         finally:
             end(process)
     points = {

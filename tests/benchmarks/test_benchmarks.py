@@ -262,6 +262,19 @@ def test_the_long_proof_allows_rows_new_runs_a_slower_machine_and_one_disturbed_
     assert longhaul.judge(runs[:11], longhaul.NEW_RUNS) == ["there are 11 points, where 12 are expected"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the long proof reads /proc")
+def test_a_leg_of_the_long_proof_that_raises_or_takes_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import longhaul
+
+    legs = {"nonsense": longhaul.Leg(1, "unit", 100.0), "rows": longhaul.Leg(10**9, "row", 0.1)}
+    monkeypatch.setattr(longhaul, "LEGS", legs)
+    found = longhaul.run_all(list(legs), quick=False)
+    assert found["nonsense"]["failed"][0].startswith("it ended with status 1: ")
+    assert "KeyError: 'nonsense'" in found["nonsense"]["failed"][0]
+    assert found["rows"]["failed"] == ["it took longer than 0.1 s"]
+
+
 def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import page
