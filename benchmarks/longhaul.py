@@ -75,6 +75,7 @@ RULES = {
     "threads": Rule(0.0, 1.0, "a save in the background has one"),
     "checkpoint_bytes": Rule(0.0, 2048.0, "numbers of steps have more digits"),
     "status_bytes": Rule(0.0, 256.0, "numbers of steps have more digits"),
+    "log_bytes": Rule(0.0, 1024.0, "the leg deletes them with the run"),
     "other_bytes": Rule(0.10, 65536.0, "a checkpoint is on its way, or not yet deleted"),
     "other_files": Rule(0.0, 12.0, "a checkpoint is on its way, or not yet deleted"),
 }
@@ -108,15 +109,15 @@ class Leg:
 
 NEW_RUNS = ("log_bytes", "other_bytes", "other_files")
 LEGS = {  # the longest first
-    "ranks": Leg(100_000, "step of 2 ranks", 420.0, cores=2),
-    "steps": Leg(1_000_000, "step", 700.0),
+    "ranks": Leg(100_000, "step of 2 ranks", 600.0, cores=2),
+    "steps": Leg(1_000_000, "step", 1200.0),
     "saves": Leg(10_000, "save", 500.0),
     "rows": Leg(500_000, "row of 3 loggers", 500.0),
-    "fits": Leg(2_000, "fit", 400.0),
-    "epochs": Leg(5_000, "epoch", 300.0),
-    "accelerator": Leg(200_000, "step of the Accelerator", 300.0),
-    "runs": Leg(300, "run in one folder", 300.0, by_work=NEW_RUNS),
-    "kills": Leg(30, "kill and resume", 240.0, shortest=12),
+    "fits": Leg(2_000, "fit", 600.0, by_work=()),
+    "epochs": Leg(5_000, "epoch", 600.0),
+    "accelerator": Leg(200_000, "step of the Accelerator", 500.0),
+    "runs": Leg(300, "run in one folder", 500.0, by_work=NEW_RUNS),
+    "kills": Leg(30, "kill and resume", 500.0, shortest=12),
 }
 
 
@@ -282,7 +283,7 @@ COLUMNS = {
     "resident_mb": "memory, MB",
     "descriptors": "descriptors",
     "threads": "threads",
-    "log_bytes": "bytes of logs for each",
+    "log_bytes": "bytes of logs",
     "other_bytes": "other bytes",
     "checkpoint_bytes": "checkpoint, bytes",
     "status_bytes": "status, bytes",
@@ -296,7 +297,7 @@ def from_to(points: Sequence[dict[str, float]], figure: str, by_work: Sequence[s
         return ""
     early, late = early_and_late(points, figure, figure in by_work)
     form = ",.3f" if figure == CPU else ",.0f"
-    return f"{early:{form}} .. {late:{form}}" + (" each" if figure in by_work and figure != "log_bytes" else "")
+    return f"{early:{form}} .. {late:{form}}" + (" for each" if figure in by_work else "")
 
 
 def main() -> int:
