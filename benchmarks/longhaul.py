@@ -80,7 +80,7 @@ RULES = {
     "other_files": Rule(0.0, 12.0, "a checkpoint is on its way, or not yet deleted"),
 }
 BY_WORK = {  # for each unit of a leg
-    "log_bytes": Rule(0.25, 16.0, "numbers of steps have more digits"),
+    "log_bytes": Rule(0.25, 1.0, "numbers of steps have more digits, and a point may fall before or after a row"),
     "other_bytes": Rule(0.0, 2048.0, "numbers of runs and steps have more digits"),
     "other_files": Rule(0.0, 1.0, "the run in hand may not have all of its files yet"),
 }
