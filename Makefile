@@ -29,7 +29,7 @@ OLDEST_PYTHON ?= python3.10
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest test-newest docs release-check bench bench-quick gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest test-newest docs release-check bench bench-quick gpu soak-short soak longhaul clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -147,6 +147,9 @@ soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 m
 
 soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the machine is
 	$(BIN)/python benchmarks/soak.py --kills 1000
+
+longhaul: $(VENV)/.dev  ## run long, save, kill and log often: nothing may grow; 20 minutes on 2 cores
+	$(BIN)/python benchmarks/longhaul.py
 
 clean:  ## remove the environments and what tools have left
 	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
