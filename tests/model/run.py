@@ -1,0 +1,265 @@
+"""A fit from its start to its end: settings, hooks in their order, epochs, optimizer windows, and why it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
+from tests.model.evaluation import Plan, evaluate
+from tests.model.optimization import Rate, Scheduler, sample_weights
+from tests.model.trace import Event, Refused
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the Trainer, with its names and defaults."""
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    accumulate_grad_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: the settings, the data, and what happens.
+
+    Attributes:
+        settings: the Trainer's.
+        train: the training data.
+        val: the validation data; None: there is none.
+        scheduler: or None.
+        stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
+        values: what the validations log as "val", one after the other, and again from the first.
+        watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
+    """
+
+    settings: Settings = Settings()
+    train: Data = Data(4)
+    val: Data | None = None
+    scheduler: Scheduler | None = None
+    stop_at: int | None = None
+    values: tuple[float, ...] = (1.0,)
+    watch: str = "all"
+
+
+def run(case: Case, order: Order | None = None) -> list[Event]:
+    """Return all that is seen of a fit.
+
+    Args:
+        case: the run.
+        order: the order of the training samples where they are shuffled. It is drawn; here it is given.
+    """
+    it = Run(case, order or case.train.in_sequence)
+    try:
+        it.fit()
+    except Refused as refused:
+        it.callback("on_exception", refused.kind)
+        it.both("teardown", "fit")
+        it.note("-", "error", refused.kind, refused.early)
+    return it.events
+
+
+@dataclass
+class Run:
+    """The state of a fit, and what it does."""
+
+    case: Case
+    order: Order
+    events: list[Event] = field(default_factory=list)
+    epoch: int = 0  # the present one
+    epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
+    epochs_done: int = 0  # that came to their end
+    step: int = 0
+    batches_before: int = 0  # of earlier epochs
+    validated: bool = False  # since the last optimizer step
+    validations: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    asked_to_stop: bool = False
+    noted: bool = False  # the last window's end has noted the wish to stop
+    agreed: bool = False  # the loop knows of the wish
+
+    # ---- events
+
+    def note(self, owner: str, name: str, *args: Any) -> None:
+        self.events.append(Event(owner, name, args, self.step, self.epochs_seen))
+
+    def callback(self, hook: str, *args: Any) -> None:
+        self.note("C", hook, *args)
+
+    def module(self, hook: str, *args: Any) -> None:
+        self.note("M", hook, *args)
+
+    def both(self, hook: str, *args: Any) -> None:
+        """Call a hook that callbacks and modules have: the callback's comes first."""
+        self.callback(hook, *args)
+        self.module(hook, *args)
+
+    def transfer(self, batch: Batch) -> None:
+        self.module("on_before_batch_transfer", batch)
+        self.module("transfer_batch_to_device", batch)
+        self.module("on_after_batch_transfer", batch)
+
+    # ---- the whole
+
+    def fit(self) -> None:
+        self.resolve()
+        self.module("configure_callbacks")
+        self.module("prepare_data")
+        self.both("setup", "fit")
+        self.module("configure_model")
+        self.module("configure_optimizers")
+        self.both("on_fit_start")
+        self.sanity_check()
+        self.both("on_train_start")
+        while not self.is_finished():
+            self.train_epoch()
+        self.both("on_train_end")
+        self.both("on_fit_end")
+        self.both("teardown", "fit")
+
+    def resolve(self) -> None:
+        """Find out how long everything is; refuse settings that do not fit each other or the data."""
+        s, train, val = self.case.settings, self.case.train, self.case.val
+        self.max_epochs = s.max_epochs
+        if s.max_epochs is None:
+            self.max_epochs = 1000 if s.max_steps == -1 else -1
+        if s.min_epochs is not None and self.max_epochs != -1 and s.min_epochs > self.max_epochs:
+            raise Refused("SettingError", "min_epochs is more than max_epochs", early=True)
+        if s.min_steps is not None and s.max_steps != -1 and s.min_steps > s.max_steps:
+            raise Refused("SettingError", "min_steps is more than max_steps", early=True)
+        if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
+            raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
+        # overfit_batches stands in place of both limits.
+        self.limit = limit_in_batches(s.overfit_batches or s.limit_train_batches, train, "limit_train_batches")
+        if train.kind != "iterable" and train.length == 0 and self.limit != 0:
+            raise Refused("DataError", "the training data has no batch", early=True)
+        self.val_batches: list[Batch] | None = None
+        val_limit = s.overfit_batches or s.limit_val_batches
+        if val is not None and val_limit != 0:
+            limit = limit_in_batches(val_limit, val, "limit_val_batches")
+            self.val_batches = val.batches(val.in_sequence())[:limit]
+            if self.limit != 0:
+                self.plan = Plan(s, expected_batches(train, self.limit))
+        self.rate = Rate(self.case.scheduler)
+
+    def sanity_check(self) -> None:
+        """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
+        steps = self.case.settings.num_sanity_val_steps
+        if self.val_batches is None or steps == 0:
+            return
+        self.callback("on_sanity_check_start")
+        evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
+        self.callback("on_sanity_check_end")
+
+    # ---- the end
+
+    def is_finished(self) -> bool:
+        s = self.case.settings
+        if s.max_steps != -1 and self.step >= s.max_steps:
+            return True
+        if self.max_epochs != -1 and self.epochs_done >= self.max_epochs:
+            return True
+        return self.limit == 0 or self.is_stopping()
+
+    def is_stopping(self) -> bool:
+        """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
+        s = self.case.settings
+        return self.agreed and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+
+    def agree_at_window_end(self) -> None:
+        """Agree on what was asked for when the last window ended, as with `Trainer(trigger_every=1)`."""
+        self.agreed = self.agreed or self.noted
+        self.noted = self.asked_to_stop
+
+    def agree_now(self) -> None:
+        """Agree on all that was asked for, as at the end of a validation and of an epoch."""
+        self.agreed = self.agreed or self.asked_to_stop
+
+    # ---- epochs
+
+    def train_epoch(self) -> None:
+        s, train = self.case.settings, self.case.train
+        # overfit_batches takes the data in sequence.
+        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
+        batches = train.batches(order(self.epoch))[: self.limit]
+        self.both("on_train_epoch_start")
+        if not batches:
+            raise Refused("DataError", "the epoch had no batch")
+        complete = True
+        for begin in range(0, len(batches), s.accumulate_grad_batches):
+            window = batches[begin : begin + s.accumulate_grad_batches]
+            end = begin + len(window)
+            self.train_window(begin, window)
+            if self.val_batches is not None and self.plan.due_after_window(
+                self.epoch, self.batches_before, begin, end
+            ):
+                self.validate()
+            self.agree_at_window_end()
+            if self.step == s.max_steps or self.is_stopping():
+                complete = end == len(batches)
+                break
+        self.end_epoch(complete, end)
+        self.batches_before += end
+
+    def train_window(self, begin: int, window: list[Batch]) -> None:
+        """Train on the batches of one optimizer step."""
+        for place, batch in enumerate(window):
+            batch_idx = begin + place
+            self.transfer(batch)
+            self.both("on_train_batch_start", batch, batch_idx)
+            self.module("training_step", batch, batch_idx)
+            if place == 0:
+                self.both("on_before_zero_grad")
+                self.module("optimizer_zero_grad", self.epoch, batch_idx)
+            self.both("on_before_backward")
+            self.module("backward")
+            self.both("on_after_backward")
+            if place == len(window) - 1:
+                self.step_optimizer(batch_idx, window)
+            self.callback("on_train_batch_end", batch, batch_idx)
+            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+            self.module("on_train_batch_end", batch, batch_idx)
+
+    def step_optimizer(self, batch_idx: int, window: list[Batch]) -> None:
+        self.both("on_before_optimizer_step")
+        self.module("configure_gradient_clipping")
+        self.note("O", "step", sample_weights(window), self.rate.now)
+        self.module("optimizer_step", self.epoch, batch_idx)
+        self.step += 1
+        self.validated = False
+        self.step_scheduler("step", self.step)
+
+    def step_scheduler(self, interval: str, count: int) -> None:
+        args = self.rate.step_after(interval, count, self.metrics)
+        if args is not None:
+            self.module("lr_scheduler_step", *args)
+
+    def validate(self) -> None:
+        assert self.val_batches is not None
+        evaluate(self, self.val_batches, sanity=False)
+        self.validated = True
+        self.agree_now()
+
+    def end_epoch(self, complete: bool, batches: int) -> None:
+        """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
+        if self.val_batches is not None and not self.validated:
+            if complete and self.plan.due_at_epoch_end(self.epoch, batches):
+                self.validate()
+            elif not complete and self.is_stopping():
+                self.validate()
+        self.both("on_train_epoch_end")
+        if complete:
+            self.step_scheduler("epoch", self.epoch + 1)
+            self.epochs_done += 1
+        self.epochs_seen += 1
+        self.epoch += 1
+        self.agree_now()

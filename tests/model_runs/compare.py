@@ -1,0 +1,127 @@
+"""Compares a run with the model: the first difference, and a script that shows it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+from tests.model.run import Case, Settings, run
+from tests.model.trace import Event
+from tests.model_runs.record import arguments, is_recorded, record, shuffled
+
+FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""A file system in memory, if there is one."""
+
+
+def expected(case: Case) -> list[Event]:
+    """Return what the model says of a case, as far as the recorder sees it."""
+    order = shuffled(case.train) if case.train.shuffle else None
+    return [event for event in run(case, order) if is_recorded(event, case.watch)]
+
+
+def difference(case: Case) -> str | None:
+    """Run a case, and return the first difference from the model with a script that shows it; None without one."""
+    folder = tempfile.mkdtemp(dir=FAST)
+    try:
+        seen = record(case, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    meant = expected(case)
+    last = meant[-1]
+    if last.name == "error" and last.args[1]:  # refused early: how far the run comes until then is left open
+        ended = seen[-1]
+        trained = any(event.name == "training_step" for event in seen)
+        if ended.name == "error" and ended.args == last.args[:1] and not trained:
+            return None
+        return f"the model refuses the run before its first step, with a {last.args[0]}\n{ended} is its end\n{script(case)}"
+    if last.name == "error":
+        meant[-1] = last._replace(args=last.args[:1])
+    for number, (model, program) in enumerate(zip(meant, seen, strict=False)):
+        if model != program:
+            return _text(case, meant, number, f"the model: {model}", f"instep:    {program}")
+    if len(meant) != len(seen):
+        number = min(len(meant), len(seen))
+        rest = (meant if len(meant) > number else seen)[number]
+        who = "the model goes on" if len(meant) > number else "instep goes on"
+        return _text(case, meant, number, f"{who}: {rest}")
+    return None
+
+
+def _text(case: Case, meant: list[Event], number: int, *lines: str) -> str:
+    before = [f"  {event}" for event in meant[max(0, number - 3) : number]]
+    return "\n".join([f"event {number} differs, after", *before, *lines, script(case)])
+
+
+def changed(thing: object) -> str:
+    """Write a dataclass as Python, without what is as it is by default."""
+    parts = []
+    for field in fields(thing):  # pyright: ignore[reportArgumentType]
+        value = getattr(thing, field.name)
+        if repr(value) != repr(field.default):
+            parts.append(f"{field.name}={changed(value) if hasattr(value, '__dataclass_fields__') else repr(value)}")
+    return f"{type(thing).__name__}({', '.join(parts)})"
+
+
+def script(case: Case) -> str:
+    """Return a program without the model that prints the hooks of the case's run."""
+    given = {
+        name: value for name, value in arguments(case, "").items() if name in Settings.__dataclass_fields__
+    } | {"trigger_every": 1}
+    data = []
+    for name in ("train", "val"):
+        one = getattr(case, name)
+        if one is None:
+            data.append(f"{name} = None")
+        elif one.kind == "list":
+            data.append(f"{name} = {[list(batch) for batch in one.batches(one.in_sequence())]}")
+            data.append(f"{name} = [torch.tensor(batch) for batch in {name}]")
+        elif one.kind == "map":
+            options = f"{one.batch_size}, shuffle={one.shuffle}, drop_last={one.drop_last}"
+            data.append(f"{name} = DataLoader(range({one.first}, {one.first + one.samples}), {options})")
+        else:
+            length = "" if one.claims is None else f', "__len__": lambda self: {one.claims}'
+            numbers = f"iter(range({one.first}, {one.first + one.samples}))"
+            data.append(f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()')
+            data.append(f"{name} = DataLoader({name}, {one.batch_size}, drop_last={one.drop_last})")
+    return _SCRIPT.format(
+        case=changed(case),
+        data="\n".join(data),
+        settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
+        samples=max(1, case.train.samples),
+        stop=case.stop_at,
+    )
+
+
+_SCRIPT = """
+# {case}
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from instep import Callback, Trainer, TrainModule
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros({samples}))
+    def training_step(self, batch, batch_idx):
+        print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
+        return self.weights[batch].mean()
+    def validation_step(self, batch, batch_idx):
+        print("validation_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
+    def on_before_optimizer_step(self, optimizer):
+        print("weights", self.weights.grad.tolist(), "rate", optimizer.param_groups[0]["lr"])
+    def on_train_epoch_end(self):
+        print("on_train_epoch_end")
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)  # and the scheduler of the case
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == {stop}:
+            trainer.should_stop = True
+
+{data}
+Trainer({settings}, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=Stop()).fit(Module(), train, val)
+"""

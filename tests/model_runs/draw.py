@@ -1,0 +1,101 @@
+"""Draws runs. What instep is known to do differently is left out here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.model.data import Data
+from tests.model.optimization import Scheduler
+from tests.model.run import Case, Settings
+
+FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
+
+
+
+def has_uneven_window(case: Case) -> bool:
+    """Return whether data that hands out no indices has a smaller last batch, and windows of several batches."""
+    train = case.train
+    smaller = train.samples % train.batch_size and not train.drop_last
+    return bool(train.kind != "map" and smaller and case.settings.accumulate_grad_batches > 1)
+
+
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    "N12": has_uneven_window,
+}
+"""Defects that are open: their numbers in the list of defects, and which runs show them."""
+
+
+def limits() -> st.SearchStrategy[int | float]:
+    return st.one_of(st.integers(1, 5), st.integers(0, 5), st.sampled_from(FRACTIONS))
+
+
+@st.composite
+def loaders(draw: st.DrawFn, first: int = 0) -> Data:
+    kind = draw(st.sampled_from(("map", "iterable", "list")))
+    samples = draw(st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(0, 11)))
+    size = draw(st.integers(1, 4))
+    drop_last = kind != "list" and draw(st.booleans())
+    claims = None
+    if kind == "iterable":
+        claims = draw(st.one_of(st.none(), st.just(samples), st.integers(1, 14)))
+    shuffle = kind == "map" and samples > 0 and not first and draw(st.booleans())
+    return Data(samples, size, drop_last, shuffle, kind, claims, first)
+
+
+def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw a value in half of the runs, so that not all settings are drawn at once."""
+    return st.one_of(st.just(value), otherwise)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Settings:
+    max_epochs = draw(st.one_of(st.integers(1, 4), st.integers(0, 4), st.none()))
+    max_steps = draw(st.integers(0, 12)) if max_epochs is None else draw(sometimes(-1, st.integers(0, 12)))
+    most_epochs = 4 if max_epochs is None else max_epochs + draw(st.sampled_from((0, 0, 0, 1)))
+    most_steps = 12 if max_steps == -1 else max_steps + draw(st.sampled_from((0, 0, 0, 1)))
+    check_every = draw(sometimes(1, st.one_of(st.integers(1, 3), st.none())))
+    fraction = st.sampled_from(FRACTIONS if check_every is not None else (1.0,))
+    return Settings(
+        max_epochs=max_epochs,
+        max_steps=max_steps,
+        min_epochs=draw(sometimes(None, st.integers(0, most_epochs))),
+        min_steps=draw(sometimes(None, st.integers(0, most_steps))),
+        limit_train_batches=draw(sometimes(1.0, limits())),
+        limit_val_batches=draw(sometimes(1.0, limits())),
+        overfit_batches=draw(sometimes(0.0, sometimes(0.0, st.one_of(st.integers(1, 4), st.sampled_from(FRACTIONS))))),
+        val_check_interval=draw(st.one_of(st.integers(1, 6), fraction, fraction)),
+        check_val_every_n_epoch=check_every,
+        num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
+        accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
+    )
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> Scheduler:
+    return Scheduler(
+        interval=draw(st.sampled_from(("epoch", "step"))),
+        frequency=draw(st.integers(1, 3)),
+        plateau=draw(st.booleans()),
+        strict=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return Case(
+        settings=draw(settings()),
+        train=draw(loaders()),
+        val=draw(st.one_of(st.none(), loaders(first=100), loaders(first=100))),
+        scheduler=draw(st.one_of(st.none(), schedulers())),
+        stop_at=draw(st.one_of(st.none(), st.integers(1, 10))),
+        values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
+        watch=draw(st.sampled_from(("all", "callback", "few"))),
+    )
+
+
+def allowed(case: Case) -> bool:
+    """Return whether no defect that is known concerns a run."""
+    return not any(shows(case) for shows in KNOWN.values())

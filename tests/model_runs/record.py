@@ -1,0 +1,261 @@
+"""Runs a case with instep's Trainer, and records what the model says of it: the same events."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from instep import Callback, Trainer, TrainModule
+from instep.callbacks.base import HOOKS
+from instep.data import ShardedBatchSampler
+from instep.errors import InstepError
+from instep.trainer.hooks import ModuleHooks
+from tests.model.data import Data
+from tests.model.optimization import RATE
+from tests.model.run import Case, Settings
+from tests.model.trace import Event
+
+SEED = 7
+_UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
+_FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
+_OPTIMIZATION = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "lr_scheduler_step")
+_STEPS = ("training_step", "validation_step")
+_NO_ARGUMENTS = ("on_before_backward", "backward", "configure_gradient_clipping")
+
+
+def callback_hooks(watch: str) -> tuple[str, ...]:
+    """Return the callback's hooks that are overridden, and so recorded."""
+    return _FEW if watch == "few" else tuple(hook for hook in HOOKS if hook not in _UNSEEN)
+
+
+def module_hooks(watch: str) -> tuple[str, ...]:
+    """Return the module's methods that are recorded."""
+    own = [name for name in vars(ModuleHooks) if not name.startswith("_") and not name.endswith("_dataloader")]
+    all_of_them = [name for name in (*own, *_OPTIMIZATION) if name not in _UNSEEN]
+    return (*_STEPS, "configure_optimizers", *(all_of_them if watch == "all" else ()))
+
+
+def is_recorded(event: Event, watch: str) -> bool:
+    """Return whether the recorder sees an event of the model."""
+    if event.owner in "O-":
+        return True
+    return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
+
+
+def record(case: Case, folder: str) -> list[Event]:
+    """Run the case; its files go to the folder."""
+    events: list[Event] = []
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(SEED)
+        try:
+            train, val = loader(case.train), None if case.val is None else loader(case.val)
+            module = make_module(case, events)
+            trainer = Trainer(**arguments(case, folder), callbacks=make_callback(case, events))
+            module.recording_trainer = trainer
+            trainer.fit(module, train, val)
+        except InstepError as error:
+            step, epoch = (events[-1].step, events[-1].epoch) if events else (0, 0)
+            events.append(Event("-", "error", (type(error).__name__,), step, epoch))
+    return events
+
+
+def arguments(case: Case, folder: str) -> dict[str, Any]:
+    """Return the Trainer's arguments."""
+    defaults = vars(Settings())  # 1 is one batch, and 1.0 is all
+    given = {name: value for name, value in vars(case.settings).items() if repr(value) != repr(defaults[name])}
+    return {
+        **given,
+        "accelerator": "cpu",
+        "devices": 1,
+        "trigger_every": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+
+
+def shuffled(data: Data) -> Any:
+    """Return the order of an epoch of shuffled data: instep's own, as docs/concepts/data_order.md shows it."""
+    sampler = ShardedBatchSampler(data.samples, batch_size=1, shuffle=True, seed=SEED)
+
+    def order(epoch: int) -> list[int]:
+        sampler.set_epoch(epoch)
+        drawn = [data.first + index for (index,) in sampler]
+        assert sorted(drawn) == data.in_sequence()
+        return drawn
+
+    return order
+
+
+# ---- data
+
+
+class Samples(Dataset[int]):
+    """Numbers from `first` on."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return self.data.samples
+
+    def __getitem__(self, index: int) -> int:
+        return self.data.first + index
+
+
+class Stream(IterableDataset[int]):
+    """The same numbers one after the other."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data.in_sequence())
+
+
+class ClaimingStream(Stream):
+    """The same with a length, which may be wrong."""
+
+    def __len__(self) -> int:
+        assert self.data.claims is not None
+        return self.data.claims
+
+
+def loader(data: Data) -> Any:
+    """Make the loader that a user would write."""
+    if data.kind == "list":
+        return [torch.tensor(batch) for batch in data.batches(data.in_sequence())]
+    if data.kind == "iterable":
+        stream = Stream(data) if data.claims is None else ClaimingStream(data)
+        return DataLoader(stream, data.batch_size, drop_last=data.drop_last)
+    return DataLoader(Samples(data), data.batch_size, shuffle=data.shuffle, drop_last=data.drop_last)
+
+
+# ---- module and callback
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Records what each sample counts in an update: the gradient of its own weight."""
+
+    events: list[Event]
+    trainer: Any
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        gradient = self.param_groups[0]["params"][0].grad
+        weights = tuple((i, round(float(value), 5)) for i, value in enumerate(gradient) if value)
+        self.events.append(_event(self.trainer, "O", "step", weights, float(self.param_groups[0]["lr"])))
+        super().step()
+        return loss
+
+
+class Module(TrainModule):
+    """A weight for each sample. The loss is the mean of the batch's weights, so their gradients are what they count."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.weights = torch.nn.Parameter(torch.zeros(max(1, case.train.samples)))
+        self.validations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.weights[batch].mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        values = self.case.values
+        self.log("val", values[self.validations % len(values)])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = RecordingSGD(self.parameters(), lr=RATE)
+        optimizer.events, optimizer.trainer = self.events, self.trainer
+        given = self.case.scheduler
+        if given is None:
+            return optimizer
+        options = {"interval": given.interval, "frequency": given.frequency, "strict": given.strict}
+        if given.plateau:
+            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0, eps=0.0)
+            options["monitor"] = "val"
+        else:
+            scheduler = LambdaLR(optimizer, lambda count: 0.5**count)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
+
+    events: list[Event]
+
+
+def make_module(case: Case, events: list[Event]) -> Module:
+    """Make the module, with as many of its hooks overridden and recorded as the case says."""
+    wrapped = {name: _recorded(Module, "M", name, events) for name in module_hooks(case.watch)}
+    module = type("RecordedModule", (Module,), wrapped)(case)
+    module.events = events
+    return module
+
+
+def make_callback(case: Case, events: list[Event]) -> Any:
+    """Make the callback. It counts the validations, and asks to stop where the case says so."""
+
+    class Acting(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == case.stop_at:
+                trainer.should_stop = True
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            module.validations += not trainer.sanity_checking and bool(trainer.progress.eval_batch)
+
+    wrapped = {name: _recorded(Acting, "C", name, events) for name in callback_hooks(case.watch)}
+    return type("RecordedCallback", (Acting,), wrapped)()
+
+
+def _event(trainer: Any, owner: str, name: str, *args: Any) -> Event:
+    return Event(owner, name, args, trainer.global_step, trainer.current_epoch)
+
+
+def _recorded(base: type, owner: str, name: str, events: list[Event]) -> Any:
+    """Override a method by one that records its call, and then does what it does."""
+    function = getattr(base, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = args[0] if owner == "C" else self.recording_trainer
+        seen = _plain(name, (*(args[2:] if owner == "C" else args), *kwargs.values()))
+        if name == "optimizer_step":  # the closure, with forward and backward, runs inside
+            result = function(self, *args, **kwargs)
+            events.append(_event(trainer, owner, name, *seen))
+            return result
+        events.append(_event(trainer, owner, name, *seen))
+        return function(self, *args, **kwargs)
+
+    method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+    method.__name__ = name
+    return method
+
+
+def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a hook's arguments as the model has them: no outputs, losses, optimizers, devices and loader numbers."""
+    if name in _NO_ARGUMENTS:
+        return ()
+    if name == "lr_scheduler_step":
+        return (None if args[1] is None else float(args[1]),)
+    if name.startswith("on_validation_batch"):
+        args = args[:3] if name.endswith("end") else args[:2]
+    if name.endswith("_batch_end"):
+        args = args[1:]
+    if "transfer" in name:
+        args = args[:1]
+    kept: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            kept.append(tuple(arg.tolist()))
+        elif isinstance(arg, BaseException):
+            kept.append(type(arg).__name__)
+        elif isinstance(arg, int | str):
+            kept.append(arg)
+    return tuple(kept)
