@@ -429,6 +429,28 @@ def test_barebones_runs_nothing_but_the_loop(tmp_path: Any):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 0}, {"limit_train_batches": 0.0, "limit_val_batches": 0}])
+def test_overfit_batches_stands_in_place_of_limits_of_zero(limits: dict[str, Any]):
+    seen = Validations()
+    with pytest.warns(UserWarning, match="has no effect"):
+        trainer = quiet(max_epochs=2, overfit_batches=2, callbacks=seen, num_sanity_val_steps=0, **limits)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert (trainer.global_step, seen.at) == (4, [(0, 2), (1, 2)])
+
+
+@pytest.mark.parametrize("settings", [{"val_check_interval": 5}, {"val_check_interval": 0.5, "limit_val_batches": 1}])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_interval_that_does_not_fit_the_data_is_refused_before_the_first_step(settings: dict[str, Any], every: int):
+    data = stream() if settings["val_check_interval"] == 0.5 else loader()
+    trainer = quiet(max_epochs=4, check_val_every_n_epoch=every, **settings)
+    with pytest.raises(SettingError, match="val_check_interval"):
+        trainer.fit(Toy(), data, loader(3))
+    assert trainer.global_step == 0
+    trainer.limit_val_batches = 0  # nothing validates
+    trainer.fit(Toy(), data, loader(3))
+    assert trainer.global_step == 16
+
+
 def test_overfit_batches_repeats_the_same_batches_in_order():
     module = Toy()
     quiet(max_epochs=3, overfit_batches=2).fit(module, loader(shuffle=True), loader())
