@@ -140,8 +140,8 @@ class Run:
             raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
         # overfit_batches stands in place of both limits.
         self.limit = limit_in_batches(s.overfit_batches or s.limit_train_batches, train, "limit_train_batches")
-        if train.kind != "iterable" and train.length == 0 and self.limit != 0:
-            raise Refused("DataError", "the training data has no batch", early=True)
+        if train.length == 0 and self.limit != 0:
+            raise Refused("DataError", "the training data says that it has no batch", early=True)
         self.val_batches: list[Batch] | None = None
         val_limit = s.overfit_batches or s.limit_val_batches
         if val is not None and val_limit != 0:
@@ -199,9 +199,7 @@ class Run:
             window = batches[begin : begin + s.accumulate_grad_batches]
             end = begin + len(window)
             self.train_window(begin, window)
-            if self.val_batches is not None and self.plan.due_after_window(
-                self.epoch, self.batches_before, begin, end
-            ):
+            if self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end):
                 self.validate()
             self.agree_at_window_end()
             if self.step == s.max_steps or self.is_stopping():

@@ -14,7 +14,6 @@ from tests.model.run import Case, Settings
 FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
 
-
 def has_uneven_window(case: Case) -> bool:
     """Return whether data that hands out no indices has a smaller last batch, and windows of several batches."""
     train = case.train
@@ -28,14 +27,27 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
 
 
-def limits() -> st.SearchStrategy[int | float]:
-    return st.one_of(st.integers(1, 5), st.integers(0, 5), st.sampled_from(FRACTIONS))
+def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw a value in half of the runs, so that not all settings are drawn at once."""
+    return st.one_of(st.just(value), otherwise)
+
+
+def limits(data: Data | None) -> st.SearchStrategy[int | float]:
+    """Draw a limit of batches. Most of them fit the data; what is refused is drawn too."""
+    length = None if data is None else data.length
+    numbers = st.one_of(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+    if length is None:
+        return numbers if data is None else sometimes(1.0, numbers)
+    fitting = [fraction for fraction in FRACTIONS if int(length * fraction)]
+    return st.one_of(numbers, st.sampled_from(fitting or FRACTIONS), st.sampled_from(fitting or FRACTIONS))
 
 
 @st.composite
 def loaders(draw: st.DrawFn, first: int = 0) -> Data:
     kind = draw(st.sampled_from(("map", "iterable", "list")))
-    samples = draw(st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(0, 11)))
+    samples = draw(
+        st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(kind == "list", 11))
+    )  # [] is no loader
     size = draw(st.integers(1, 4))
     drop_last = kind != "list" and draw(st.booleans())
     claims = None
@@ -45,28 +57,28 @@ def loaders(draw: st.DrawFn, first: int = 0) -> Data:
     return Data(samples, size, drop_last, shuffle, kind, claims, first)
 
 
-def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw a value in half of the runs, so that not all settings are drawn at once."""
-    return st.one_of(st.just(value), otherwise)
-
-
 @st.composite
-def settings(draw: st.DrawFn) -> Settings:
+def settings(draw: st.DrawFn, train: Data, val: Data | None) -> Settings:
     max_epochs = draw(st.one_of(st.integers(1, 4), st.integers(0, 4), st.none()))
     max_steps = draw(st.integers(0, 12)) if max_epochs is None else draw(sometimes(-1, st.integers(0, 12)))
     most_epochs = 4 if max_epochs is None else max_epochs + draw(st.sampled_from((0, 0, 0, 1)))
     most_steps = 12 if max_steps == -1 else max_steps + draw(st.sampled_from((0, 0, 0, 1)))
     check_every = draw(sometimes(1, st.one_of(st.integers(1, 3), st.none())))
-    fraction = st.sampled_from(FRACTIONS if check_every is not None else (1.0,))
+    train_limit = draw(sometimes(1.0, limits(train)))
+    known = [number for number in (train.length, train_limit) if isinstance(number, int)]
+    longest = max(1, min(known, default=6)) if check_every is not None else 6
+    number = st.integers(1, longest + draw(st.sampled_from((0, 0, 0, 1))))
+    fraction = st.sampled_from(FRACTIONS if check_every is not None and known else (1.0,))
+    interval = number if check_every is None and draw(st.integers(0, 9)) else st.one_of(number, fraction)
     return Settings(
         max_epochs=max_epochs,
         max_steps=max_steps,
         min_epochs=draw(sometimes(None, st.integers(0, most_epochs))),
         min_steps=draw(sometimes(None, st.integers(0, most_steps))),
-        limit_train_batches=draw(sometimes(1.0, limits())),
-        limit_val_batches=draw(sometimes(1.0, limits())),
-        overfit_batches=draw(sometimes(0.0, sometimes(0.0, st.one_of(st.integers(1, 4), st.sampled_from(FRACTIONS))))),
-        val_check_interval=draw(st.one_of(st.integers(1, 6), fraction, fraction)),
+        limit_train_batches=train_limit,
+        limit_val_batches=draw(sometimes(1.0, limits(val))),
+        overfit_batches=draw(sometimes(0.0, sometimes(0.0, sometimes(0.0, limits(train))))),
+        val_check_interval=draw(interval),
         check_val_every_n_epoch=check_every,
         num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
         accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
@@ -85,12 +97,14 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    train = draw(loaders())
+    val = draw(st.one_of(loaders(first=100), loaders(first=100), st.none()))
     return Case(
-        settings=draw(settings()),
-        train=draw(loaders()),
-        val=draw(st.one_of(st.none(), loaders(first=100), loaders(first=100))),
-        scheduler=draw(st.one_of(st.none(), schedulers())),
-        stop_at=draw(st.one_of(st.none(), st.integers(1, 10))),
+        settings=draw(settings(train, val)),
+        train=train,
+        val=val,
+        scheduler=draw(sometimes(None, schedulers())),
+        stop_at=draw(sometimes(None, st.integers(1, 10))),
         values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )

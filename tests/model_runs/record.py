@@ -25,7 +25,13 @@ from tests.model.trace import Event
 SEED = 7
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
 _FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
-_OPTIMIZATION = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "lr_scheduler_step")
+_OPTIMIZATION = (
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
 _STEPS = ("training_step", "validation_step")
 _NO_ARGUMENTS = ("on_before_backward", "backward", "configure_gradient_clipping")
 
