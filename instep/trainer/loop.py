@@ -319,7 +319,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     check_losses(ctx)
     check_finite(ctx)
     stopped = not complete and is_stopping(ctx)
-    if ctx.validation.enabled and not at.validated and (stopped or (complete and ctx.validation.at_epoch_end)):
+    if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
         validate(ctx)  # also when a stop was asked for in the middle: its metrics are what the run ends with
     log.leave("")
     log.batch = log.weight = None
@@ -438,6 +438,17 @@ def plan_validation(ctx: RunContext) -> None:
     plan.every = validation_interval(ctx)
     plan.at_epoch_end = plan.every is None
     plan_next_validation(ctx)
+
+
+def waits_for_end(ctx: RunContext) -> bool:
+    """Return whether a validation runs at the end of this epoch: as planned, or since the data ended before its batch.
+
+    Data without a trusted length may end before the number of batches that it has claimed.
+    """
+    plan, batches = ctx.validation, ctx.source.num_batches
+    if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
+        return plan.at_epoch_end
+    return plan.next_batch <= batches
 
 
 def plan_next_validation(ctx: RunContext) -> None:
