@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.model.data import Batch
+from tests.model.logs import Name, mean_of
 from tests.model.trace import Refused
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class Plan:
 
 
 def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
-    """Run the hooks of one validation, or of the sanity check."""
+    """Run one validation, or the sanity check, whose values are forgotten at its end."""
+    logged = {
+        "val": Name("val", on_step=False, on_epoch=True),
+        **({} if run.case.val_log is None else {"val_seen": Name.of("val_seen", run.case.val_log, training=False)}),
+    }
     if not sanity:
         run.module("on_validation_model_zero_grad")
     run.module("on_validation_model_eval")
@@ -81,10 +86,17 @@ def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
         run.transfer(batch)
         run.both("on_validation_batch_start", batch, batch_idx)
         run.module("validation_step", batch, batch_idx)
+        logged["val"].add(batch, run.case.values[run.validations % len(run.case.values)])
+        if "val_seen" in logged:
+            logged["val_seen"].add(batch, mean_of(batch))
         run.both("on_validation_batch_end", batch, batch_idx)
+    if batches:
+        run.show_epoch_values(logged.values())
     run.both("on_validation_epoch_end")
-    if not sanity and batches:
-        run.metrics["val"] = run.case.values[run.validations % len(run.case.values)]
+    if batches and not sanity:
+        run.send({name.epoch_name: name.epoch_value() for name in logged.values()})
         run.validations += 1
     run.both("on_validation_end")
+    if sanity:
+        run.metrics.clear()
     run.module("on_validation_model_train")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
+from tests.model.logs import Log, Name, mean_of
 from tests.model.optimization import Rate, Scheduler, sample_weights
-from tests.model.trace import Event, Refused
+from tests.model.trace import Event, Refused, rounded
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Settings:
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     accumulate_grad_batches: int = 1
+    log_every_n_steps: int = 50
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Case:
         scheduler: or None.
         stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
         values: what the validations log as "val", one after the other, and again from the first.
+        log: what `training_step` logs as "seen"; None: nothing.
+        val_log: what `validation_step` logs as "val_seen", in epoch values.
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
@@ -48,6 +53,8 @@ class Case:
     scheduler: Scheduler | None = None
     stop_at: int | None = None
     values: tuple[float, ...] = (1.0,)
+    log: Log | None = None
+    val_log: Log | None = None
     watch: str = "all"
 
 
@@ -83,6 +90,7 @@ class Run:
     validated: bool = False  # since the last optimizer step
     validations: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    logged: Name | None = None  # what this epoch's training steps have logged
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
     agreed: bool = False  # the loop knows of the wish
@@ -90,7 +98,7 @@ class Run:
     # ---- events
 
     def note(self, owner: str, name: str, *args: Any) -> None:
-        self.events.append(Event(owner, name, args, self.step, self.epochs_seen))
+        self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
 
     def callback(self, hook: str, *args: Any) -> None:
         self.note("C", hook, *args)
@@ -107,6 +115,33 @@ class Run:
         self.module("on_before_batch_transfer", batch)
         self.module("transfer_batch_to_device", batch)
         self.module("on_after_batch_transfer", batch)
+
+    # ---- logs
+
+    def log_training(self, batch: Batch) -> None:
+        """Log a training step's value. A step value shows at once, an epoch value when the epoch ends."""
+        if self.case.log is None:
+            return
+        if self.logged is None:
+            self.logged = Name.of("seen", self.case.log, training=True)
+        self.logged.add(batch, mean_of(batch))
+        if self.logged.on_step:
+            self.metrics[self.logged.step_name] = mean_of(batch)
+
+    def send_step_values(self) -> None:
+        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps."""
+        every = self.case.settings.log_every_n_steps
+        if every and self.step % every == 0 and self.logged is not None and self.logged.on_step:
+            self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
+
+    def show_epoch_values(self, names: Iterable[Name]) -> None:
+        """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
+        for name in names:
+            self.metrics[name.name] = self.metrics[name.epoch_name] = name.epoch_value()
+
+    def send(self, values: dict[str, float]) -> None:
+        """Send a row to the loggers: the values and the epoch, at the present step."""
+        self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
 
     # ---- the whole
 
@@ -139,15 +174,17 @@ class Run:
         if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
             raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
         # overfit_batches stands in place of both limits.
-        self.limit = limit_in_batches(s.overfit_batches or s.limit_train_batches, train, "limit_train_batches")
-        if train.length == 0 and self.limit != 0:
+        limit = s.overfit_batches or s.limit_train_batches
+        self.trains = limit != 0
+        self.limit = limit_in_batches(limit, train, "limit_train_batches")
+        if train.length == 0 and self.trains:
             raise Refused("DataError", "the training data says that it has no batch", early=True)
         self.val_batches: list[Batch] | None = None
         val_limit = s.overfit_batches or s.limit_val_batches
         if val is not None and val_limit != 0:
             limit = limit_in_batches(val_limit, val, "limit_val_batches")
             self.val_batches = val.batches(val.in_sequence())[:limit]
-            if self.limit != 0:
+            if self.trains:
                 self.plan = Plan(s, expected_batches(train, self.limit))
         self.rate = Rate(self.case.scheduler)
 
@@ -168,7 +205,7 @@ class Run:
             return True
         if self.max_epochs != -1 and self.epochs_done >= self.max_epochs:
             return True
-        return self.limit == 0 or self.is_stopping()
+        return not self.trains or self.is_stopping()
 
     def is_stopping(self) -> bool:
         """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
@@ -199,6 +236,7 @@ class Run:
             window = batches[begin : begin + s.accumulate_grad_batches]
             end = begin + len(window)
             self.train_window(begin, window)
+            self.send_step_values()
             if self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end):
                 self.validate()
             self.agree_at_window_end()
@@ -215,6 +253,7 @@ class Run:
             self.transfer(batch)
             self.both("on_train_batch_start", batch, batch_idx)
             self.module("training_step", batch, batch_idx)
+            self.log_training(batch)
             if place == 0:
                 self.both("on_before_zero_grad")
                 self.module("optimizer_zero_grad", self.epoch, batch_idx)
@@ -254,7 +293,12 @@ class Run:
                 self.validate()
             elif not complete and self.is_stopping():
                 self.validate()
+        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
+        self.show_epoch_values(names)
         self.both("on_train_epoch_end")
+        if names:
+            self.send({name.epoch_name: name.epoch_value() for name in names})
+        self.logged = None
         if complete:
             self.step_scheduler("epoch", self.epoch + 1)
             self.epochs_done += 1

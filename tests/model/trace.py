@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -9,11 +10,12 @@ class Event(NamedTuple):
     """One thing that a run does.
 
     Attributes:
-        owner: "C" a callback, "M" the module, "O" the optimizer, "-" the run itself.
+        owner: "C" a callback, "M" the module, "O" the optimizer, "L" the loggers, "-" the run itself.
         name: of the hook or method; "error" for what ends the run.
         args: batches as tuples of sample numbers, indices, rates, metrics; of an error the class's name.
         step: `trainer.global_step` at that moment: optimizer steps that are done.
         epoch: `trainer.current_epoch` at that moment.
+        metrics: `trainer.callback_metrics` at that moment, sorted by name.
     """
 
     owner: str
@@ -21,9 +23,15 @@ class Event(NamedTuple):
     args: tuple[Any, ...]
     step: int
     epoch: int
+    metrics: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.owner}.{self.name}{self.args} at step {self.step}, epoch {self.epoch}"
+        return f"{self.owner}.{self.name}{self.args} at step {self.step}, epoch {self.epoch}, {dict(self.metrics)}"
+
+
+def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Return named values so that they can be compared."""
+    return tuple((name, round(value, 3)) for name, value in sorted(values.items()))
 
 
 class Refused(Exception):

@@ -38,6 +38,7 @@ def difference(case: Case) -> str | None:
         return f"the model refuses the run before its first step, with a {last.args[0]}\n{ended} is its end\n{script(case)}"
     if last.name == "error":
         meant[-1] = last._replace(args=last.args[:1])
+    meant, seen = without_metrics_after_an_error(meant), without_metrics_after_an_error(seen)
     for number, (model, program) in enumerate(zip(meant, seen, strict=False)):
         if model != program:
             return _text(case, meant, number, f"the model: {model}", f"instep:    {program}")
@@ -47,6 +48,13 @@ def difference(case: Case) -> str | None:
         who = "the model goes on" if len(meant) > number else "instep goes on"
         return _text(case, meant, number, f"{who}: {rest}")
     return None
+
+
+def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
+    """Leave the metrics out from `on_exception` on: a device that has failed is not asked for them."""
+    ends = next((number for number, event in enumerate(events) if event.name == "on_exception"), len(events))
+    ends = min(ends, len(events) - 1 if events and events[-1].name == "error" else ends)
+    return [*events[:ends], *(event._replace(metrics=()) for event in events[ends:])]
 
 
 def _text(case: Case, meant: list[Event], number: int, *lines: str) -> str:

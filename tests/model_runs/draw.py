@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.model.data import Data
+from tests.model.logs import Log
 from tests.model.optimization import Scheduler
 from tests.model.run import Case, Settings
 
@@ -82,6 +83,7 @@ def settings(draw: st.DrawFn, train: Data, val: Data | None) -> Settings:
         check_val_every_n_epoch=check_every,
         num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
         accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
+        log_every_n_steps=draw(st.sampled_from((50, 0, 1, 2, 3))),
     )
 
 
@@ -96,6 +98,16 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
 
 
 @st.composite
+def logs(draw: st.DrawFn, steps: bool = True) -> Log:
+    flags = st.sampled_from((None, None, True, True, False))
+    return Log(
+        on_step=draw(flags) if steps else None,
+        on_epoch=draw(flags) if steps else draw(st.sampled_from((None, True))),
+        reduce_fx=draw(st.sampled_from(("mean", "mean", "sum", "min", "max"))),
+    )
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     train = draw(loaders())
     val = draw(st.one_of(loaders(first=100), loaders(first=100), st.none()))
@@ -106,6 +118,8 @@ def cases(draw: st.DrawFn) -> Case:
         scheduler=draw(sometimes(None, schedulers())),
         stop_at=draw(sometimes(None, st.integers(1, 10))),
         values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
+        log=draw(sometimes(None, logs())),
+        val_log=draw(sometimes(None, logs(steps=False))),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
 

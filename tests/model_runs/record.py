@@ -16,11 +16,12 @@ from instep import Callback, Trainer, TrainModule
 from instep.callbacks.base import HOOKS
 from instep.data import ShardedBatchSampler
 from instep.errors import InstepError
+from instep.loggers import Logger
 from instep.trainer.hooks import ModuleHooks
 from tests.model.data import Data
 from tests.model.optimization import RATE
 from tests.model.run import Case, Settings
-from tests.model.trace import Event
+from tests.model.trace import Event, rounded
 
 SEED = 7
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
@@ -50,7 +51,7 @@ def module_hooks(watch: str) -> tuple[str, ...]:
 
 def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
-    if event.owner in "O-":
+    if event.owner in "OL-":
         return True
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
 
@@ -64,12 +65,13 @@ def record(case: Case, folder: str) -> list[Event]:
         try:
             train, val = loader(case.train), None if case.val is None else loader(case.val)
             module = make_module(case, events)
-            trainer = Trainer(**arguments(case, folder), callbacks=make_callback(case, events))
-            module.recording_trainer = trainer
+            rows = Rows(events)
+            trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=make_callback(case, events))
+            module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val)
         except InstepError as error:
-            step, epoch = (events[-1].step, events[-1].epoch) if events else (0, 0)
-            events.append(Event("-", "error", (type(error).__name__,), step, epoch))
+            last = events[-1] if events else Event("-", "", (), 0, 0)
+            events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))
     return events
 
 
@@ -82,7 +84,6 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
         "accelerator": "cpu",
         "devices": 1,
         "trigger_every": 1,
-        "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -175,11 +176,18 @@ class Module(TrainModule):
         self.validations = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (given := self.case.log) is not None:
+            self.log(
+                "seen", batch.float().mean(), on_step=given.on_step, on_epoch=given.on_epoch, reduce_fx=given.reduce_fx
+            )
         return self.weights[batch].mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         values = self.case.values
         self.log("val", values[self.validations % len(values)])
+        if (given := self.case.val_log) is not None:
+            on = {"on_step": given.on_step, "on_epoch": given.on_epoch}
+            self.log("val_seen", batch.float().mean(), **on, reduce_fx=given.reduce_fx)
 
     def configure_optimizers(self) -> Any:
         optimizer = RecordingSGD(self.parameters(), lr=RATE)
@@ -221,8 +229,23 @@ def make_callback(case: Case, events: list[Event]) -> Any:
     return type("RecordedCallback", (Acting,), wrapped)()
 
 
+class Rows(Logger):
+    """Records the rows that it gets."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__(name="rows")
+        self.events = events
+        self.trainer: Any = None
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.events.append(_event(self.trainer, "L", "log", step, rounded(metrics)))
+
+
 def _event(trainer: Any, owner: str, name: str, *args: Any) -> Event:
-    return Event(owner, name, args, trainer.global_step, trainer.current_epoch)
+    log = trainer._log  # what callback_metrics shows, without tensors, which cost half of the time
+    shown = {**trainer.metrics.callback, **({} if log is None else log.callback_values)}
+    metrics = rounded({name: float(value) for name, value in shown.items()})
+    return Event(owner, name, args, trainer.global_step, trainer.current_epoch, metrics)
 
 
 def _recorded(base: type, owner: str, name: str, events: list[Event]) -> Any:
