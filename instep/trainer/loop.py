@@ -341,7 +341,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         at.epoch_ended = True
         for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
             hook()
-    else:
+    elif not getattr(trainer.checkpoint_callback, "saves_nothing", False):
         save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
     trainer._epoch_over = True
     agree_on_triggers(ctx)

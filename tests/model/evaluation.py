@@ -97,6 +97,8 @@ def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
         run.send({name.epoch_name: name.epoch_value() for name in logged.values()})
         run.validations += 1
     run.both("on_validation_end")
+    if run.saver is not None and not sanity:
+        run.saver.after_validation(run)
     if sanity:
         run.metrics.clear()
     run.module("on_validation_model_train")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.model.checkpoints import Checkpoints, Saver
 from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
 from tests.model.logs import Log, Name, mean_of
@@ -44,6 +45,7 @@ class Case:
         values: what the validations log as "val", one after the other, and again from the first.
         log: what `training_step` logs as "seen"; None: nothing.
         val_log: what `validation_step` logs as "val_seen", in epoch values.
+        checkpoints: of a ModelCheckpoint; None: there is none.
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
@@ -55,7 +57,12 @@ class Case:
     values: tuple[float, ...] = (1.0,)
     log: Log | None = None
     val_log: Log | None = None
+    checkpoints: Checkpoints | None = None
     watch: str = "all"
+
+
+LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
+"""The hooks in which the callback looks which checkpoints are there."""
 
 
 def run(case: Case, order: Order | None = None) -> list[Event]:
@@ -66,6 +73,7 @@ def run(case: Case, order: Order | None = None) -> list[Event]:
         order: the order of the training samples where they are shuffled. It is drawn; here it is given.
     """
     it = Run(case, order or case.train.in_sequence)
+    it.saver = None if case.checkpoints is None else Saver(case.checkpoints)
     try:
         it.fit()
     except Refused as refused:
@@ -90,6 +98,7 @@ class Run:
     validated: bool = False  # since the last optimizer step
     validations: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    saver: Saver | None = None
     logged: Name | None = None  # what this epoch's training steps have logged
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
@@ -102,6 +111,9 @@ class Run:
 
     def callback(self, hook: str, *args: Any) -> None:
         self.note("C", hook, *args)
+
+        if hook in LOOKS and self.saver is not None:
+            self.note("D", "disk", tuple(one.step for one in self.saver.kept), self.saver.best, self.saver.last)
 
     def module(self, hook: str, *args: Any) -> None:
         self.note("M", hook, *args)
@@ -158,6 +170,8 @@ class Run:
         while not self.is_finished():
             self.train_epoch()
         self.both("on_train_end")
+        if self.saver is not None:
+            self.saver.after_training(self)
         self.both("on_fit_end")
         self.both("teardown", "fit")
 
@@ -246,6 +260,10 @@ class Run:
         self.end_epoch(complete, end)
         self.batches_before += end
 
+    def plan_at_end(self, end: int, batches: int) -> bool:
+        """Return whether this batch is the epoch's last, and a validation waits for it."""
+        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+
     def train_window(self, begin: int, window: list[Batch]) -> None:
         """Train on the batches of one optimizer step."""
         for place, batch in enumerate(window):
@@ -302,6 +320,11 @@ class Run:
         if complete:
             self.step_scheduler("epoch", self.epoch + 1)
             self.epochs_done += 1
+        if self.saver is not None:
+            if complete:
+                self.saver.after_epoch(self)
+            else:
+                self.saver.after_cut_epoch(self)
         self.epochs_seen += 1
         self.epoch += 1
         self.agree_now()

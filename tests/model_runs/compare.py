@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
+from tests.model.checkpoints import Checkpoints
 from tests.model.run import Case, Settings, run
 from tests.model.trace import Event
 from tests.model_runs.record import arguments, is_recorded, record, shuffled
@@ -62,6 +63,12 @@ def _text(case: Case, meant: list[Event], number: int, *lines: str) -> str:
     return "\n".join([f"event {number} differs, after", *before, *lines, script(case)])
 
 
+def saver_of(given: Checkpoints) -> str:
+    """Write the ModelCheckpoint of a case."""
+    arguments = changed(given).partition("(")[2].replace("monitor=True", "monitor='val'")
+    return f"ModelCheckpoint(tempfile.mkdtemp(), {arguments}"
+
+
 def changed(thing: object) -> str:
     """Write a dataclass as Python, without what is as it is by default."""
     parts = []
@@ -101,14 +108,18 @@ def script(case: Case) -> str:
         settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
         samples=max(1, case.train.samples),
         stop=case.stop_at,
+        values=list(case.values),
+        saver="Callback()" if case.checkpoints is None else saver_of(case.checkpoints),
     )
 
 
 _SCRIPT = """\
 # {case}
+import tempfile
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from instep import Callback, Trainer, TrainModule
+from instep.callbacks import ModelCheckpoint
 
 class Module(TrainModule):
     def __init__(self):
@@ -118,6 +129,7 @@ class Module(TrainModule):
         print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
         return self.weights[batch].mean()
     def validation_step(self, batch, batch_idx):
+        self.log("val", {values}[0])
         print("validation_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
     def on_before_optimizer_step(self, optimizer):
         print("weights", self.weights.grad.tolist(), "rate", optimizer.param_groups[0]["lr"])
@@ -132,6 +144,8 @@ class Stop(Callback):
             trainer.should_stop = True
 
 {data}
-Trainer({settings}, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=Stop()).fit(Module(), train, val)
+trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir=tempfile.mkdtemp(), callbacks=[Stop(), {saver}])
+trainer.fit(Module(), train, val)
+print("kept", [callback.saved for callback in trainer.checkpoint_callbacks])
 """

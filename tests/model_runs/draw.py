@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.logs import Log
 from tests.model.optimization import Scheduler
@@ -22,8 +23,15 @@ def has_uneven_window(case: Case) -> bool:
     return bool(train.kind != "map" and smaller and case.settings.accumulate_grad_batches > 1)
 
 
+def ranks_by_steps(case: Case) -> bool:
+    """Return whether checkpoints are saved by optimizer steps and ranked by a validation."""
+    given = case.checkpoints
+    return given is not None and given.monitor and given.every_n_train_steps is not None
+
+
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "N12": has_uneven_window,
+    "N14": ranks_by_steps,
 }
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
 
@@ -108,6 +116,20 @@ def logs(draw: st.DrawFn, steps: bool = True) -> Log:
 
 
 @st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoints:
+    monitor = draw(st.booleans())
+    return Checkpoints(
+        monitor=monitor,
+        mode=draw(st.sampled_from(("min", "max"))),
+        save_top_k=draw(st.sampled_from((1, 2, 3, -1, 0) if monitor else (1, 1, -1, 0))),
+        save_last=draw(st.booleans()),
+        every_n_train_steps=draw(sometimes(None, st.integers(1, 4))),
+        every_n_epochs=draw(sometimes(1, st.integers(1, 3))),
+        save_on_train_epoch_end=draw(sometimes(None, st.booleans())),
+    )
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     train = draw(loaders())
     val = draw(st.one_of(loaders(first=100), loaders(first=100), st.none()))
@@ -120,6 +142,7 @@ def cases(draw: st.DrawFn) -> Case:
         values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
         log=draw(sometimes(None, logs())),
         val_log=draw(sometimes(None, logs(steps=False))),
+        checkpoints=draw(sometimes(None, checkpoints())),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
 

@@ -6,21 +6,25 @@ import inspect
 import io
 import warnings
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep import Callback, Trainer, TrainModule
+from instep.callbacks import ModelCheckpoint
 from instep.callbacks.base import HOOKS
 from instep.data import ShardedBatchSampler
 from instep.errors import InstepError
 from instep.loggers import Logger
 from instep.trainer.hooks import ModuleHooks
+from instep.utils import atomic
 from tests.model.data import Data
 from tests.model.optimization import RATE
-from tests.model.run import Case, Settings
+from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, rounded
 
 SEED = 7
@@ -53,20 +57,23 @@ def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
     if event.owner in "OL-":
         return True
+    if event.owner == "D":
+        return watch != "few"
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
 
 
 def record(case: Case, folder: str) -> list[Event]:
     """Run the case; its files go to the folder."""
     events: list[Event] = []
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
         try:
             train, val = loader(case.train), None if case.val is None else loader(case.val)
             module = make_module(case, events)
             rows = Rows(events)
-            trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=make_callback(case, events))
+            callbacks = [make_callback(case, events), *checkpoint_callbacks(case, folder)]
+            trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val)
         except InstepError as error:
@@ -84,7 +91,7 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
         "accelerator": "cpu",
         "devices": 1,
         "trigger_every": 1,
-        "enable_checkpointing": False,
+        "enable_checkpointing": case.checkpoints is not None,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "default_root_dir": folder,
@@ -214,6 +221,30 @@ def make_module(case: Case, events: list[Event]) -> Module:
     return module
 
 
+def checkpoint_callbacks(case: Case, folder: str) -> list[ModelCheckpoint]:
+    """Make the ModelCheckpoint of a case, if it has one."""
+    given = case.checkpoints
+    if given is None:
+        return []
+    options = {**vars(given), "monitor": "val" if given.monitor else None}
+    if given.every_n_train_steps is not None:
+        del options["every_n_epochs"]
+    return [ModelCheckpoint(f"{folder}/checkpoints", **options)]
+
+
+def look_at_disk(trainer: Trainer) -> tuple[Any, ...]:
+    """Return the steps of the checkpoints that are there in the order of their saving, of the best and of the last."""
+    callback = trainer.checkpoint_callback
+    assert callback is not None
+    there = [step_of(path.name) for path in Path(callback.dirpath or "").glob("step-*")]
+    return tuple(sorted(there)), step_of(callback.best_model_path), step_of(callback.last_model_path)
+
+
+def step_of(path: str) -> int | None:
+    """Return the step in a checkpoint's name; None where there is no name."""
+    return int(Path(path).name.split("-")[1]) if path else None
+
+
 def make_callback(case: Case, events: list[Event]) -> Any:
     """Make the callback. It counts the validations, and asks to stop where the case says so."""
 
@@ -260,6 +291,8 @@ def _recorded(base: type, owner: str, name: str, events: list[Event]) -> Any:
             events.append(_event(trainer, owner, name, *seen))
             return result
         events.append(_event(trainer, owner, name, *seen))
+        if owner == "C" and name in LOOKS and trainer.checkpoint_callback is not None:
+            events.append(_event(trainer, "D", "disk", *look_at_disk(trainer)))
         return function(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
