@@ -18,7 +18,7 @@ class Checkpoints:
     Attributes:
         monitor: rank by the validations' metric "val".
         mode: "min" or "max".
-        save_top_k: how many of the best to keep, -1 for all. Without `monitor`: 1 for the newest, -1 for all, 0 for none.
+        save_top_k: how many of the best to keep: -1 for all, 0 for none. Without `monitor` how many of the newest.
         save_last: keep the newest too, and save the end of the fit.
         every_n_train_steps: save after so many optimizer steps; None: save by epochs.
         every_n_epochs: save after so many epochs.
@@ -60,6 +60,7 @@ class Saver:
             return
         if self.given.monitor and run.val_batches is not None and (validates_now or "val" not in run.metrics):
             self.waits = True
+            self.note_newest(run)
         else:
             self.save(run)
 
@@ -109,6 +110,7 @@ class Saver:
                 raise Refused("SettingError", "the monitored metric was not logged before saving")
             score = run.metrics["val"]
         self.decided_at = run.step
+        self.note_newest(run)
         new = Saved(run.step, score)
         if self.given.save_last or new in self.to_keep([*self.kept, new]):
             self.add(new)
@@ -117,6 +119,15 @@ class Saver:
         """Save the present step as the newest, without a rank, if it is not there."""
         if not self.kept or self.kept[-1].step != run.step:
             self.add(Saved(run.step, None))
+            self.note_newest(run)
+
+    def note_newest(self, run: Run) -> None:
+        """Note that the newest state can be gone back to from here on.
+
+        A run with `ckpt_path="auto"` keeps it whenever this decides whether to save, also where it is not of the best.
+        """
+        if self.given.save_top_k != 0 or self.given.save_last:
+            run.note("S", "saved", run.step, run.epochs_done > run.epoch)
 
     def add(self, new: Saved) -> None:
         """Keep the new one, which is the newest, and those that the policy keeps; delete the others."""

@@ -49,8 +49,8 @@ class Case:
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
-    settings: Settings = Settings()
-    train: Data = Data(4)
+    settings: Settings = field(default_factory=Settings)
+    train: Data = field(default_factory=lambda: Data(4))
     val: Data | None = None
     scheduler: Scheduler | None = None
     stop_at: int | None = None
@@ -249,9 +249,14 @@ class Run:
         for begin in range(0, len(batches), s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
             end = begin + len(window)
+            due = self.val_batches is not None and self.plan.due_after_window(
+                self.epoch, self.batches_before, begin, end
+            )
             self.train_window(begin, window)
+            if self.saver is not None:
+                self.saver.after_window(self, due or self.is_due_at_epoch_end(end, len(batches)))
             self.send_step_values()
-            if self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end):
+            if due:
                 self.validate()
             self.agree_at_window_end()
             if self.step == s.max_steps or self.is_stopping():
@@ -262,6 +267,10 @@ class Run:
 
     def plan_at_end(self, end: int, batches: int) -> bool:
         """Return whether this batch is the epoch's last, and a validation waits for it."""
+        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+
+    def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
+        """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
         return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
 
     def train_window(self, begin: int, window: list[Batch]) -> None:
@@ -307,9 +316,8 @@ class Run:
     def end_epoch(self, complete: bool, batches: int) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
         if self.val_batches is not None and not self.validated:
-            if complete and self.plan.due_at_epoch_end(self.epoch, batches):
-                self.validate()
-            elif not complete and self.is_stopping():
+            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            if due:
                 self.validate()
         names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
         self.show_epoch_values(names)

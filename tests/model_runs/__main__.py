@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.model.run import Case, Settings
-from tests.model_runs.compare import changed, difference, expected
-from tests.model_runs.draw import allowed, cases
+from tests.model_runs.compare import changed, differences, expected
+from tests.model_runs.draw import allowed, cases, places
 
 
 def main() -> int:
@@ -33,8 +33,8 @@ def main() -> int:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
-    def compare(case: Case) -> None:
+    @given(cases(), places())
+    def compare(case: Case, place: float | None) -> None:
         if not allowed(case):
             drawn["left out as known"] += 1
             return
@@ -45,7 +45,8 @@ def main() -> int:
         )
         for name in Settings.__dataclass_fields__:
             drawn[name] += repr(getattr(case.settings, name)) != repr(getattr(Settings, name))
-        found = difference(case)
+        drawn["broken off and resumed"] += place is not None and case.checkpoints is not None and case.stop_at is None
+        found = differences(case, place)
         if found is not None:
             raise AssertionError(f"{changed(case)}\n{found}")
 

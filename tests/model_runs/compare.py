@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from tests.model.checkpoints import Checkpoints
+from tests.model.resume import broken_off, resumed
 from tests.model.run import Case, Settings, run
 from tests.model.trace import Event
 from tests.model_runs.record import arguments, is_recorded, record, shuffled
@@ -19,7 +20,7 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 def expected(case: Case) -> list[Event]:
     """Return what the model says of a case, as far as the recorder sees it."""
     order = shuffled(case.train) if case.train.shuffle else None
-    return [event for event in run(case, order) if is_recorded(event, case.watch)]
+    return [event for event in run(case, order) if event.owner != "S" and is_recorded(event, case.watch)]
 
 
 def difference(case: Case) -> str | None:
@@ -36,10 +37,15 @@ def difference(case: Case) -> str | None:
         trained = any(event.name == "training_step" for event in seen)
         if ended.name == "error" and not trained:  # with which error is open too: there may be several reasons
             return None
-        return f"the model refuses the run before its first step, with a {last.args[0]}\n{ended} is its end\n{script(case)}"
+        return f"the model refuses the run before its first step\n{ended} is its end\n{script(case)}"
     if last.name == "error":
         meant[-1] = last._replace(args=last.args[:1])
     meant, seen = without_metrics_after_an_error(meant), without_metrics_after_an_error(seen)
+    return first_difference(case, meant, seen)
+
+
+def first_difference(case: Case, meant: list[Event], seen: list[Event]) -> str | None:
+    """Return the first difference of two lists of events, with a script; None without one."""
     for number, (model, program) in enumerate(zip(meant, seen, strict=False)):
         if model != program:
             return _text(case, meant, number, f"the model: {model}", f"instep:    {program}")
@@ -49,6 +55,71 @@ def difference(case: Case) -> str | None:
         who = "the model goes on" if len(meant) > number else "instep goes on"
         return _text(case, meant, number, f"{who}: {rest}")
     return None
+
+
+def differences(case: Case, place: float | None) -> str | None:
+    """Compare a case, and where it has checkpoints and a place to be broken off at, its parts too.
+
+    A wish to stop is no part of a checkpoint, so such a run is not broken off.
+    """
+    found = difference(case)
+    if found is None and place is not None and case.checkpoints is not None and case.stop_at is None:
+        found = difference_after_a_break(case, place)
+    return found
+
+
+def difference_after_a_break(case: Case, place: float) -> str | None:
+    """Break a run off at a hook, start it again, and return the first difference of the parts from the whole.
+
+    Args:
+        case: the run, which must have checkpoints.
+        place: which hook: the part of the training that lies before it, from 0 to 1.
+    """
+    order = shuffled(case.train) if case.train.shuffle else None
+    whole = [event for event in run(case, order) if event.owner != "D"]
+    seen_of = [n for n, event in enumerate(whole) if event.owner != "S" and is_recorded(event, case.watch)]
+    hooks = [n for n in seen_of if whole[n].owner in "CM"]
+    begin = next((n for n in hooks if whole[n].name in ("training_step", "on_train_end")), None)
+    end = next((n for n, event in enumerate(whole) if event.name == "on_train_end"), None)
+    inside = [n for n in hooks if begin is not None and end is not None and begin <= n < end]
+    if not inside or whole[-1].name == "error":
+        return None
+    at = inside[int(place * (len(inside) - 1))]
+    folder = tempfile.mkdtemp(dir=FAST)
+    try:
+        first = record(case, folder, breaks_at=seen_of.index(at), ckpt_path="auto", look=False)
+        second = record(case, folder, ckpt_path="auto", look=False)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    where = f"broken off at event {seen_of.index(at)}, {whole[at]}"
+    parts = {
+        "until it was broken off": (broken_off(whole, at), first[: seen_of.index(at) + 1]),
+        "after it was resumed": (resumed(whole, at), second),
+    }
+    for part, (model, program) in parts.items():
+        meant = [event for event in model if event.owner != "S" and is_recorded(event, case.watch)]
+        found = first_difference(case, without_metrics_of_setup(meant), without_metrics_of_setup(program))
+        if found is not None:
+            return f"{where}; {part}\n{found}"
+    return None
+
+
+def without_metrics_of_setup(events: list[Event]) -> list[Event]:
+    """Leave open what is shown before the training goes on: a resume restores counters and metrics one by one.
+
+    The counters are compared from `on_train_start` on, the metrics once the epoch's first hook has run.
+    """
+    begin = next((n for n, event in enumerate(events) if event.name == "on_train_start"), 0)
+    first = ("on_train_start", "on_train_epoch_start")
+    goes_on = next((n for n, event in enumerate(events) if n >= begin and event.name not in first), begin)
+    return [
+        event._replace(step=0, epoch=0, metrics=())
+        if n < begin
+        else event._replace(metrics=())
+        if n < goes_on
+        else event
+        for n, event in enumerate(events)
+    ]
 
 
 def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
@@ -74,7 +145,8 @@ def changed(thing: object) -> str:
     parts = []
     for field in fields(thing):  # pyright: ignore[reportArgumentType]
         value = getattr(thing, field.name)
-        if repr(value) != repr(field.default):
+        default = field.default if field.default is not MISSING else None
+        if repr(value) != repr(default):
             parts.append(f"{field.name}={changed(value) if hasattr(value, '__dataclass_fields__') else repr(value)}")
     return f"{type(thing).__name__}({', '.join(parts)})"
 

@@ -150,3 +150,8 @@ def cases(draw: st.DrawFn) -> Case:
 def allowed(case: Case) -> bool:
     """Return whether no defect that is known concerns a run."""
     return not any(shows(case) for shows in KNOWN.values())
+
+
+def places() -> st.SearchStrategy[float | None]:
+    """Draw where a run is broken off, as a part of its training; None in most runs."""
+    return st.one_of(st.none(), st.none(), st.integers(0, 20).map(lambda number: number / 20))

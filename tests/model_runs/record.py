@@ -62,9 +62,36 @@ def is_recorded(event: Event, watch: str) -> bool:
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
 
 
-def record(case: Case, folder: str) -> list[Event]:
-    """Run the case; its files go to the folder."""
-    events: list[Event] = []
+class Broken(Exception):
+    """What breaks a run off."""
+
+
+class Events(list[Event]):
+    """The events that were recorded; at the number `breaks_at` the hook raises an exception."""
+
+    breaks_at: int | None = None
+    look = True
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        if len(self) - 1 == self.breaks_at:
+            raise Broken
+
+
+def record(
+    case: Case, folder: str, breaks_at: int | None = None, ckpt_path: str | None = None, look: bool = True
+) -> list[Event]:
+    """Run the case; its files go to the folder.
+
+    Args:
+        case: the run.
+        folder: where its files go.
+        breaks_at: the number of the event at which an exception breaks the run off.
+        ckpt_path: as `fit` takes it.
+        look: record which checkpoints are there.
+    """
+    events = Events()
+    events.breaks_at, events.look = breaks_at, look
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
@@ -73,9 +100,12 @@ def record(case: Case, folder: str) -> list[Event]:
             module = make_module(case, events)
             rows = Rows(events)
             callbacks = [make_callback(case, events), *checkpoint_callbacks(case, folder)]
+            callbacks[0].module = module
             trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
-            trainer.fit(module, train, val)
+            trainer.fit(module, train, val, ckpt_path=ckpt_path)
+        except Broken:
+            pass
         except InstepError as error:
             last = events[-1] if events else Event("-", "", (), 0, 0)
             events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))
@@ -226,7 +256,7 @@ def checkpoint_callbacks(case: Case, folder: str) -> list[ModelCheckpoint]:
     given = case.checkpoints
     if given is None:
         return []
-    options = {**vars(given), "monitor": "val" if given.monitor else None}
+    options = {**vars(given), "monitor": "val" if given.monitor else None, "save_last": given.save_last or None}
     if given.every_n_train_steps is not None:
         del options["every_n_epochs"]
     return [ModelCheckpoint(f"{folder}/checkpoints", **options)]
@@ -245,10 +275,18 @@ def step_of(path: str) -> int | None:
     return int(Path(path).name.split("-")[1]) if path else None
 
 
-def make_callback(case: Case, events: list[Event]) -> Any:
+def make_callback(case: Case, events: Events) -> Any:
     """Make the callback. It counts the validations, and asks to stop where the case says so."""
 
     class Acting(Callback):
+        module: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"validations": 0 if self.module is None else self.module.validations}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.module.validations = state_dict["validations"]
+
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == case.stop_at:
                 trainer.should_stop = True
@@ -273,13 +311,15 @@ class Rows(Logger):
 
 
 def _event(trainer: Any, owner: str, name: str, *args: Any) -> Event:
+    if name == "configure_callbacks":  # where a checkpoint may set another position, none can be read
+        return Event(owner, name, args, 0, 0)
     log = trainer._log  # what callback_metrics shows, without tensors, which cost half of the time
     shown = {**trainer.metrics.callback, **({} if log is None else log.callback_values)}
     metrics = rounded({name: float(value) for name, value in shown.items()})
     return Event(owner, name, args, trainer.global_step, trainer.current_epoch, metrics)
 
 
-def _recorded(base: type, owner: str, name: str, events: list[Event]) -> Any:
+def _recorded(base: type, owner: str, name: str, events: Events) -> Any:
     """Override a method by one that records its call, and then does what it does."""
     function = getattr(base, name)
 
@@ -291,7 +331,7 @@ def _recorded(base: type, owner: str, name: str, events: list[Event]) -> Any:
             events.append(_event(trainer, owner, name, *seen))
             return result
         events.append(_event(trainer, owner, name, *seen))
-        if owner == "C" and name in LOOKS and trainer.checkpoint_callback is not None:
+        if events.look and owner == "C" and name in LOOKS and trainer.checkpoint_callback is not None:
             events.append(_event(trainer, "D", "disk", *look_at_disk(trainer)))
         return function(self, *args, **kwargs)
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
 import tests.model
+from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
+from tests.model.logs import Log
 from tests.model.optimization import Scheduler
 from tests.model.run import Case, Settings
 from tests.model_runs import compare
-from tests.model_runs.compare import difference, script
-from tests.model_runs.draw import allowed, cases
+from tests.model_runs.compare import difference, difference_after_a_break, differences, script
+from tests.model_runs.draw import allowed, cases, places
 from tests.model_runs.record import record
 
 VAL = Data(3, 2, first=100)
@@ -35,6 +37,20 @@ CHOSEN = {
     "a fraction of an unknown length": Case(Settings(limit_train_batches=0.5), Data(4, kind="iterable")),
     "no batch at all": Case(Settings(max_epochs=1), Data(0, kind="iterable")),
     "plateau": Case(Settings(max_epochs=5), Data(2), VAL, Scheduler("epoch", plateau=True), values=(2.0, 3.0, 1.0)),
+    "saves by steps": Case(
+        Settings(max_steps=7), Data(5, 1), checkpoints=Checkpoints(every_n_train_steps=2, save_top_k=-1)
+    ),
+    "the two best": Case(
+        Settings(max_epochs=5),
+        Data(2),
+        VAL,
+        checkpoints=Checkpoints(monitor=True, save_top_k=2),
+        values=(2.0, 3.0, 1.0, 2.0),
+    ),
+    "the best and the newest": Case(
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor=True, save_last=True), values=(1.0, 2.0)
+    ),
+    "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
@@ -46,11 +62,25 @@ def test_a_chosen_run_is_as_the_model_says(name: str, watch: str) -> None:
     assert difference(Case(**{**vars(case), "watch": watch})) is None
 
 
+@pytest.mark.parametrize("place", [0.0, 0.35, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "checkpoints",
+    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor=True, save_on_train_epoch_end=False)],
+    ids=["epochs", "steps", "validations"],
+)
+def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkpoints, place: float) -> None:
+    settings = Settings(max_epochs=3, log_every_n_steps=1, accumulate_grad_batches=2)
+    case = Case(settings, Data(7, 2, shuffle=True), VAL, Scheduler("step"), values=(1.0, 3.0, 2.0))
+    case = Case(**{**vars(case), "log": Log(on_epoch=True), "checkpoints": checkpoints})
+    found = difference_after_a_break(case, place)
+    assert found is None, found
+
+
 @settings(max_examples=100, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_a_drawn_run_is_as_the_model_says(case: Case) -> None:
+@given(cases(), places())
+def test_a_drawn_run_is_as_the_model_says(case: Case, place: float | None) -> None:
     assume(allowed(case))
-    found = difference(case)
+    found = differences(case, place)
     assert found is None, found
 
 
