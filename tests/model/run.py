@@ -178,9 +178,8 @@ class Run:
     def resolve(self) -> None:
         """Find out how long everything is; refuse settings that do not fit each other or the data."""
         s, train, val = self.case.settings, self.case.train, self.case.val
-        self.max_epochs = s.max_epochs
-        if s.max_epochs is None:
-            self.max_epochs = 1000 if s.max_steps == -1 else -1
+        without_epochs = 1000 if s.max_steps == -1 else -1
+        self.max_epochs = without_epochs if s.max_epochs is None else s.max_epochs
         if s.min_epochs is not None and self.max_epochs != -1 and s.min_epochs > self.max_epochs:
             raise Refused("SettingError", "min_epochs is more than max_epochs", early=True)
         if s.min_steps is not None and s.max_steps != -1 and s.min_steps > s.max_steps:
@@ -245,7 +244,7 @@ class Run:
         self.both("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
-        complete = True
+        complete, end = True, 0
         for begin in range(0, len(batches), s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
             end = begin + len(window)

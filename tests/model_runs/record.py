@@ -223,8 +223,8 @@ class Module(TrainModule):
         values = self.case.values
         self.log("val", values[self.validations % len(values)])
         if (given := self.case.val_log) is not None:
-            on = {"on_step": given.on_step, "on_epoch": given.on_epoch}
-            self.log("val_seen", batch.float().mean(), **on, reduce_fx=given.reduce_fx)
+            on_step, on_epoch, reduce_fx = given.on_step, given.on_epoch, given.reduce_fx
+            self.log("val_seen", batch.float().mean(), on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
 
     def configure_optimizers(self) -> Any:
         optimizer = RecordingSGD(self.parameters(), lr=RATE)
@@ -241,9 +241,10 @@ class Module(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
 
     events: list[Event]
+    recording_trainer: Any
 
 
-def make_module(case: Case, events: list[Event]) -> Module:
+def make_module(case: Case, events: Events) -> Module:
     """Make the module, with as many of its hooks overridden and recorded as the case says."""
     wrapped = {name: _recorded(Module, "M", name, events) for name in module_hooks(case.watch)}
     module = type("RecordedModule", (Module,), wrapped)(case)
@@ -267,7 +268,11 @@ def look_at_disk(trainer: Trainer) -> tuple[Any, ...]:
     callback = trainer.checkpoint_callback
     assert callback is not None
     there = [step_of(path.name) for path in Path(callback.dirpath or "").glob("step-*")]
-    return tuple(sorted(there)), step_of(callback.best_model_path), step_of(callback.last_model_path)
+    return (
+        tuple(sorted(step or 0 for step in there)),
+        step_of(callback.best_model_path),
+        step_of(callback.last_model_path),
+    )
 
 
 def step_of(path: str) -> int | None:

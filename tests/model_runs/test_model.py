@@ -76,7 +76,11 @@ def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkp
     assert found is None, found
 
 
-@settings(max_examples=100, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=100,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+)
 @given(cases(), places())
 def test_a_drawn_run_is_as_the_model_says(case: Case, place: float | None) -> None:
     assume(allowed(case))
