@@ -72,8 +72,10 @@ def limit_in_batches(limit: int | float, data: Data, setting: str) -> int | None
         return 0
     if data.length is None:
         raise Refused("SettingError", f"{setting}={limit} is a fraction of an unknown length", early=True)
+    if data.length == 0:
+        return None  # of a wrong length of 0 no fraction can be taken: what there is counts
     batches = int(data.length * limit)
-    if batches == 0 and data.length > 0:
+    if batches == 0:
         raise Refused("SettingError", f"{setting}={limit} is less than one batch", early=True)
     return batches
 
