@@ -7,7 +7,7 @@ RUNS ?= runs/digits
 # Two workers more than cores, since many tests wait. Programs that tests start load sooner where bytecode may be kept.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses 4 \
 	--dist worksteal --durations 100 --durations-min 1
-# Of make fuzz: the inputs are made of the seed alone; READERS names some readers, by default all.
+# Of make fuzz and make model: the inputs are made of the seed alone; READERS names some readers, by default all.
 SEED ?= 0
 COUNT ?= 1000
 READERS ?=
@@ -29,7 +29,7 @@ OLDEST_PYTHON ?= python3.10
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers test-oldest test-newest docs release-check bench bench-quick gpu soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz model test-xla venv-xla test-trackers venv-trackers test-oldest test-newest docs release-check bench bench-quick gpu soak-short soak longhaul clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ check: $(VENV)/.dev  ## lint, formatting, types, import floors, budgets
 
 fuzz: $(VENV)/.dev  ## damaged and hostile inputs for every reader: make fuzz SEED=7 COUNT=1000
 	$(BIN)/python -m tests.fuzz $(READERS) --seed $(SEED) --count $(COUNT)
+
+model: $(VENV)/.test  ## random runs against the model of a run: make model SEED=7 COUNT=10000
+	$(BIN)/python -m tests.model_runs --seed $(SEED) --count $(COUNT)
 
 test-xla: $(XLA_VENV)/.ready  ## run the tests that need torch_xla, on the CPU
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -q tests/strategies/test_xla.py
@@ -147,6 +150,9 @@ soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 m
 
 soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the machine is
 	$(BIN)/python benchmarks/soak.py --kills 1000
+
+longhaul: $(VENV)/.dev  ## run long, save, kill and log often: nothing may grow; 20 minutes on 2 cores
+	$(BIN)/python benchmarks/longhaul.py
 
 clean:  ## remove the environments and what tools have left
 	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

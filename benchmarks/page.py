@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import longhaul
+
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
 PICTURES = PAGE.parents[1] / "pictures"
@@ -419,6 +421,19 @@ def soak(data: dict[str, Any]) -> Lines:
     )
 
 
+def long_runs(data: dict[str, Any]) -> Lines:
+    """What grows."""
+    yield from prose(
+        "Nothing of a run may grow with its length, but what you asked to keep. Each leg of this test is long. It "
+        "takes these figures at twelve points. The table has their median early in the leg (points 3 to 5) and late in "
+        "it (points 10 to 12). A leg holds if no late figure is larger than its rule allows; "
+        '`benchmarks/longhaul.py` has the rules. "For each" means for each unit of the leg: a step, an epoch, a save. '
+        "The units differ, so compare processor times along a row only."
+    )
+    yield ""
+    yield from table(longhaul.HEADER, longhaul.rows(data["legs"]))
+
+
 def big_models(data: dict[str, Any]) -> Lines:
     """Models larger than memory."""
     yield from prose(
@@ -456,6 +471,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Lines]]] = {
     "memory": ("Memory over a long run", memory),
     "checkpoint": ("Saving", checkpoint),
     "soak": ("Kills", soak),
+    "longhaul": ("Long runs", long_runs),
     "big_models": ("Models larger than memory", big_models),
 }
 

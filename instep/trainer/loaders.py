@@ -216,7 +216,7 @@ class Loaders:
         elif size is not None:
             micro_batch, self.phases = derive_phases(size, self._strategy.data_world_size, _batch_size(raw))
             self.accumulate = phase_at(self.phases, self._trainer.position.global_step)[0]
-        limit = settings.overfit_batches or settings.limit_train_batches
+        limit = settings.train_limit
         if isinstance(raw, (dict, list, tuple, room.CombinedLoader)) and not _is_batches(raw):
             combined = raw if isinstance(raw, room.CombinedLoader) else room.CombinedLoader(raw, "max_size_cycle")
             if combined.mode == "sequential":
@@ -296,7 +296,7 @@ class Loaders:
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self.settings
-        limit = (settings.overfit_batches if stage == "val" else 0) or getattr(settings, f"limit_{stage}_batches")
+        limit = settings.val_limit if stage == "val" else getattr(settings, f"limit_{stage}_batches")
         raw = None if limit == 0 else self._raw(stage)
         if raw is None:
             return []
@@ -323,7 +323,7 @@ class Loaders:
         """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
         module = self._module
         # With reloading they are asked for by the epochs that validate, and not before.
-        later = self.settings.reload_dataloaders_every_n_epochs and self.settings.limit_val_batches != 0
+        later = self.settings.reload_dataloaders_every_n_epochs and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):
             return False
         if not is_overridden(module, "validation_step", TrainModule):

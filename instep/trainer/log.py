@@ -499,14 +499,25 @@ class MetricLog:
         if on_step is False and on_epoch is False:
             raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) is not useful: leave one of them out.")
         if hook in _BATCH_HOOKS_OF_TRAINING:
-            step = True if on_step is None else on_step
-            return step, False if on_epoch is None else on_epoch
+            if on_step is False and not on_epoch:
+                raise LogError(
+                    f"self.log({name!r}, on_step=False) in {hook} logs nothing, since a training step logs no epoch "
+                    "value by default. Add on_epoch=True."
+                )
+            return on_step is not False, bool(on_epoch)
         if hook in _BATCH_HOOKS_OF_EVALUATION:
-            return bool(on_step), True if on_epoch is None else on_epoch
+            if on_epoch is False and not on_step:
+                raise LogError(
+                    f"self.log({name!r}, on_epoch=False) in {hook} logs nothing, since an evaluation logs no step "
+                    "values by default. Add on_step=True."
+                )
+            return bool(on_step), on_epoch is not False
         if hook in _EPOCH_HOOKS:
             if on_step:
                 raise LogError(f"self.log({name!r}, on_step=True) in {hook}: there is no step here; leave on_step out.")
-            return False, True if on_epoch is None else on_epoch
+            if on_epoch is False:
+                raise LogError(f"self.log({name!r}, on_epoch=False) in {hook} logs nothing: leave on_epoch out.")
+            return False, True
         raise LogError(
             f"self.log({name!r}) was called in {hook or 'a place outside the hooks'}, where nothing can be logged. "
             "Log in a step, in a batch hook, or in an *_epoch_start / *_epoch_end hook."

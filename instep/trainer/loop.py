@@ -126,6 +126,8 @@ def prepare_training(ctx: RunContext) -> None:
             got=most,
         )
     ctx.validation.enabled = ctx.loaders.validates
+    if ctx.validation.enabled and ctx.settings.train_limit != 0:
+        validation_interval(ctx)  # an error of it comes now, and not in the first epoch that validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
 
@@ -222,7 +224,7 @@ def is_finished(ctx: RunContext) -> bool:
         return True
     if s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs:
         return True
-    return s.limit_train_batches == 0 or is_stopping(ctx)
+    return s.train_limit == 0 or is_stopping(ctx)
 
 
 def is_stopping(ctx: RunContext) -> bool:
@@ -317,7 +319,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     check_losses(ctx)
     check_finite(ctx)
     stopped = not complete and is_stopping(ctx)
-    if ctx.validation.enabled and not at.validated and (stopped or (complete and ctx.validation.at_epoch_end)):
+    if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
         validate(ctx)  # also when a stop was asked for in the middle: its metrics are what the run ends with
     log.leave("")
     log.batch = log.weight = None
@@ -339,7 +341,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         at.epoch_ended = True
         for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
             hook()
-    else:
+    elif not getattr(trainer.checkpoint_callback, "saves_nothing", False):
         save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
     trainer._epoch_over = True
     agree_on_triggers(ctx)
@@ -395,9 +397,36 @@ def print_why_it_ended(ctx: RunContext) -> None:
 # ---- validation
 
 
+def validation_interval(ctx: RunContext) -> int | None:
+    """Return the training batches from one validation to the next; None where it waits for an epoch's end.
+
+    Raises:
+        SettingError: the interval does not fit the training data.
+    """
+    interval, batches = ctx.settings.val_check_interval, ctx.source.num_batches
+    if isinstance(interval, int):
+        if batches is not None and interval > batches and ctx.settings.check_val_every_n_epoch is not None:
+            raise SettingError(
+                f"val_check_interval={interval} must be less than or equal to the number of the training batches, "
+                f"{batches} an epoch: nothing would be validated. check_val_every_n_epoch=None counts across epochs.",
+                field="val_check_interval",
+                got=interval,
+            )
+        return interval
+    if interval == 1.0 or isinstance(interval, timedelta):
+        return None
+    if batches is None:
+        raise SettingError(
+            f"val_check_interval={interval} is a fraction of an epoch, but the training data has no "
+            "length. Use a number of batches, a time, or 1.0.",
+            field="val_check_interval",
+        )
+    return max(1, int(batches * interval))
+
+
 def plan_validation(ctx: RunContext) -> None:
     """Set when this epoch validates: after so many batches, at its end, by time, or not at all."""
-    s, plan, batches = ctx.settings, ctx.validation, ctx.source.num_batches
+    s, plan = ctx.settings, ctx.validation
     plan.every, plan.next_batch, plan.at_epoch_end, plan.has_clock = None, math.inf, False, False
     if not plan.enabled:
         return
@@ -406,26 +435,20 @@ def plan_validation(ctx: RunContext) -> None:
         return
     if s.check_val_every_n_epoch is not None and (ctx.position.epoch + 1) % s.check_val_every_n_epoch:
         return
-    if isinstance(s.val_check_interval, int):
-        plan.every = s.val_check_interval
-        if batches is not None and plan.every > batches and s.check_val_every_n_epoch is not None:
-            raise SettingError(
-                f"val_check_interval={plan.every} must be less than or equal to the number of the training batches, "
-                f"{batches} an epoch: nothing would be validated. check_val_every_n_epoch=None counts across epochs.",
-                field="val_check_interval",
-                got=plan.every,
-            )
-    elif s.val_check_interval == 1.0:
-        plan.at_epoch_end = True
-    elif batches is None:
-        raise SettingError(
-            f"val_check_interval={s.val_check_interval} is a fraction of an epoch, but the training data has no "
-            "length. Use a number of batches, a time, or 1.0.",
-            field="val_check_interval",
-        )
-    else:
-        plan.every = max(1, int(batches * s.val_check_interval))
+    plan.every = validation_interval(ctx)
+    plan.at_epoch_end = plan.every is None
     plan_next_validation(ctx)
+
+
+def waits_for_end(ctx: RunContext) -> bool:
+    """Return whether a validation runs at the end of this epoch: as planned, or since the data ended before its batch.
+
+    Data without a trusted length may end before the number of batches that it has claimed.
+    """
+    plan, batches = ctx.validation, ctx.source.num_batches
+    if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
+        return plan.at_epoch_end
+    return plan.next_batch <= batches
 
 
 def plan_next_validation(ctx: RunContext) -> None:

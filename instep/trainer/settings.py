@@ -224,6 +224,16 @@ class Settings:
     grace_period_s: Annotated[float, SECONDS] = 30.0
     hang_timeout_s: Annotated[float | None, SECONDS] = None
 
+    @property
+    def train_limit(self) -> int | float:
+        """The limit of training batches that holds: `overfit_batches` stands in place of `limit_train_batches`."""
+        return self.overfit_batches or self.limit_train_batches
+
+    @property
+    def val_limit(self) -> int | float:
+        """The limit of validation batches that holds."""
+        return self.overfit_batches or self.limit_val_batches
+
 
 _CHECKS = checks_of(Settings)
 

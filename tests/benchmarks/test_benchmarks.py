@@ -198,6 +198,83 @@ def test_scaling_and_that_a_step_has_one_collective_at_any_number_of_ranks(tmp_p
     assert result["timed_us"]["2"]["triggers.sync"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="the long proof reads /proc")
+def test_a_hundredth_of_the_long_proof_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("longhaul.py", tmp_path, "--quick")
+    assert {name: leg["failed"] for name, leg in result["legs"].items()} == {name: [] for name in result["legs"]}
+    points = {(name, each): found for name, leg in result["legs"].items() for each, found in leg["points"].items()}
+    assert len(points) == 10  # nine legs, one of them on two ranks
+    for found in points.values():
+        assert len(found) == 12
+        assert all(point["cpu_ms"] > 0 and point["resident_mb"] > 50 for point in found)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import page
+
+    assert "| epochs | 50 |" in page.text({"longhaul": result})
+
+
+GROWING: dict[str, Any] = {
+    "cpu_ms": lambda done: 1.0 + done / 100,  # what each unit costs
+    "resident_mb": lambda done: 300.0 + done / 5,
+    "descriptors": lambda done: 8 + done // 20,
+    "threads": lambda done: 4 + done // 30,
+    "log_bytes": lambda done: done * done * 10,  # each row is longer than the one before
+    "other_bytes": lambda done: 1e5 + 2e3 * done,
+    "checkpoint_bytes": lambda done: 2e4 + 50 * done,
+    "status_bytes": lambda done: 700 + 5 * done,
+    "other_files": lambda done: 20 + done // 4,
+}
+
+
+def points_of_a_leg(monkeypatch: pytest.MonkeyPatch, **grows: Any) -> tuple[Any, list[dict[str, float]]]:
+    """The long proof, and the points of a leg of 120 units where nothing grows but these figures and the logs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import longhaul
+
+    flat = {name: grow(0) for name, grow in GROWING.items()}
+    points = [
+        {"done": done, **flat, "by_hand_ms": 20.0, "log_bytes": 50 * done, **{n: f(done) for n, f in grows.items()}}
+        for done in range(10, 121, 10)
+    ]
+    return longhaul, points
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_the_long_proof_names_a_figure_that_grows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    longhaul, points = points_of_a_leg(monkeypatch, **{name: GROWING[name]})
+    [text] = longhaul.judge(points, ("log_bytes",))
+    assert text.startswith(f"{name} ")
+
+
+def test_the_long_proof_allows_rows_new_runs_a_slower_machine_and_one_disturbed_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longhaul, points = points_of_a_leg(monkeypatch)
+    assert longhaul.judge(points, ("log_bytes",)) == []
+    points[10] = {**points[10], **{name: 10 * points[10][name] for name in ("cpu_ms", "resident_mb", "descriptors")}}
+    assert longhaul.judge(points, ("log_bytes",)) == []
+    slower = {"cpu_ms": GROWING["cpu_ms"], "by_hand_ms": lambda done: 20.0 * GROWING["cpu_ms"](done)}
+    assert longhaul.judge(points_of_a_leg(monkeypatch, **slower)[1], ("log_bytes",)) == []
+    runs = points_of_a_leg(monkeypatch, other_bytes=lambda done: 3e4 * done, other_files=lambda done: 9 * done)[1]
+    assert longhaul.judge(runs, longhaul.NEW_RUNS) == []
+    assert longhaul.judge(runs[:11], longhaul.NEW_RUNS) == ["there are 11 points, where 12 are expected"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the long proof reads /proc")
+def test_a_leg_of_the_long_proof_that_raises_or_takes_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import longhaul
+
+    legs = {"nonsense": longhaul.Leg(1, "unit", 100.0), "rows": longhaul.Leg(10**9, "row", 0.1)}
+    monkeypatch.setattr(longhaul, "LEGS", legs)
+    found = longhaul.run_all(list(legs), quick=False)
+    assert found["nonsense"]["failed"][0].startswith("it ended with status 1: ")
+    assert "KeyError: 'nonsense'" in found["nonsense"]["failed"][0]
+    assert found["rows"]["failed"] == ["it took longer than 0.1 s"]
+
+
 def test_the_page_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import page

@@ -73,6 +73,18 @@ def test_contradictions_are_found_at_once(arguments: dict[str, Any], message: st
 # ---- in a real fit
 
 
+@pytest.mark.parametrize("settings", [{"max_steps": 1}, {"max_steps": 7}, {"max_epochs": 2, "max_steps": 3}])
+@pytest.mark.parametrize("monitor", [None, "train_loss"])
+def test_save_top_k_of_0_saves_nothing_where_a_run_ends_within_an_epoch(
+    settings: dict[str, Any], monitor: str | None, tmp_path: Path
+):
+    callback = ModelCheckpoint(tmp_path / "none", save_top_k=0, monitor=monitor)
+    quiet(enable_checkpointing=True, default_root_dir=tmp_path, callbacks=callback, **settings).fit(
+        LoggingToy(), loader(15, 3)
+    )
+    assert (callback.last_model_path, list((tmp_path / "none").glob("step-*"))) == ("", [])
+
+
 class Scored(Toy):
     """Logs the given score after each epoch's validation."""
 

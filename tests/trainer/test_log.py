@@ -563,6 +563,10 @@ def test_two_names_that_are_one_with_their_endings_are_refused(tmp_path: Any, fi
         ("predict_step", {}, UsageError, "predict"),
         ("on_train_epoch_end", {"on_step": True}, LogError, "there is no step here"),
         ("training_step", {"on_step": False, "on_epoch": False}, LogError, "is not useful"),
+        ("training_step", {"on_step": False}, LogError, r"in training_step logs nothing.*Add on_epoch=True"),
+        ("on_train_batch_end", {"on_step": False}, LogError, "in on_train_batch_end logs nothing"),
+        ("validation_step", {"on_epoch": False}, LogError, r"in validation_step logs nothing.*Add on_step=True"),
+        ("on_validation_epoch_end", {"on_epoch": False}, LogError, "logs nothing: leave on_epoch out"),
         ("training_step", {"reduce_fx": "median", "on_epoch": True}, LogError, "use 'mean', 'sum', 'min' or 'max'"),
     ],
 )

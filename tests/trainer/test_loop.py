@@ -293,6 +293,36 @@ def test_when_validation_runs_on_unsized_data():
         validations(stream(), val_check_interval=0.5)
 
 
+class Claiming(Stream):
+    def __init__(self, length: int, claimed: int) -> None:
+        super().__init__(length)
+        self.claimed = claimed
+
+    def __len__(self) -> int:
+        return self.claimed
+
+
+@pytest.mark.parametrize(
+    ("length", "claimed", "settings", "expected"),
+    [
+        (7, 10, {"val_check_interval": 0.5}, [(0, 5), (0, 7), (1, 5), (1, 7)]),
+        (5, 10, {"val_check_interval": 0.5}, [(0, 5), (1, 5)]),
+        (3, 10, {"val_check_interval": 8}, [(0, 3), (1, 3)]),
+        (7, 10, {"val_check_interval": 0.5, "accumulate_grad_batches": 3}, [(0, 6), (0, 7), (1, 6), (1, 7)]),
+        (7, 10, {"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, [(1, 5), (1, 7)]),
+        (7, 9, {"val_check_interval": 5}, [(0, 5), (1, 5)]),
+        (10, 4, {"val_check_interval": 0.5}, [(epoch, batch) for epoch in (0, 1) for batch in (2, 4, 6, 8, 10)]),
+        (3, 10, {"val_check_interval": 4, "check_val_every_n_epoch": None}, [(1, 1)]),
+        (7, 10, {"val_check_interval": 0.5, "max_steps": 6}, [(0, 5)]),
+    ],
+)
+def test_data_that_ends_before_a_planned_validation_validates_at_its_end(
+    length: int, claimed: int, settings: dict[str, Any], expected: list[tuple[int, int]]
+):
+    data = DataLoader(Claiming(length, claimed), 1)
+    assert validations(data, **{"max_epochs": 2, **settings}) == expected
+
+
 def test_validation_by_time():
     at = validations(val_check_interval=timedelta(microseconds=1), trigger_every=1)
     assert at[0] == (0, 2)
@@ -427,6 +457,28 @@ def test_barebones_runs_nothing_but_the_loop(tmp_path: Any):
     assert trainer.callback_metrics == {}
     assert trainer.callbacks == []
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 0}, {"limit_train_batches": 0.0, "limit_val_batches": 0}])
+def test_overfit_batches_stands_in_place_of_limits_of_zero(limits: dict[str, Any]):
+    seen = Validations()
+    with pytest.warns(UserWarning, match="has no effect"):
+        trainer = quiet(max_epochs=2, overfit_batches=2, callbacks=seen, num_sanity_val_steps=0, **limits)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert (trainer.global_step, seen.at) == (4, [(0, 2), (1, 2)])
+
+
+@pytest.mark.parametrize("settings", [{"val_check_interval": 5}, {"val_check_interval": 0.5, "limit_val_batches": 1}])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_interval_that_does_not_fit_the_data_is_refused_before_the_first_step(settings: dict[str, Any], every: int):
+    data = stream() if settings["val_check_interval"] == 0.5 else loader()
+    trainer = quiet(max_epochs=4, check_val_every_n_epoch=every, **settings)
+    with pytest.raises(SettingError, match="val_check_interval"):
+        trainer.fit(Toy(), data, loader(3))
+    assert trainer.global_step == 0
+    trainer.limit_val_batches = 0  # nothing validates
+    trainer.fit(Toy(), data, loader(3))
+    assert trainer.global_step == 16
 
 
 def test_overfit_batches_repeats_the_same_batches_in_order():

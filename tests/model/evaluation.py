@@ -1,0 +1,104 @@
+"""Validation within a fit: when it is due, and what it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.model.data import Batch
+from tests.model.logs import Name, mean_of
+from tests.model.trace import Refused
+
+if TYPE_CHECKING:
+    from tests.model.run import Run, Settings
+
+
+class Plan:
+    """When validations run.
+
+    Args:
+        settings: the Trainer's.
+        expected: training batches that an epoch should have; None where that is not known.
+
+    Attributes:
+        every: training batches from one validation to the next; None: validate once, at the epoch's end.
+    """
+
+    def __init__(self, settings: Settings, expected: int | None) -> None:
+        interval, self.epochs = settings.val_check_interval, settings.check_val_every_n_epoch
+        self.expected = expected
+        self.every: int | None = None
+        if isinstance(interval, int):
+            self.every = interval
+            if self.epochs is not None and expected is not None and interval > expected:
+                raise Refused("SettingError", "val_check_interval is longer than an epoch", early=True)
+        elif interval != 1.0:
+            if expected is None:
+                raise Refused("SettingError", "val_check_interval is a fraction of an unknown length", early=True)
+            self.every = max(1, int(expected * interval))
+
+    def in_epoch(self, epoch: int) -> bool:
+        """Return whether an epoch validates: every one whose number, counted from 1, divides by the setting."""
+        return self.epochs is None or (epoch + 1) % self.epochs == 0
+
+    def due_after_window(self, epoch: int, before: int, begin: int, end: int) -> bool:
+        """Return whether a validation runs after an optimizer window.
+
+        One is due after every `every` batches. If the window has not ended there, the validation waits for its end.
+
+        Args:
+            epoch: the window's epoch.
+            before: batches of earlier epochs, which count only with `check_val_every_n_epoch=None`.
+            begin: batches of the epoch before the window.
+            end: batches of the epoch after the window.
+        """
+        if self.every is None or not self.in_epoch(epoch):
+            return False
+        if self.epochs is not None:
+            before = 0
+        return (before + end) // self.every > (before + begin) // self.every
+
+    def due_at_epoch_end(self, epoch: int, batches: int) -> bool:
+        """Return whether a validation waits for the end of an epoch that had so many batches.
+
+        By default it does. It does too where the data ends before a batch that a validation was planned after.
+        """
+        if not self.in_epoch(epoch):
+            return False
+        if self.every is None:
+            return True
+        if self.epochs is None or self.expected is None:
+            return False
+        return batches // self.every < self.expected // self.every
+
+
+def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
+    """Run one validation, or the sanity check, whose values are forgotten at its end."""
+    logged = {
+        "val": Name("val", on_step=False, on_epoch=True),
+        **({} if run.case.val_log is None else {"val_seen": Name.of("val_seen", run.case.val_log, training=False)}),
+    }
+    if not sanity:
+        run.module("on_validation_model_zero_grad")
+    run.module("on_validation_model_eval")
+    run.both("on_validation_start")
+    run.both("on_validation_epoch_start")
+    for batch_idx, batch in enumerate(batches):
+        run.transfer(batch)
+        run.both("on_validation_batch_start", batch, batch_idx)
+        run.module("validation_step", batch, batch_idx)
+        logged["val"].add(batch, run.case.values[run.validations % len(run.case.values)])
+        if "val_seen" in logged:
+            logged["val_seen"].add(batch, mean_of(batch))
+        run.both("on_validation_batch_end", batch, batch_idx)
+    if batches:
+        run.show_epoch_values(logged.values())
+    run.both("on_validation_epoch_end")
+    if batches and not sanity:
+        run.send({name.epoch_name: name.epoch_value() for name in logged.values()})
+        run.validations += 1
+    run.both("on_validation_end")
+    if run.saver is not None and not sanity:
+        run.saver.after_validation(run)
+    if sanity:
+        run.metrics.clear()
+    run.module("on_validation_model_train")

@@ -1,0 +1,337 @@
+"""A fit from its start to its end: settings, hooks in their order, epochs, optimizer windows, and why it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.model.checkpoints import Checkpoints, Saver
+from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
+from tests.model.evaluation import Plan, evaluate
+from tests.model.logs import Log, Name, mean_of
+from tests.model.optimization import Rate, Scheduler, sample_weights
+from tests.model.trace import Event, Refused, rounded
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the Trainer, with its names and defaults."""
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    accumulate_grad_batches: int = 1
+    log_every_n_steps: int = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: the settings, the data, and what happens.
+
+    Attributes:
+        settings: the Trainer's.
+        train: the training data.
+        val: the validation data; None: there is none.
+        scheduler: or None.
+        stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
+        values: what the validations log as "val", one after the other, and again from the first.
+        log: what `training_step` logs as "seen"; None: nothing.
+        val_log: what `validation_step` logs as "val_seen", in epoch values.
+        checkpoints: of a ModelCheckpoint; None: there is none.
+        watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    train: Data = field(default_factory=lambda: Data(4))
+    val: Data | None = None
+    scheduler: Scheduler | None = None
+    stop_at: int | None = None
+    values: tuple[float, ...] = (1.0,)
+    log: Log | None = None
+    val_log: Log | None = None
+    checkpoints: Checkpoints | None = None
+    watch: str = "all"
+
+
+LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
+"""The hooks in which the callback looks which checkpoints are there."""
+
+
+def run(case: Case, order: Order | None = None) -> list[Event]:
+    """Return all that is seen of a fit.
+
+    Args:
+        case: the run.
+        order: the order of the training samples where they are shuffled. It is drawn; here it is given.
+    """
+    it = Run(case, order or case.train.in_sequence)
+    it.saver = None if case.checkpoints is None else Saver(case.checkpoints)
+    try:
+        it.fit()
+    except Refused as refused:
+        it.callback("on_exception", refused.kind)
+        it.both("teardown", "fit")
+        it.note("-", "error", refused.kind, refused.early)
+    return it.events
+
+
+@dataclass
+class Run:
+    """The state of a fit, and what it does."""
+
+    case: Case
+    order: Order
+    events: list[Event] = field(default_factory=list)
+    epoch: int = 0  # the present one
+    epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
+    epochs_done: int = 0  # that came to their end
+    step: int = 0
+    batches_before: int = 0  # of earlier epochs
+    validated: bool = False  # since the last optimizer step
+    validations: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    saver: Saver | None = None
+    logged: Name | None = None  # what this epoch's training steps have logged
+    asked_to_stop: bool = False
+    noted: bool = False  # the last window's end has noted the wish to stop
+    agreed: bool = False  # the loop knows of the wish
+
+    # ---- events
+
+    def note(self, owner: str, name: str, *args: Any) -> None:
+        self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
+
+    def callback(self, hook: str, *args: Any) -> None:
+        self.note("C", hook, *args)
+
+        if hook in LOOKS and self.saver is not None:
+            self.note("D", "disk", tuple(one.step for one in self.saver.kept), self.saver.best, self.saver.last)
+
+    def module(self, hook: str, *args: Any) -> None:
+        self.note("M", hook, *args)
+
+    def both(self, hook: str, *args: Any) -> None:
+        """Call a hook that callbacks and modules have: the callback's comes first."""
+        self.callback(hook, *args)
+        self.module(hook, *args)
+
+    def transfer(self, batch: Batch) -> None:
+        self.module("on_before_batch_transfer", batch)
+        self.module("transfer_batch_to_device", batch)
+        self.module("on_after_batch_transfer", batch)
+
+    # ---- logs
+
+    def log_training(self, batch: Batch) -> None:
+        """Log a training step's value. A step value shows at once, an epoch value when the epoch ends."""
+        if self.case.log is None:
+            return
+        if self.logged is None:
+            self.logged = Name.of("seen", self.case.log, training=True)
+        self.logged.add(batch, mean_of(batch))
+        if self.logged.on_step:
+            self.metrics[self.logged.step_name] = mean_of(batch)
+
+    def send_step_values(self) -> None:
+        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps."""
+        every = self.case.settings.log_every_n_steps
+        if every and self.step % every == 0 and self.logged is not None and self.logged.on_step:
+            self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
+
+    def show_epoch_values(self, names: Iterable[Name]) -> None:
+        """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
+        for name in names:
+            self.metrics[name.name] = self.metrics[name.epoch_name] = name.epoch_value()
+
+    def send(self, values: dict[str, float]) -> None:
+        """Send a row to the loggers: the values and the epoch, at the present step."""
+        self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
+
+    # ---- the whole
+
+    def fit(self) -> None:
+        self.resolve()
+        self.module("configure_callbacks")
+        self.module("prepare_data")
+        self.both("setup", "fit")
+        self.module("configure_model")
+        self.module("configure_optimizers")
+        self.both("on_fit_start")
+        self.sanity_check()
+        self.both("on_train_start")
+        while not self.is_finished():
+            self.train_epoch()
+        self.both("on_train_end")
+        if self.saver is not None:
+            self.saver.after_training(self)
+        self.both("on_fit_end")
+        self.both("teardown", "fit")
+
+    def resolve(self) -> None:
+        """Find out how long everything is; refuse settings that do not fit each other or the data."""
+        s, train, val = self.case.settings, self.case.train, self.case.val
+        without_epochs = 1000 if s.max_steps == -1 else -1
+        self.max_epochs = without_epochs if s.max_epochs is None else s.max_epochs
+        if s.min_epochs is not None and self.max_epochs != -1 and s.min_epochs > self.max_epochs:
+            raise Refused("SettingError", "min_epochs is more than max_epochs", early=True)
+        if s.min_steps is not None and s.max_steps != -1 and s.min_steps > s.max_steps:
+            raise Refused("SettingError", "min_steps is more than max_steps", early=True)
+        if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
+            raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
+        # overfit_batches stands in place of both limits.
+        limit = s.overfit_batches or s.limit_train_batches
+        self.trains = limit != 0
+        self.limit = limit_in_batches(limit, train, "limit_train_batches")
+        if train.length == 0 and self.trains:
+            raise Refused("DataError", "the training data says that it has no batch", early=True)
+        self.val_batches: list[Batch] | None = None
+        val_limit = s.overfit_batches or s.limit_val_batches
+        if val is not None and val_limit != 0:
+            limit = limit_in_batches(val_limit, val, "limit_val_batches")
+            self.val_batches = val.batches(val.in_sequence())[:limit]
+            if self.trains:
+                self.plan = Plan(s, expected_batches(train, self.limit))
+        self.rate = Rate(self.case.scheduler)
+
+    def sanity_check(self) -> None:
+        """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
+        steps = self.case.settings.num_sanity_val_steps
+        if self.val_batches is None or steps == 0:
+            return
+        self.callback("on_sanity_check_start")
+        evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
+        self.callback("on_sanity_check_end")
+
+    # ---- the end
+
+    def is_finished(self) -> bool:
+        s = self.case.settings
+        if s.max_steps != -1 and self.step >= s.max_steps:
+            return True
+        if self.max_epochs != -1 and self.epochs_done >= self.max_epochs:
+            return True
+        return not self.trains or self.is_stopping()
+
+    def is_stopping(self) -> bool:
+        """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
+        s = self.case.settings
+        return self.agreed and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+
+    def agree_at_window_end(self) -> None:
+        """Agree on what was asked for when the last window ended, as with `Trainer(trigger_every=1)`."""
+        self.agreed = self.agreed or self.noted
+        self.noted = self.asked_to_stop
+
+    def agree_now(self) -> None:
+        """Agree on all that was asked for, as at the end of a validation and of an epoch."""
+        self.agreed = self.agreed or self.asked_to_stop
+
+    # ---- epochs
+
+    def train_epoch(self) -> None:
+        s, train = self.case.settings, self.case.train
+        # overfit_batches takes the data in sequence.
+        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
+        batches = train.batches(order(self.epoch))[: self.limit]
+        self.both("on_train_epoch_start")
+        if not batches:
+            raise Refused("DataError", "the epoch had no batch")
+        complete, end = True, 0
+        for begin in range(0, len(batches), s.accumulate_grad_batches):
+            window = batches[begin : begin + s.accumulate_grad_batches]
+            end = begin + len(window)
+            due = self.val_batches is not None and self.plan.due_after_window(
+                self.epoch, self.batches_before, begin, end
+            )
+            self.train_window(begin, window)
+            if self.saver is not None:
+                self.saver.after_window(self, due or self.is_due_at_epoch_end(end, len(batches)))
+            self.send_step_values()
+            if due:
+                self.validate()
+            self.agree_at_window_end()
+            if self.step == s.max_steps or self.is_stopping():
+                complete = end == len(batches)
+                break
+        self.end_epoch(complete, end)
+        self.batches_before += end
+
+    def plan_at_end(self, end: int, batches: int) -> bool:
+        """Return whether this batch is the epoch's last, and a validation waits for it."""
+        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+
+    def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
+        """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
+        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+
+    def train_window(self, begin: int, window: list[Batch]) -> None:
+        """Train on the batches of one optimizer step."""
+        for place, batch in enumerate(window):
+            batch_idx = begin + place
+            self.transfer(batch)
+            self.both("on_train_batch_start", batch, batch_idx)
+            self.module("training_step", batch, batch_idx)
+            self.log_training(batch)
+            if place == 0:
+                self.both("on_before_zero_grad")
+                self.module("optimizer_zero_grad", self.epoch, batch_idx)
+            self.both("on_before_backward")
+            self.module("backward")
+            self.both("on_after_backward")
+            if place == len(window) - 1:
+                self.step_optimizer(batch_idx, window)
+            self.callback("on_train_batch_end", batch, batch_idx)
+            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+            self.module("on_train_batch_end", batch, batch_idx)
+
+    def step_optimizer(self, batch_idx: int, window: list[Batch]) -> None:
+        self.both("on_before_optimizer_step")
+        self.module("configure_gradient_clipping")
+        self.note("O", "step", sample_weights(window), self.rate.now)
+        self.module("optimizer_step", self.epoch, batch_idx)
+        self.step += 1
+        self.validated = False
+        self.step_scheduler("step", self.step)
+
+    def step_scheduler(self, interval: str, count: int) -> None:
+        args = self.rate.step_after(interval, count, self.metrics)
+        if args is not None:
+            self.module("lr_scheduler_step", *args)
+
+    def validate(self) -> None:
+        assert self.val_batches is not None
+        evaluate(self, self.val_batches, sanity=False)
+        self.validated = True
+        self.agree_now()
+
+    def end_epoch(self, complete: bool, batches: int) -> None:
+        """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
+        if self.val_batches is not None and not self.validated:
+            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            if due:
+                self.validate()
+        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
+        self.show_epoch_values(names)
+        self.both("on_train_epoch_end")
+        if names:
+            self.send({name.epoch_name: name.epoch_value() for name in names})
+        self.logged = None
+        if complete:
+            self.step_scheduler("epoch", self.epoch + 1)
+            self.epochs_done += 1
+        if self.saver is not None:
+            if complete:
+                self.saver.after_epoch(self)
+            else:
+                self.saver.after_cut_epoch(self)
+        self.epochs_seen += 1
+        self.epoch += 1
+        self.agree_now()

@@ -1,0 +1,49 @@
+"""What is seen of a run: events in their order, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Event(NamedTuple):
+    """One thing that a run does.
+
+    Attributes:
+        owner: "C" a callback, "M" the module, "O" the optimizer, "L" the loggers, "D" the disk, "S" a checkpoint of the
+            newest state, "-" the run itself.
+        name: of the hook or method; "error" for what ends the run.
+        args: batches as tuples of sample numbers, indices, rates, metrics; of an error the class's name.
+        step: `trainer.global_step` at that moment: optimizer steps that are done.
+        epoch: `trainer.current_epoch` at that moment.
+        metrics: `trainer.callback_metrics` at that moment, sorted by name.
+    """
+
+    owner: str
+    name: str
+    args: tuple[Any, ...]
+    step: int
+    epoch: int
+    metrics: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name}{self.args} at step {self.step}, epoch {self.epoch}, {dict(self.metrics)}"
+
+
+def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """Return named values so that they can be compared."""
+    return tuple((name, round(value, 3)) for name, value in sorted(values.items()))
+
+
+class Refused(Exception):
+    """An error that the run must end with.
+
+    Attributes:
+        kind: the class's name in `instep.errors`.
+        early: it comes before the first training step. Where exactly is left open.
+    """
+
+    def __init__(self, kind: str, why: str, early: bool = False) -> None:
+        super().__init__(f"{kind}: {why}")
+        self.kind = kind
+        self.early = early

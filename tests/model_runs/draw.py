@@ -1,0 +1,157 @@
+"""Draws runs. What instep is known to do differently is left out here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.model.checkpoints import Checkpoints
+from tests.model.data import Data
+from tests.model.logs import Log
+from tests.model.optimization import Scheduler
+from tests.model.run import Case, Settings
+
+FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
+
+
+def has_uneven_window(case: Case) -> bool:
+    """Return whether data that hands out no indices has a smaller last batch, and windows of several batches."""
+    train = case.train
+    smaller = train.samples % train.batch_size and not train.drop_last
+    return bool(train.kind != "map" and smaller and case.settings.accumulate_grad_batches > 1)
+
+
+def ranks_by_steps(case: Case) -> bool:
+    """Return whether checkpoints are saved by optimizer steps and ranked by a validation."""
+    given = case.checkpoints
+    return given is not None and given.monitor and given.every_n_train_steps is not None
+
+
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    "N12": has_uneven_window,
+    "N14": ranks_by_steps,
+}
+"""Defects that are open: their numbers in the list of defects, and which runs show them."""
+
+
+def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw a value in half of the runs, so that not all settings are drawn at once."""
+    return st.one_of(st.just(value), otherwise)
+
+
+def limits(data: Data | None) -> st.SearchStrategy[int | float]:
+    """Draw a limit of batches. Most of them fit the data; what is refused is drawn too."""
+    length = None if data is None else data.length
+    numbers = st.one_of(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+    if length is None:
+        return numbers if data is None else sometimes(1.0, numbers)
+    fitting = [fraction for fraction in FRACTIONS if int(length * fraction)]
+    return st.one_of(numbers, st.sampled_from(fitting or FRACTIONS), st.sampled_from(fitting or FRACTIONS))
+
+
+@st.composite
+def loaders(draw: st.DrawFn, first: int = 0) -> Data:
+    kind = draw(st.sampled_from(("map", "iterable", "list")))
+    samples = draw(
+        st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(kind == "list", 11))
+    )  # [] is no loader
+    size = draw(st.integers(1, 4))
+    drop_last = kind != "list" and draw(st.booleans())
+    claims = None
+    if kind == "iterable":
+        claims = draw(st.one_of(st.none(), st.just(samples), st.integers(1, 14)))
+    shuffle = kind == "map" and samples > 0 and not first and draw(st.booleans())
+    return Data(samples, size, drop_last, shuffle, kind, claims, first)
+
+
+@st.composite
+def settings(draw: st.DrawFn, train: Data, val: Data | None) -> Settings:
+    max_epochs = draw(st.one_of(st.integers(1, 4), st.integers(0, 4), st.none()))
+    max_steps = draw(st.integers(0, 12)) if max_epochs is None else draw(sometimes(-1, st.integers(0, 12)))
+    most_epochs = 4 if max_epochs is None else max_epochs + draw(st.sampled_from((0, 0, 0, 1)))
+    most_steps = 12 if max_steps == -1 else max_steps + draw(st.sampled_from((0, 0, 0, 1)))
+    check_every = draw(sometimes(1, st.one_of(st.integers(1, 3), st.none())))
+    train_limit = draw(sometimes(1.0, limits(train)))
+    known = [number for number in (train.length, train_limit) if isinstance(number, int)]
+    longest = max(1, min(known, default=6)) if check_every is not None else 6
+    number = st.integers(1, longest + draw(st.sampled_from((0, 0, 0, 1))))
+    fraction = st.sampled_from(FRACTIONS if check_every is not None and known else (1.0,))
+    interval = number if check_every is None and draw(st.integers(0, 9)) else st.one_of(number, fraction)
+    return Settings(
+        max_epochs=max_epochs,
+        max_steps=max_steps,
+        min_epochs=draw(sometimes(None, st.integers(0, most_epochs))),
+        min_steps=draw(sometimes(None, st.integers(0, most_steps))),
+        limit_train_batches=train_limit,
+        limit_val_batches=draw(sometimes(1.0, limits(val))),
+        overfit_batches=draw(sometimes(0.0, sometimes(0.0, sometimes(0.0, limits(train))))),
+        val_check_interval=draw(interval),
+        check_val_every_n_epoch=check_every,
+        num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
+        accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
+        log_every_n_steps=draw(st.sampled_from((50, 0, 1, 2, 3))),
+    )
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> Scheduler:
+    return Scheduler(
+        interval=draw(st.sampled_from(("epoch", "step"))),
+        frequency=draw(st.integers(1, 3)),
+        plateau=draw(st.booleans()),
+        strict=draw(st.booleans()),
+    )
+
+
+@st.composite
+def logs(draw: st.DrawFn, steps: bool = True) -> Log:
+    flags = st.sampled_from((None, None, True, True, False))
+    return Log(
+        on_step=draw(flags) if steps else None,
+        on_epoch=draw(flags) if steps else draw(st.sampled_from((None, True))),
+        reduce_fx=draw(st.sampled_from(("mean", "mean", "sum", "min", "max"))),
+    )
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoints:
+    monitor = draw(st.booleans())
+    return Checkpoints(
+        monitor=monitor,
+        mode=draw(st.sampled_from(("min", "max"))),
+        save_top_k=draw(st.sampled_from((1, 2, 3, -1, 0) if monitor else (1, 1, -1, 0))),
+        save_last=draw(st.booleans()),
+        every_n_train_steps=draw(sometimes(None, st.integers(1, 4))),
+        every_n_epochs=draw(sometimes(1, st.integers(1, 3))),
+        save_on_train_epoch_end=draw(sometimes(None, st.booleans())),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    train = draw(loaders())
+    val = draw(st.one_of(loaders(first=100), loaders(first=100), st.none()))
+    return Case(
+        settings=draw(settings(train, val)),
+        train=train,
+        val=val,
+        scheduler=draw(sometimes(None, schedulers())),
+        stop_at=draw(sometimes(None, st.integers(1, 10))),
+        values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
+        log=draw(sometimes(None, logs())),
+        val_log=draw(sometimes(None, logs(steps=False))),
+        checkpoints=draw(sometimes(None, checkpoints())),
+        watch=draw(st.sampled_from(("all", "callback", "few"))),
+    )
+
+
+def allowed(case: Case) -> bool:
+    """Return whether no defect that is known concerns a run."""
+    return not any(shows(case) for shows in KNOWN.values())
+
+
+def places() -> st.SearchStrategy[float | None]:
+    """Draw where a run is broken off, as a part of its training; None in half of the runs."""
+    return st.one_of(st.none(), st.integers(0, 20).map(lambda number: number / 20))

@@ -1,0 +1,117 @@
+"""Runs that instep and the model of a run must agree on: some chosen ones, and a hundred drawn ones."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+
+import tests.model
+from tests.model.checkpoints import Checkpoints
+from tests.model.data import Data
+from tests.model.logs import Log
+from tests.model.optimization import Scheduler
+from tests.model.run import Case, Settings
+from tests.model_runs import compare
+from tests.model_runs.compare import difference, difference_after_a_break, differences, script
+from tests.model_runs.draw import allowed, cases, places
+from tests.model_runs.record import record
+
+VAL = Data(3, 2, first=100)
+CHOSEN = {
+    "as by default": Case(Settings(max_epochs=2), Data(5, 2), VAL),
+    "a short last window": Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(5, 1)),
+    "validations wait for windows": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2, val_check_interval=3), Data(7, 1), VAL
+    ),
+    "validations across epochs": Case(
+        Settings(max_epochs=3, val_check_interval=4, check_val_every_n_epoch=None), Data(3, 1), VAL
+    ),
+    "max_steps within an epoch": Case(Settings(max_steps=4), Data(3, 1), VAL, Scheduler("epoch")),
+    "a stop that waits": Case(Settings(max_epochs=3, min_steps=5), Data(4, 1), VAL, stop_at=1),
+    "a stop within an epoch": Case(Settings(max_epochs=3), Data(9, 1), VAL, Scheduler("step", 2), stop_at=4),
+    "data without a length": Case(Settings(max_epochs=2), Data(5, 2, kind="iterable"), VAL),
+    "data that claims too little": Case(Settings(max_epochs=2), Data(5, 1, kind="iterable", claims=2), VAL),
+    "a fraction of an unknown length": Case(Settings(limit_train_batches=0.5), Data(4, kind="iterable")),
+    "no batch at all": Case(Settings(max_epochs=1), Data(0, kind="iterable")),
+    "plateau": Case(Settings(max_epochs=5), Data(2), VAL, Scheduler("epoch", plateau=True), values=(2.0, 3.0, 1.0)),
+    "saves by steps": Case(
+        Settings(max_steps=7), Data(5, 1), checkpoints=Checkpoints(every_n_train_steps=2, save_top_k=-1)
+    ),
+    "the two best": Case(
+        Settings(max_epochs=5),
+        Data(2),
+        VAL,
+        checkpoints=Checkpoints(monitor=True, save_top_k=2),
+        values=(2.0, 3.0, 1.0, 2.0),
+    ),
+    "the best and the newest": Case(
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor=True, save_last=True), values=(1.0, 2.0)
+    ),
+    "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
+    "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("watch", ["all", "few"])
+def test_a_chosen_run_is_as_the_model_says(name: str, watch: str) -> None:
+    case = CHOSEN[name]
+    assert difference(Case(**{**vars(case), "watch": watch})) is None
+
+
+@pytest.mark.parametrize("place", [0.0, 0.35, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "checkpoints",
+    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor=True, save_on_train_epoch_end=False)],
+    ids=["epochs", "steps", "validations"],
+)
+def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkpoints, place: float) -> None:
+    settings = Settings(max_epochs=3, log_every_n_steps=1, accumulate_grad_batches=2)
+    case = Case(settings, Data(7, 2, shuffle=True), VAL, Scheduler("step"), values=(1.0, 3.0, 2.0))
+    case = Case(**{**vars(case), "log": Log(on_epoch=True), "checkpoints": checkpoints})
+    found = difference_after_a_break(case, place)
+    assert found is None, found
+
+
+@settings(
+    max_examples=100,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+)
+@given(cases(), places())
+def test_a_drawn_run_is_as_the_model_says(case: Case, place: float | None) -> None:
+    assume(allowed(case))
+    found = differences(case, place)
+    assert found is None, found
+
+
+def test_the_model_is_plain_python() -> None:
+    allowed_modules = {"__future__", "collections", "dataclasses", "typing", "tests"}
+    for path in Path(tests.model.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert (name or "").split(".")[0] in allowed_modules, f"{path.name} imports {name}"
+                assert not (name or "").startswith("tests.") or (name or "").startswith("tests.model."), name
+
+
+def test_a_script_that_shows_a_difference_is_short() -> None:
+    for case in CHOSEN.values():
+        text = script(case)
+        compile(text, "script", "exec")
+        assert len(text.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"accumulate_grad_batches": 3}, {"val_check_interval": 1}, {"max_epochs": 3}, {"num_sanity_val_steps": 0}],
+)
+def test_a_program_that_differs_is_found(change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    meant = Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(5, 2), VAL)
+    other = Case(Settings(**{**vars(meant.settings), **change}), meant.train, meant.val)
+    monkeypatch.setattr(compare, "record", lambda case, folder: record(other, folder))
+    assert difference(meant) is not None
