@@ -23,12 +23,12 @@ from tests.helpers.object_store import Bucket
 from tests.helpers.spawn import HANG_S, start_command
 
 HOLD = """
-import sys
+import signal, sys
 from pathlib import Path
 from instep.checkpoint.lease import Lease
 held = Lease.take(Path(sys.argv[1]), "another run", interval_s=0.02)
 print(held.number, flush=True)
-sys.stdin.readline()
+signal.pause()
 """
 OWN = """
 import signal, sys
@@ -341,7 +341,7 @@ def test_the_counter_goes_on_after_the_folder_was_away(tmp_path: Path) -> None:
 
 
 def test_the_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    code = HOLD.replace("sys.stdin.readline()", "")
+    code = HOLD.replace("signal.pause()", "")
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=HANG_S, stdout=subprocess.DEVNULL)
     Lease.take(tmp_path, "next").release()
 
