@@ -206,10 +206,6 @@ class CapturedStep:
         rank_zero_info("cuda_graphs: the step is recorded; from here on it is replayed.")
         return True
 
-    def forget(self) -> None:
-        """Record anew for the next batch: the device's generator may be another one now."""
-        self._replay = None
-
     def _check_entries(self) -> None:
         for name, value, *_ in self._entries:
             if not isinstance(value, Tensor) or value.device.type != self._device.type:
@@ -283,8 +279,6 @@ class CapturedOptimizer:
             _, self._replay = self._step.recorder.capture(self._plain)
         except (NotCapturable, RuntimeError) as error:
             self._replay, self._given_up = None, True
-            if isinstance(error, RuntimeError):
-                self._step.forget()
             warn_user(runs_without(self._optimizer, _reason(error)))
             return False
         return True

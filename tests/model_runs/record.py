@@ -26,17 +26,11 @@ from tests.model.data import Data
 from tests.model.optimization import RATE
 from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, rounded
+from tests.trainer.recorder import OPTIMIZATION
 
 SEED = 7
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
 _FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
-_OPTIMIZATION = (
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "backward",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-)
 _STEPS = ("training_step", "validation_step")
 _NO_ARGUMENTS = ("on_before_backward", "backward", "configure_gradient_clipping")
 
@@ -49,7 +43,7 @@ def callback_hooks(watch: str) -> tuple[str, ...]:
 def module_hooks(watch: str) -> tuple[str, ...]:
     """Return the module's methods that are recorded."""
     own = [name for name in vars(ModuleHooks) if not name.startswith("_") and not name.endswith("_dataloader")]
-    all_of_them = [name for name in (*own, *_OPTIMIZATION) if name not in _UNSEEN]
+    all_of_them = [name for name in (*own, *OPTIMIZATION) if name not in _UNSEEN]
     return (*_STEPS, "configure_optimizers", *(all_of_them if watch == "all" else ()))
 
 

@@ -15,14 +15,14 @@ Call = tuple[str, str]
 """Whose hook (C: callback, M: module, D: datamodule) and its name."""
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers")
-_OPTIMIZATION = (
+OPTIMIZATION = (
     "optimizer_step",
     "optimizer_zero_grad",
     "backward",
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
-_MODULE_HOOKS = (*(name for name in vars(ModuleHooks) if not name.startswith("_")), *_STEPS, *_OPTIMIZATION)
+_MODULE_HOOKS = (*(name for name in vars(ModuleHooks) if not name.startswith("_")), *_STEPS, *OPTIMIZATION)
 _DATA_HOOKS = ("prepare_data", "setup", "teardown")
 
 
