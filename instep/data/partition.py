@@ -41,7 +41,8 @@ class Splitter:
 
     def __init__(self, columns: bool = False) -> None:
         self._columns = columns
-        self._known: dict[tuple[Any, ...], bool] = {}  # by place in the structure: columns, as seen beyond doubt
+        # By place in the structure, as seen beyond doubt: columns, samples, or None where a list has nothing by sample.
+        self._known: dict[tuple[Any, ...], bool | None] = {}
 
     def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:
         """Return samples in a batch; None when it has neither a tensor nor a list.
@@ -137,7 +138,14 @@ class Splitter:
         """Return whether a list's items are columns, not samples; None: it has nothing by sample."""
         common, tensors = _common(data)
         columns, samples = common is not None and rows in common, len(data) == rows
+        if not tensors and self._known.get(place, False) is None:
+            return None  # in a smaller batch it can have as many items as the batch has samples, by chance
         if not columns and not samples:
+            if not tensors and self._known.setdefault(place) is not None:
+                raise DataError(
+                    f"rank 0 splits its batches over the ranks, but a {type(data).__name__} had an item for each "
+                    f"sample before, and has {len(data)} items in a batch of {rows} samples. {_ADVICE}"
+                )
             return True if tensors else None
         if columns != samples:
             self._known[place] = columns

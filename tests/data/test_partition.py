@@ -85,3 +85,24 @@ def test_a_short_batch_is_read_as_the_full_ones_before() -> None:
         batch = (images(count), tuple(range(count)))
         assert splitter.count(batch, 4, exact) == count
         assert plain(splitter.part(batch, count, 1, 2)) == plain((images(2)[1:], (1,)))
+
+
+LISTS = {"texts": ["de", "en"], "numbers": [3, 4], "pairs of texts": [("a", "b"), ("c", "d")], "a tuple": ("de", "en")}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_was_no_column_is_left_whole_in_a_batch_of_its_length(name: str) -> None:
+    splitter, note = Splitter(), LISTS[name]
+    for count in (4, 3, 2):
+        batch = {"x": tensor(count), "all": {"plain": note, "deeper": {"of": note}}}
+        assert splitter.part(batch, splitter.count(batch, 4), 1, count)["all"] == {
+            "plain": note,
+            "deeper": {"of": note},
+        }
+
+
+def test_a_list_that_was_a_column_and_is_none_later_is_refused() -> None:
+    splitter = Splitter()
+    splitter.part({"x": tensor(2), "languages": ["de", "en"]}, 2, 0, 1)
+    with pytest.raises(DataError, match="a list had an item for each sample before, and has 2"):
+        splitter.part({"x": tensor(1), "languages": ["de", "en"]}, 1, 0, 1)
