@@ -274,6 +274,7 @@ class PreparedRun:
                 rank=self.main_strategy.data_rank,
                 world_size=self.main_strategy.data_world_size,
                 seed=self.seed,
+                use_distributed_sampler=config.use_distributed_sampler,
                 device=device,
                 split_batches=config.split_batches,
                 dispatch=config.dispatch_batches,

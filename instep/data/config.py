@@ -86,6 +86,7 @@ class DataLoaderConfiguration:
             count. False: such a rank ends earlier, as `join_uneven_inputs` allows.
         data_seed: what shuffling is derived from; None: the seed of the run.
         non_blocking: do not wait for copies from pinned memory to the device.
+        use_distributed_sampler: False: the ranks' data differ already, and each rank reads all of its own.
         use_stateful_dataloader: read iterable data through torchdata's StatefulDataLoader, which resumes without
             reading again. Map-style data resumes by arithmetic, with or without.
         restore_position: where a loader goes on after `load_state`, when K batches of its epoch are done. "auto": at
@@ -106,6 +107,7 @@ class DataLoaderConfiguration:
     data_seed: Annotated[int | None, Check(is_int, "an integer, or None", int)] = None
     non_blocking: Annotated[bool, FLAG] = False
     use_stateful_dataloader: Annotated[bool, FLAG] = False
+    use_distributed_sampler: Annotated[bool, FLAG] = True
     restore_position: Annotated[bool | Literal["auto"], _RESTORE] = "auto"
 
     def __post_init__(self) -> None:

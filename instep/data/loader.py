@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader, described
 from instep.data.config import resolve_limit
-from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed
+from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed, order_digest
 from instep.data.index import IndexLoader, rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
 from instep.distributed import gather_object
@@ -299,6 +299,7 @@ def _by_index(
     items = _index_source(loader)
     given = generators(items)
     mine = {
+        "samples": _chosen(loader.dataset) if wanted.shard.world_size > 1 else None,
         "length": len(items.sampler) if isinstance(sampler, ShardedBatchSampler) else len(items),
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
@@ -430,12 +431,24 @@ def _check_alike(everyone: list[dict[str, Any]]) -> None:
     """Check that each rank holds the same data set and settings, or samples would be repeated and lost."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
-            if key != "generator" and value != everyone[0][key]:
-                raise DataError(
-                    f"the loader's {key} is {value} on rank {rank} but {everyone[0][key]} on rank 0. Every rank must "
-                    "build the same data set and loader; if each holds a part of its own, set "
-                    "use_distributed_sampler=False"
-                )
+            if key == "generator" or value == everyone[0][key]:
+                continue
+            differs = f"{key} is {value} on rank {rank} but {everyone[0][key]} on rank 0"
+            if key == "samples":
+                differs = f"Subset has other samples on rank {rank} than on rank 0"
+            raise DataError(
+                f"the loader's {differs}. Every rank must build the same data set and loader (give random_split a "
+                "generator with a seed); if each rank holds a part of its own, set use_distributed_sampler=False"
+            )
+
+
+def _chosen(dataset: Any) -> str | None:
+    """Return a digest of the indices that a `Subset` takes; None for other data."""
+    chosen = []
+    while isinstance(dataset, Subset):
+        chosen.append(order_digest(torch.as_tensor(dataset.indices)))
+        dataset = dataset.dataset
+    return " ".join(chosen) or None
 
 
 def _is_plain_order(sampler: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, random_split
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
 from instep.data.plan import rank_weight, window_scale
@@ -226,13 +226,33 @@ def _refused() -> list[str]:
     with pytest.raises(DataError) as caught:
         run(source)
     errors.append(str(caught.value))
+    for own in (
+        Subset(Numbers(8), range(rank(), 8, 2)),
+        *random_split(Numbers(8), [4, 4], _unlike()),
+        Subset(_mine(), [1]),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare_loader(DataLoader(own), rank=rank(), world_size=2)
+        errors.append(str(caught.value))
+        kept = prepare_loader(DataLoader(own), rank=rank(), world_size=2, use_distributed_sampler=False)
+        assert [batch.tolist() for batch in kept] == [[item] for item in own]
     return errors
+
+
+def _unlike() -> torch.Generator:
+    return torch.Generator().manual_seed(rank())
+
+
+def _mine() -> Any:
+    return Subset(Numbers(8), torch.tensor([rank(), 2 + rank()]))
 
 
 def test_what_must_be_alike_is_checked() -> None:
     for errors in run_ranks(_refused, 2):
         assert "length is 6 on rank 1 but 5 on rank 0" in errors[0]
         assert "OwnRandom gives rank 1 another order" in errors[1]
+        assert all("Subset has other samples on rank 1 than on rank 0" in error for error in errors[2:])
+        assert len(errors) == 6
 
 
 def _generator() -> list[int]:
