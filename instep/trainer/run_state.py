@@ -5,11 +5,16 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
@@ -24,6 +29,7 @@ from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states, metric_room
 from instep.trainer.run_folder import own_folders
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
+from instep.types import Stateful
 from instep.utils.hparams import plain_values
 from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
@@ -313,12 +319,43 @@ def dry_run(ctx: RunContext) -> None:
     """
     with together(_COLLECTING):
         state = collect(ctx)
+    if ctx.rank == 0 and not is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks):
+        _warn_of_unsaved(ctx)
     with together("checking that the run can be saved"):
         try:
             state.check()
         except UnsavableStateError as error:
             hint = " Leave it out: self.save_hyperparameters(ignore=[...])." if "hyper_parameters" in str(error) else ""
             raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from None
+
+
+def _warn_of_unsaved(ctx: RunContext) -> None:
+    """Warn of optimizers, schedulers, generators and the like that hang on the module, and that no checkpoint holds."""
+    saved = {id(held) for held in (*ctx.optimizers, *(config.scheduler for config in ctx.schedulers))}
+    saved |= {id(getattr(held, "optimizer", None)) for held in ctx.wrapped_optimizers}
+    for owner, module in ctx.module.named_modules():
+        for name, value in vars(module).items():
+            items = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            for item in items:
+                if id(item) not in saved and _has_state(item):
+                    warn_user(
+                        f"no checkpoint holds the {type(item).__name__} in {type(ctx.module).__name__}."
+                        f"{f'{owner}.' if owner else ''}{name}, so a resumed run begins with a new one. Return it from "
+                        "configure_optimizers, or keep its state in on_save_checkpoint and on_load_checkpoint"
+                    )
+
+
+def _has_state(item: Any) -> bool:
+    """Return whether an object has a state that changes in training, and is no module, whose state is saved."""
+    if isinstance(item, (torch.Generator, random.Random, LRScheduler)):
+        return True
+    if type(item).__module__.startswith("numpy.random"):
+        return hasattr(item, "random")
+    saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")  # loaders, with the data
+    ours = any(base.__module__.partition(".")[0] == "instep" for base in type(item).__mro__)
+    return not saved_elsewhere and not ours and isinstance(item, Stateful)
 
 
 def check_resume(resume: Any, ckpt_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,44 @@ def test_what_an_exception_left_is_saved_beside_the_others_and_not_resumed_by_au
     module = Toy()
     fit(tmp_path, module=module, callbacks=[saver()], max_epochs=2, ckpt_path=found[0].path)
     assert len(module.seen) == 2, "from step 6 on, by its path"
+
+
+class Keeps(Toy):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        by_hand = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        kept = {
+            "StepLR": by_hand,
+            "Adam": torch.optim.Adam(self.parameters()),
+            "GradScaler": torch.amp.GradScaler("cpu"),
+            "Generator": torch.Generator(),
+            "Random": random.Random(),
+        }
+        self.layer.kept = {"deeper": kept[self.kind]} if self.kind in kept else None
+        if self.kind == "returned":
+            self.optimizer, self.schedulers = optimizer, [by_hand]
+            return [optimizer], [by_hand]
+        return optimizer
+
+    def _saves_by_itself(self, checkpoint: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["StepLR", "Adam", "GradScaler", "Generator", "Random"])
+def test_a_state_that_hangs_on_the_module_and_is_in_no_checkpoint_is_warned_of(kind: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"no checkpoint holds the {kind} in Keeps.layer.kept"):
+        fit(tmp_path, module=Keeps(kind))
+
+
+@pytest.mark.parametrize("kind", ["returned", "nothing"])
+def test_what_is_saved_is_not_warned_of(kind: str, tmp_path: Path) -> None:
+    fit(tmp_path, module=Keeps(kind))
+
+
+def test_a_module_that_saves_by_itself_is_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeps, "on_save_checkpoint", Keeps._saves_by_itself)
+    fit(tmp_path, module=Keeps("StepLR"))
