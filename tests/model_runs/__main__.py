@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.model.run import Case, Settings
-from tests.model_runs.compare import changed, differences, expected
+from tests.model_runs.compare import differences, expected
 from tests.model_runs.draw import allowed, cases, places
+from tests.model_runs.script import changed
 
 
 def main() -> int:

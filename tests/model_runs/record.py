@@ -11,24 +11,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from instep import Callback, Trainer, TrainModule
+from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.callbacks.base import HOOKS
-from instep.data import ShardedBatchSampler
 from instep.errors import InstepError
 from instep.loggers import Logger
 from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
-from tests.model.data import Data
-from tests.model.optimization import RATE
 from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, rounded
+from tests.model_runs.loaders import SEED, loader
+from tests.model_runs.modules import Module
 from tests.trainer.recorder import OPTIMIZATION
 
-SEED = 7
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
 _FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
 _STEPS = ("training_step", "validation_step")
@@ -91,7 +87,7 @@ def record(
         torch.manual_seed(SEED)
         try:
             train, val = loader(case.train), None if case.val is None else loader(case.val)
-            module = make_module(case, events)
+            module: Any = make_module(case, events)
             rows = Rows(events)
             callbacks = [make_callback(case, events), *checkpoint_callbacks(case, folder)]
             callbacks[0].module = module
@@ -122,127 +118,14 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     }
 
 
-def shuffled(data: Data) -> Any:
-    """Return the order of an epoch of shuffled data: instep's own, as docs/concepts/data_order.md shows it."""
-    sampler = ShardedBatchSampler(data.samples, batch_size=1, shuffle=True, seed=SEED)
-
-    def order(epoch: int) -> list[int]:
-        sampler.set_epoch(epoch)
-        drawn = [data.first + index for (index,) in sampler]
-        assert sorted(drawn) == data.in_sequence()
-        return drawn
-
-    return order
-
-
-# ---- data
-
-
-class Samples(Dataset[int]):
-    """Numbers from `first` on."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.samples
-
-    def __getitem__(self, index: int) -> int:
-        return self.data.first + index
-
-
-class Stream(IterableDataset[int]):
-    """The same numbers one after the other."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data.in_sequence())
-
-
-class ClaimingStream(Stream):
-    """The same with a length, which may be wrong."""
-
-    def __len__(self) -> int:
-        assert self.data.claims is not None
-        return self.data.claims
-
-
-def loader(data: Data) -> Any:
-    """Make the loader that a user would write."""
-    if data.kind == "list":
-        return [torch.tensor(batch) for batch in data.batches(data.in_sequence())]
-    if data.kind == "iterable":
-        stream = Stream(data) if data.claims is None else ClaimingStream(data)
-        return DataLoader(stream, data.batch_size, drop_last=data.drop_last)
-    return DataLoader(Samples(data), data.batch_size, shuffle=data.shuffle, drop_last=data.drop_last)
-
-
 # ---- module and callback
-
-
-class RecordingSGD(torch.optim.SGD):
-    """Records what each sample counts in an update: the gradient of its own weight."""
-
-    events: list[Event]
-    trainer: Any
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        gradient = self.param_groups[0]["params"][0].grad
-        weights = tuple((i, round(float(value), 5)) for i, value in enumerate(gradient) if value)
-        self.events.append(_event(self.trainer, "O", "step", weights, float(self.param_groups[0]["lr"])))
-        super().step()
-        return loss
-
-
-class Module(TrainModule):
-    """A weight for each sample. The loss is the mean of the batch's weights, so their gradients are what they count."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.weights = torch.nn.Parameter(torch.zeros(max(1, case.train.samples)))
-        self.validations = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (given := self.case.log) is not None:
-            self.log(
-                "seen", batch.float().mean(), on_step=given.on_step, on_epoch=given.on_epoch, reduce_fx=given.reduce_fx
-            )
-        return self.weights[batch].mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        values = self.case.values
-        self.log("val", values[self.validations % len(values)])
-        if (given := self.case.val_log) is not None:
-            on_step, on_epoch, reduce_fx = given.on_step, given.on_epoch, given.reduce_fx
-            self.log("val_seen", batch.float().mean(), on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = RecordingSGD(self.parameters(), lr=RATE)
-        optimizer.events, optimizer.trainer = self.events, self.trainer
-        given = self.case.scheduler
-        if given is None:
-            return optimizer
-        options = {"interval": given.interval, "frequency": given.frequency, "strict": given.strict}
-        if given.plateau:
-            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0, eps=0.0)
-            options["monitor"] = "val"
-        else:
-            scheduler = LambdaLR(optimizer, lambda count: 0.5**count)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
-
-    events: list[Event]
-    recording_trainer: Any
 
 
 def make_module(case: Case, events: Events) -> Module:
     """Make the module, with as many of its hooks overridden and recorded as the case says."""
     wrapped = {name: _recorded(Module, "M", name, events) for name in module_hooks(case.watch)}
-    module = type("RecordedModule", (Module,), wrapped)(case)
-    module.events = events
+    module: Any = type("RecordedModule", (Module,), wrapped)(case)
+    module.record = lambda *args: events.append(_event(module.recording_trainer, *args))
     return module
 
 

@@ -15,9 +15,10 @@ from tests.model.logs import Log
 from tests.model.optimization import Scheduler
 from tests.model.run import Case, Settings
 from tests.model_runs import compare
-from tests.model_runs.compare import difference, difference_after_a_break, differences, script
+from tests.model_runs.compare import difference, difference_after_a_break, differences
 from tests.model_runs.draw import allowed, cases, places
 from tests.model_runs.record import record
+from tests.model_runs.script import script
 
 VAL = Data(3, 2, first=100)
 CHOSEN = {

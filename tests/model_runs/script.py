@@ -1,0 +1,98 @@
+"""Writes a program of at most 40 lines that shows a run, without the model."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+from tests.model.checkpoints import Checkpoints
+from tests.model.run import Case, Settings
+from tests.model_runs.record import arguments
+
+
+def saver_of(given: Checkpoints) -> str:
+    """Write the ModelCheckpoint of a case."""
+    arguments = changed(given).partition("(")[2].replace("monitor=True", "monitor='val'")
+    return f"ModelCheckpoint(tempfile.mkdtemp(), {arguments}"
+
+
+def changed(thing: object) -> str:
+    """Write a dataclass as Python, without what is as it is by default."""
+    parts = []
+    for field in fields(thing):  # pyright: ignore[reportArgumentType]
+        value = getattr(thing, field.name)
+        default = field.default if field.default is not MISSING else None
+        if repr(value) != repr(default):
+            parts.append(f"{field.name}={changed(value) if hasattr(value, '__dataclass_fields__') else repr(value)}")
+    return f"{type(thing).__name__}({', '.join(parts)})"
+
+
+def script(case: Case) -> str:
+    """Return a program without the model that prints the hooks of the case's run."""
+    given = {name: value for name, value in arguments(case, "").items() if name in Settings.__dataclass_fields__} | {
+        "trigger_every": 1
+    }
+    data = []
+    for name in ("train", "val"):
+        one = getattr(case, name)
+        if one is None:
+            data.append(f"{name} = None")
+        elif one.kind == "list":
+            data.append(f"{name} = {[list(batch) for batch in one.batches(one.in_sequence())]}")
+            data.append(f"{name} = [torch.tensor(batch) for batch in {name}]")
+        elif one.kind == "map":
+            options = f"{one.batch_size}, shuffle={one.shuffle}, drop_last={one.drop_last}"
+            data.append(f"{name} = DataLoader(range({one.first}, {one.first + one.samples}), {options})")
+        else:
+            length = "" if one.claims is None else f', "__len__": lambda self: {one.claims}'
+            numbers = f"iter(range({one.first}, {one.first + one.samples}))"
+            data.append(
+                f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()'
+            )
+            data.append(f"{name} = DataLoader({name}, {one.batch_size}, drop_last={one.drop_last})")
+    return _SCRIPT.format(
+        case=changed(case),
+        data="\n".join(data),
+        settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
+        samples=max(1, case.train.samples),
+        stop=case.stop_at,
+        values=list(case.values),
+        saver="Callback()" if case.checkpoints is None else saver_of(case.checkpoints),
+    )
+
+
+_SCRIPT = """\
+# {case}
+import tempfile
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from instep import Callback, Trainer, TrainModule
+from instep.callbacks import ModelCheckpoint
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros({samples}))
+    def training_step(self, batch, batch_idx):
+        print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
+        return self.weights[batch].mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val", {values}[0])
+        print("validation_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
+    def on_before_optimizer_step(self, optimizer):
+        print("weights", self.weights.grad.tolist(), "rate", optimizer.param_groups[0]["lr"])
+    def on_train_epoch_end(self):
+        print("on_train_epoch_end")
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)  # and the scheduler of the case
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == {stop}:
+            trainer.should_stop = True
+
+{data}
+trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir=tempfile.mkdtemp(), callbacks=[Stop(), {saver}])
+trainer.fit(Module(), train, val)
+print("kept", [callback.saved for callback in trainer.checkpoint_callbacks])
+"""
