@@ -129,6 +129,7 @@ class StreamLoader(PreparedLoader):
         self._resume: StateDict | None = None
         self._ever_gave = False
         self._counted = False  # what uneven="stop" leaves out
+        self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
 
     def _reset(self) -> None:
@@ -142,9 +143,15 @@ class StreamLoader(PreparedLoader):
     def plan(self) -> Plan:
         if self._plan is None:
             length = self._length
-            even = length if length is not None else sys.maxsize if self.world_size == 1 else 0
-            total = self._estimate if length is None else length
-            self._plan = Plan(self.first_batch, total, even=even, exact=length is not None)
+            agrees = length is None or self.world_size == 1  # on sizes; else all batches count as equal
+            self._plan = Plan(
+                self.first_batch,
+                self._estimate if length is None else length,
+                even=0 if agrees else sys.maxsize,
+                exact=length is not None,
+                alike=self.world_size == 1,
+                seen=self._seen_between if agrees else None,
+            )
         return self._plan
 
     def _enter(self, epoch: int, cycle: int) -> None:
@@ -295,6 +302,7 @@ class StreamLoader(PreparedLoader):
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
+        self._end_is_unread = self._end_is_unread or state is not None
         if not getattr(self.loader, "persistent_workers", False):
             end_workers(self._started)  # of a pass that was left, and is still held by somebody
         with self._random.at("start"):
@@ -350,8 +358,11 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
+                if batch is _END and not number and self._end_is_unread:  # that of the pass before: it begins again now
+                    self._iterator, self._started = start_workers(self.loader)
+                    batch = next(self._iterator, _END)
             self._note_draws(number)
-        self._pulled = number + 1
+        self._pulled, self._end_is_unread = number + 1, batch is not _END
         return batch
 
     def _check_not_used_up(self) -> None:
@@ -384,12 +395,11 @@ class StreamLoader(PreparedLoader):
                     self._check_not_used_up()
                 raise DataError(
                     f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
-                    "__len__, or take it away: data without a length is welcome"
+                    "__len__, or take it away: data without a length is welcome. If it goes on where the pass before "
+                    "was left, let its __iter__ begin anew"
                 )
             self._ever_gave = True
-            if number == length - 1:
-                self.share = Share(last=True)
-            self._given = number + 1
+            self._give_own(batch, number == length - 1)
             yield batch
 
     def _give_alone(self) -> Iterator[Any]:
@@ -399,11 +409,18 @@ class StreamLoader(PreparedLoader):
         while batch is not _END:
             self._ever_gave = True
             following = _END if self._pulled >= self._limit else self._pull()
-            if following is _END:
-                self.share = Share(last=True)
-            self._given += 1
+            self._give_own(batch, following is _END)
             yield batch
             batch = following
+
+    def _give_own(self, batch: Any, last: bool) -> None:
+        """Give a batch whose sizes the ranks do not agree on; of one process they are counted where they are asked for."""
+        if self.history > 1 and self.world_size == 1:
+            self._give(Share(None, find_batch_size(batch), last))
+            return
+        if last:
+            self.share = Share(last=True)
+        self._given += 1
 
     def _give_together(self) -> Iterator[Any]:
         number = self._given
@@ -428,10 +445,9 @@ class StreamLoader(PreparedLoader):
             units = (int(slot.batch is not _END), ranks)
             if total is not None and local is not None:
                 units = (local, total)
-            self.share = Share(local, total, not more, units)
+            self._give(Share(local, total, not more, units))
             batch = self._replay if slot.batch is _END else slot.batch
             number += 1
-            self._given = number
             yield batch
         if slots and slots[0].agreed.read()[0] and not self._counted:
             self._counted = True

@@ -439,7 +439,7 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
     plain = plain and ctx.trainer.profiler.off and len(optimizers) == 1
     step_plain = _graph_of_step(ctx, optimizer, plain)
-    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
+    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
 
     def prepare() -> None:

@@ -16,13 +16,6 @@ from tests.model.run import Case, Settings
 FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
 
-def has_uneven_window(case: Case) -> bool:
-    """Return whether data that hands out no indices has a smaller last batch, and windows of several batches."""
-    train = case.train
-    smaller = train.samples % train.batch_size and not train.drop_last
-    return bool(train.kind != "map" and smaller and case.settings.accumulate_grad_batches > 1)
-
-
 def ranks_by_steps(case: Case) -> bool:
     """Return whether checkpoints are saved by optimizer steps and ranked by a validation."""
     given = case.checkpoints
@@ -30,7 +23,6 @@ def ranks_by_steps(case: Case) -> bool:
 
 
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "N12": has_uneven_window,
     "N14": ranks_by_steps,
 }
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
