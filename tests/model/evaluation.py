@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.model.data import Batch
+from tests.model.data import Dealt
 from tests.model.logs import Name, mean_of
 from tests.model.trace import Refused
 
@@ -71,7 +71,7 @@ class Plan:
         return batches // self.every < self.expected // self.every
 
 
-def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
+def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
     """Run one validation, or the sanity check, whose values are forgotten at its end."""
     logged = {
         "val": Name("val", on_step=False, on_epoch=True),
@@ -82,19 +82,20 @@ def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
     run.module("on_validation_model_eval")
     run.both("on_validation_start")
     run.both("on_validation_epoch_start")
-    for batch_idx, batch in enumerate(batches):
+    for batch_idx, dealt in enumerate(batches):
+        batch = dealt.batches[run.rank]
         run.transfer(batch)
         run.both("on_validation_batch_start", batch, batch_idx)
         run.module("validation_step", batch, batch_idx)
-        logged["val"].add(batch, run.case.values[run.validations % len(run.case.values)])
+        logged["val"].add(dealt, lambda _: run.case.values[run.validations % len(run.case.values)])
         if "val_seen" in logged:
-            logged["val_seen"].add(batch, mean_of(batch))
+            logged["val_seen"].add(dealt, mean_of)
         run.both("on_validation_batch_end", batch, batch_idx)
     if batches:
         run.show_epoch_values(logged.values())
     run.both("on_validation_epoch_end")
     if batches and not sanity:
-        run.send({name.epoch_name: name.epoch_value() for name in logged.values()})
+        run.send_epoch_values(logged.values())
         run.validations += 1
     run.both("on_validation_end")
     if run.saver is not None and not sanity:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.model.data import Batch
+from tests.model.data import Dealt
 from tests.model.trace import Refused
 
 RATE = 0.5
 """The learning rate that a run begins with."""
 
 
-def sample_weights(window: list[Batch]) -> tuple[tuple[int, float], ...]:
-    """Return what each sample counts in an update: the gradient is the mean over all samples of the window.
+def sample_weights(window: list[Dealt]) -> tuple[tuple[int, float], ...]:
+    """Return what each sample counts in an update: the gradient is the mean over all samples of the window and ranks.
 
     So batches of one size count alike, a smaller last batch counts by its samples, and so does a shorter last window.
+    A sample that several ranks have read counts for each of them.
     """
-    samples = sorted(sample for batch in window for sample in batch)
-    return tuple((sample, round(1 / len(samples), 5)) for sample in samples)
+    samples = [sample for dealt in window for sample in dealt.samples]
+    return tuple((sample, round(samples.count(sample) / len(samples), 5)) for sample in sorted(set(samples)))
 
 
 @dataclass(frozen=True)

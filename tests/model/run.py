@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.model.checkpoints import Checkpoints, Saver
-from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
+from tests.model.data import Batch, Data, Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
 from tests.model.logs import Log, Name, mean_of
 from tests.model.optimization import Rate, Scheduler, sample_weights
@@ -30,6 +30,7 @@ class Settings:
     num_sanity_val_steps: int = 2
     accumulate_grad_batches: int = 1
     log_every_n_steps: int = 50
+    uneven: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Case:
         train: the training data.
         val: the validation data; None: there is none.
         scheduler: or None.
+        ranks: how many processes run it.
         stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
+        stop_on: the rank that sets it; None: all do. It is the same, since they agree.
         values: what the validations log as "val", one after the other, and again from the first.
         log: what `training_step` logs as "seen"; None: nothing.
         val_log: what `validation_step` logs as "val_seen", in epoch values.
@@ -53,7 +56,9 @@ class Case:
     train: Data = field(default_factory=lambda: Data(4))
     val: Data | None = None
     scheduler: Scheduler | None = None
+    ranks: int = 1
     stop_at: int | None = None
+    stop_on: int | None = None
     values: tuple[float, ...] = (1.0,)
     log: Log | None = None
     val_log: Log | None = None
@@ -65,14 +70,18 @@ LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
 """The hooks in which the callback looks which checkpoints are there."""
 
 
-def run(case: Case, order: Order | None = None) -> list[Event]:
-    """Return all that is seen of a fit.
+def run(case: Case, order: Order | None = None, rank: int = 0) -> list[Event]:
+    """Return all that is seen of a fit on one rank.
+
+    All ranks do the same at the same time. They differ in the batches they see and in the values they log; rank 0 alone
+    has loggers, and prepares data.
 
     Args:
         case: the run.
         order: the order of the training samples where they are shuffled. It is drawn; here it is given.
+        rank: which one's events.
     """
-    it = Run(case, order or case.train.in_sequence)
+    it = Run(case, order or case.train.in_sequence, rank)
     it.saver = None if case.checkpoints is None else Saver(case.checkpoints)
     try:
         it.fit()
@@ -89,6 +98,7 @@ class Run:
 
     case: Case
     order: Order
+    rank: int = 0  # the one that is watched
     events: list[Event] = field(default_factory=list)
     epoch: int = 0  # the present one
     epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
@@ -100,6 +110,7 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict)
     saver: Saver | None = None
     logged: Name | None = None  # what this epoch's training steps have logged
+    fresh: dict[int, float] = field(default_factory=dict)  # each rank's last step value that was not yet sent
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
     agreed: bool = False  # the loop knows of the wish
@@ -112,7 +123,7 @@ class Run:
     def callback(self, hook: str, *args: Any) -> None:
         self.note("C", hook, *args)
 
-        if hook in LOOKS and self.saver is not None:
+        if hook in LOOKS and self.saver is not None and self.rank == 0:
             self.note("D", "disk", tuple(one.step for one in self.saver.kept), self.saver.best, self.saver.last)
 
     def module(self, hook: str, *args: Any) -> None:
@@ -130,37 +141,59 @@ class Run:
 
     # ---- logs
 
-    def log_training(self, batch: Batch) -> None:
+    def log_training(self, dealt: Dealt) -> None:
         """Log a training step's value. A step value shows at once, an epoch value when the epoch ends."""
         if self.case.log is None:
             return
         if self.logged is None:
             self.logged = Name.of("seen", self.case.log, training=True)
-        self.logged.add(batch, mean_of(batch))
+        self.logged.add(dealt, mean_of)
         if self.logged.on_step:
-            self.metrics[self.logged.step_name] = mean_of(batch)
+            own = {rank: mean_of(batch) for rank, batch in enumerate(dealt.batches) if dealt.counts[rank]}
+            self.fresh.update(own)
+            if self.rank in own:
+                self.metrics[self.logged.step_name] = own[self.rank]
 
     def send_step_values(self) -> None:
-        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps."""
+        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps.
+
+        With `sync_dist=True` all ranks have their mean from then on.
+        """
         every = self.case.settings.log_every_n_steps
-        if every and self.step % every == 0 and self.logged is not None and self.logged.on_step:
-            self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
+        if not every or self.step % every or self.logged is None or not self.logged.on_step:
+            return
+        fresh, self.fresh = self.fresh, {}
+        if self.logged.sync_dist:
+            fresh = dict.fromkeys(range(self.case.ranks), sum(fresh.values()) / len(fresh))
+        if self.rank in fresh:
+            self.metrics[self.logged.step_name] = fresh[self.rank]
+            self.send({self.logged.step_name: fresh[self.rank]})
 
     def show_epoch_values(self, names: Iterable[Name]) -> None:
         """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
         for name in names:
-            self.metrics[name.name] = self.metrics[name.epoch_name] = name.epoch_value()
+            value = name.epoch_value(self.rank)
+            if value is not None:
+                self.metrics[name.name] = self.metrics[name.epoch_name] = value
+
+    def send_epoch_values(self, names: Iterable[Name]) -> None:
+        values = {name.epoch_name: name.epoch_value(self.rank) for name in names}
+        there = {name: value for name, value in values.items() if value is not None}
+        if there:
+            self.send(there)
 
     def send(self, values: dict[str, float]) -> None:
-        """Send a row to the loggers: the values and the epoch, at the present step."""
-        self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
+        """Send a row to the loggers, which rank 0 has: the values and the epoch, at the present step."""
+        if self.rank == 0:
+            self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
 
     # ---- the whole
 
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
-        self.module("prepare_data")
+        if self.rank == 0:
+            self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
         self.module("configure_optimizers")
@@ -189,16 +222,18 @@ class Run:
         # overfit_batches stands in place of both limits.
         limit = s.overfit_batches or s.limit_train_batches
         self.trains = limit != 0
-        self.limit = limit_in_batches(limit, train, "limit_train_batches")
-        if train.length == 0 and self.trains:
+        length = train.length(self.case.ranks, s.uneven)
+        self.limit = limit_in_batches(limit, length, "limit_train_batches")
+        if length == 0 and self.trains:
             raise Refused("DataError", "the training data says that it has no batch", early=True)
-        self.val_batches: list[Batch] | None = None
+        self.val_batches: list[Dealt] | None = None
         val_limit = s.overfit_batches or s.limit_val_batches
         if val is not None and val_limit != 0:
-            limit = limit_in_batches(val_limit, val, "limit_val_batches")
-            self.val_batches = val.batches(val.in_sequence())[:limit]
+            # An evaluation leaves no sample out: a rank that has no more waits for the others.
+            limit = limit_in_batches(val_limit, val.length(self.case.ranks, "join"), "limit_val_batches")
+            self.val_batches = val.deal(val.in_sequence(), self.case.ranks, "join")[:limit]
             if self.trains:
-                self.plan = Plan(s, expected_batches(train, self.limit))
+                self.plan = Plan(s, expected_batches(length, self.limit))
         self.rate = Rate(self.case.scheduler)
 
     def sanity_check(self) -> None:
@@ -240,7 +275,7 @@ class Run:
         s, train = self.case.settings, self.case.train
         # overfit_batches takes the data in sequence.
         order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
-        batches = train.batches(order(self.epoch))[: self.limit]
+        batches = train.deal(order(self.epoch), self.case.ranks, s.uneven)[: self.limit]
         self.both("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
@@ -272,14 +307,14 @@ class Run:
         """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
         return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
 
-    def train_window(self, begin: int, window: list[Batch]) -> None:
+    def train_window(self, begin: int, window: list[Dealt]) -> None:
         """Train on the batches of one optimizer step."""
-        for place, batch in enumerate(window):
-            batch_idx = begin + place
+        for place, dealt in enumerate(window):
+            batch, batch_idx = dealt.batches[self.rank], begin + place
             self.transfer(batch)
             self.both("on_train_batch_start", batch, batch_idx)
             self.module("training_step", batch, batch_idx)
-            self.log_training(batch)
+            self.log_training(dealt)
             if place == 0:
                 self.both("on_before_zero_grad")
                 self.module("optimizer_zero_grad", self.epoch, batch_idx)
@@ -292,7 +327,7 @@ class Run:
             self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
             self.module("on_train_batch_end", batch, batch_idx)
 
-    def step_optimizer(self, batch_idx: int, window: list[Batch]) -> None:
+    def step_optimizer(self, batch_idx: int, window: list[Dealt]) -> None:
         self.both("on_before_optimizer_step")
         self.module("configure_gradient_clipping")
         self.note("O", "step", sample_weights(window), self.rate.now)
@@ -322,7 +357,7 @@ class Run:
         self.show_epoch_values(names)
         self.both("on_train_epoch_end")
         if names:
-            self.send({name.epoch_name: name.epoch_value() for name in names})
+            self.send_epoch_values(names)
         self.logged = None
         if complete:
             self.step_scheduler("epoch", self.epoch + 1)

@@ -10,6 +10,7 @@ from tests.model.resume import broken_off, resumed
 from tests.model.run import Case, run
 from tests.model.trace import Event
 from tests.model_runs.loaders import shuffled
+from tests.model_runs.pool import POOLS, Failed
 from tests.model_runs.record import is_recorded, record
 from tests.model_runs.script import script
 
@@ -19,20 +20,31 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SETUP = ("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start")
 
 
-def expected(case: Case) -> list[Event]:
-    """Return what the model says of a case, as far as the recorder sees it."""
+def expected(case: Case, rank: int = 0) -> list[Event]:
+    """Return what the model says of a case on one rank, as far as the recorder sees it."""
     order = shuffled(case.train) if case.train.shuffle else None
-    return [event for event in run(case, order) if event.owner != "S" and is_recorded(event, case.watch)]
+    return [event for event in run(case, order, rank) if event.owner != "S" and is_recorded(event, case.watch)]
 
 
 def difference(case: Case) -> str | None:
     """Run a case, and return the first difference from the model with a script that shows it; None without one."""
     folder = tempfile.mkdtemp(dir=FAST)
     try:
-        seen = record(case, folder)
+        by_rank = [record(case, folder)] if case.ranks == 1 else POOLS[case.ranks].record(case, folder)
+    except Failed as failed:
+        return f"{failed}\n{script(case)}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    meant = expected(case)
+    for rank, seen in enumerate(by_rank):
+        found = difference_of_rank(case, seen, rank)
+        if found is not None:
+            return found if case.ranks == 1 else f"rank {rank} of {case.ranks}: {found}"
+    return None
+
+
+def difference_of_rank(case: Case, seen: list[Event], rank: int) -> str | None:
+    """Return the first difference of what was seen on a rank from the model."""
+    meant = expected(case, rank)
     last = meant[-1]
     if last.name == "error" and last.args[1]:  # refused early: how far the run comes until then is left open
         ended = seen[-1]
@@ -65,7 +77,13 @@ def differences(case: Case, place: float | None) -> str | None:
     A wish to stop is no part of a checkpoint, so such a run is not broken off.
     """
     found = difference(case)
-    if found is None and place is not None and case.checkpoints is not None and case.stop_at is None:
+    if (
+        found is None
+        and place is not None
+        and case.ranks == 1
+        and case.checkpoints is not None
+        and case.stop_at is None
+    ):
         found = difference_after_a_break(case, place)
     return found
 

@@ -22,7 +22,15 @@ def ranks_by_steps(case: Case) -> bool:
     return given is not None and given.monitor and given.every_n_train_steps is not None
 
 
+def has_uneven_step(case: Case) -> bool:
+    """Return whether ranks read lists of their own, and have batches of different sizes in a step."""
+    train = case.train
+    dealt = train.deal(train.in_sequence(), case.ranks, case.settings.uneven)
+    return train.kind == "list" and any(len({len(batch) for batch in step.batches}) > 1 for step in dealt)
+
+
 KNOWN: dict[str, Callable[[Case], bool]] = {
+    "N12, over ranks": has_uneven_step,
     "N14": ranks_by_steps,
 }
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
@@ -33,9 +41,9 @@ def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrateg
     return st.one_of(st.just(value), otherwise)
 
 
-def limits(data: Data | None) -> st.SearchStrategy[int | float]:
+def limits(data: Data | None, ranks: int = 1) -> st.SearchStrategy[int | float]:
     """Draw a limit of batches. Most of them fit the data; what is refused is drawn too."""
-    length = None if data is None else data.length
+    length = None if data is None else data.length(ranks, "join")
     numbers = st.one_of(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
     if length is None:
         return numbers if data is None else sometimes(1.0, numbers)
@@ -44,7 +52,7 @@ def limits(data: Data | None) -> st.SearchStrategy[int | float]:
 
 
 @st.composite
-def loaders(draw: st.DrawFn, first: int = 0) -> Data:
+def loaders(draw: st.DrawFn, first: int = 0, ranks: int = 1) -> Data:
     kind = draw(st.sampled_from(("map", "iterable", "list")))
     samples = draw(
         st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(kind == "list", 11))
@@ -55,18 +63,27 @@ def loaders(draw: st.DrawFn, first: int = 0) -> Data:
     if kind == "iterable":
         claims = draw(st.one_of(st.none(), st.just(samples), st.integers(1, 14)))
     shuffle = kind == "map" and samples > 0 and not first and draw(st.booleans())
-    return Data(samples, size, drop_last, shuffle, kind, claims, first)
+    parts = "strided"
+    if ranks > 1 and kind == "iterable":
+        parts = draw(st.sampled_from(("strided", "strided", "same", "chunks", "first", "last")))
+    elif ranks > 1 and kind == "list":  # [] is no loader, so each rank has a sample
+        samples = max(samples, ranks + 1)
+        parts = draw(
+            st.sampled_from(("same", "strided") if samples == 4 and ranks == 3 else ("same", "strided", "chunks"))
+        )
+    return Data(samples, size, drop_last, shuffle, kind, claims, first, parts)
 
 
 @st.composite
-def settings(draw: st.DrawFn, train: Data, val: Data | None) -> Settings:
+def settings(draw: st.DrawFn, train: Data, val: Data | None, ranks: int = 1) -> Settings:
     max_epochs = draw(st.one_of(st.integers(1, 4), st.integers(0, 4), st.none()))
     max_steps = draw(st.integers(0, 12)) if max_epochs is None else draw(sometimes(-1, st.integers(0, 12)))
     most_epochs = 4 if max_epochs is None else max_epochs + draw(st.sampled_from((0, 0, 0, 1)))
     most_steps = 12 if max_steps == -1 else max_steps + draw(st.sampled_from((0, 0, 0, 1)))
     check_every = draw(sometimes(1, st.one_of(st.integers(1, 3), st.none())))
-    train_limit = draw(sometimes(1.0, limits(train)))
-    known = [number for number in (train.length, train_limit) if isinstance(number, int)]
+    train_limit = draw(sometimes(1.0, limits(train, ranks)))
+    uneven = "join" if ranks > 1 and draw(st.booleans()) else "stop"
+    known = [number for number in (train.length(ranks, uneven), train_limit) if isinstance(number, int)]
     longest = max(1, min(known, default=6)) if check_every is not None else 6
     number = st.integers(1, longest + draw(st.sampled_from((0, 0, 0, 1))))
     fraction = st.sampled_from(FRACTIONS if check_every is not None and known else (1.0,))
@@ -77,13 +94,14 @@ def settings(draw: st.DrawFn, train: Data, val: Data | None) -> Settings:
         min_epochs=draw(sometimes(None, st.integers(0, most_epochs))),
         min_steps=draw(sometimes(None, st.integers(0, most_steps))),
         limit_train_batches=train_limit,
-        limit_val_batches=draw(sometimes(1.0, limits(val))),
-        overfit_batches=draw(sometimes(0.0, sometimes(0.0, sometimes(0.0, limits(train))))),
+        limit_val_batches=draw(sometimes(1.0, limits(val, ranks))),
+        overfit_batches=draw(sometimes(0.0, sometimes(0.0, sometimes(0.0, limits(train, ranks))))),
         val_check_interval=draw(interval),
         check_val_every_n_epoch=check_every,
         num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
         accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
         log_every_n_steps=draw(st.sampled_from((50, 0, 1, 2, 3))),
+        uneven=uneven,
     )
 
 
@@ -98,12 +116,13 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
 
 
 @st.composite
-def logs(draw: st.DrawFn, steps: bool = True) -> Log:
+def logs(draw: st.DrawFn, steps: bool = True, ranks: int = 1) -> Log:
     flags = st.sampled_from((None, None, True, True, False))
     return Log(
         on_step=draw(flags) if steps else None,
         on_epoch=draw(flags) if steps else draw(st.sampled_from((None, True))),
         reduce_fx=draw(st.sampled_from(("mean", "mean", "sum", "min", "max"))),
+        sync_dist=draw(st.sampled_from((None, True, False) if ranks > 1 else (None, None, None, True, False))),
     )
 
 
@@ -122,18 +141,26 @@ def checkpoints(draw: st.DrawFn) -> Checkpoints:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    train = draw(loaders())
-    val = draw(st.one_of(loaders(first=100), loaders(first=100), st.none()))
+def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
+    """Draw a run.
+
+    Args:
+        worlds: the numbers of ranks that may be drawn.
+    """
+    ranks = draw(st.sampled_from(worlds))
+    train = draw(loaders(ranks=ranks))
+    val = draw(st.one_of(loaders(first=100, ranks=ranks), loaders(first=100, ranks=ranks), st.none()))
     return Case(
-        settings=draw(settings(train, val)),
+        settings=draw(settings(train, val, ranks)),
+        ranks=ranks,
         train=train,
         val=val,
         scheduler=draw(sometimes(None, schedulers())),
         stop_at=draw(sometimes(None, st.integers(1, 10))),
+        stop_on=draw(sometimes(None, st.integers(0, ranks - 1))) if ranks > 1 else None,
         values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
-        log=draw(sometimes(None, logs())),
-        val_log=draw(sometimes(None, logs(steps=False))),
+        log=draw(sometimes(None, logs(ranks=ranks))),
+        val_log=draw(sometimes(None, logs(steps=False, ranks=ranks))),
         checkpoints=draw(sometimes(None, checkpoints())),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )

@@ -41,13 +41,13 @@ class Samples(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """The same numbers one after the other."""
+    """The same numbers one after the other, or a rank's part of them."""
 
-    def __init__(self, data: Data) -> None:
-        self.data = data
+    def __init__(self, data: Data, rank: int = 0, ranks: int = 1) -> None:
+        self.data, self.rank, self.ranks = data, rank, ranks
 
     def __iter__(self) -> Any:
-        return iter(self.data.in_sequence())
+        return iter(self.data.part(self.rank, self.ranks))
 
 
 class ClaimingStream(Stream):
@@ -58,11 +58,11 @@ class ClaimingStream(Stream):
         return self.data.claims
 
 
-def loader(data: Data) -> Any:
+def loader(data: Data, rank: int = 0, ranks: int = 1) -> Any:
     """Make the loader that a user would write."""
     if data.kind == "list":
-        return [torch.tensor(batch) for batch in data.batches(data.in_sequence())]
+        return [torch.tensor(batch) for batch in data.batches(data.part(rank, ranks))]
     if data.kind == "iterable":
-        stream = Stream(data) if data.claims is None else ClaimingStream(data)
+        stream = Stream(data, rank, ranks) if data.claims is None else ClaimingStream(data, rank, ranks)
         return DataLoader(stream, data.batch_size, drop_last=data.drop_last)
     return DataLoader(Samples(data), data.batch_size, shuffle=data.shuffle, drop_last=data.drop_last)

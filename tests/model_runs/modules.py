@@ -40,7 +40,12 @@ class Module(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if (given := self.case.log) is not None:
             self.log(
-                "seen", batch.float().mean(), on_step=given.on_step, on_epoch=given.on_epoch, reduce_fx=given.reduce_fx
+                "seen",
+                batch.float().mean(),
+                on_step=given.on_step,
+                on_epoch=given.on_epoch,
+                reduce_fx=given.reduce_fx,
+                sync_dist=given.sync_dist,
             )
         return self.weights[batch].mean()
 
@@ -48,8 +53,8 @@ class Module(TrainModule):
         values = self.case.values
         self.log("val", values[self.validations % len(values)])
         if (given := self.case.val_log) is not None:
-            on_step, on_epoch, reduce_fx = given.on_step, given.on_epoch, given.reduce_fx
-            self.log("val_seen", batch.float().mean(), on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
+            options = {"on_step": given.on_step, "on_epoch": given.on_epoch, "reduce_fx": given.reduce_fx}
+            self.log("val_seen", batch.float().mean(), sync_dist=given.sync_dist, **options)
 
     def configure_optimizers(self) -> Any:
         optimizer = RecordingSGD(self.parameters(), lr=RATE)

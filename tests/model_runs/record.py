@@ -69,9 +69,14 @@ class Events(list[Event]):
 
 
 def record(
-    case: Case, folder: str, breaks_at: int | None = None, ckpt_path: str | None = None, look: bool = True
+    case: Case,
+    folder: str,
+    breaks_at: int | None = None,
+    ckpt_path: str | None = None,
+    look: bool = True,
+    rank: int = 0,
 ) -> list[Event]:
-    """Run the case; its files go to the folder.
+    """Run the case; its files go to the folder. Of several ranks each must be a process that calls this.
 
     Args:
         case: the run.
@@ -79,17 +84,19 @@ def record(
         breaks_at: the number of the event at which an exception breaks the run off.
         ckpt_path: as `fit` takes it.
         look: record which checkpoints are there.
+        rank: this process's.
     """
     events = Events()
-    events.breaks_at, events.look = breaks_at, look
+    events.breaks_at, events.look = breaks_at, look and rank == 0
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
         try:
-            train, val = loader(case.train), None if case.val is None else loader(case.val)
+            train = loader(case.train, rank, case.ranks)
+            val = None if case.val is None else loader(case.val, rank, case.ranks)
             module: Any = make_module(case, events)
-            rows = Rows(events)
-            callbacks = [make_callback(case, events), *checkpoint_callbacks(case, folder)]
+            rows = Rows(events if rank == 0 else [])
+            callbacks = [make_callback(case, events, rank), *checkpoint_callbacks(case, folder)]
             callbacks[0].module = module
             trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
@@ -109,7 +116,8 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     return {
         **given,
         "accelerator": "cpu",
-        "devices": 1,
+        "devices": case.ranks,
+        **({} if case.ranks == 1 else {"strategy": "ddp"}),
         "trigger_every": 1,
         "enable_checkpointing": case.checkpoints is not None,
         "enable_progress_bar": False,
@@ -157,7 +165,7 @@ def step_of(path: str) -> int | None:
     return int(Path(path).name.split("-")[1]) if path else None
 
 
-def make_callback(case: Case, events: Events) -> Any:
+def make_callback(case: Case, events: Events, rank: int) -> Any:
     """Make the callback. It counts the validations, and asks to stop where the case says so."""
 
     class Acting(Callback):
@@ -170,7 +178,7 @@ def make_callback(case: Case, events: Events) -> Any:
             self.module.validations = state_dict["validations"]
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == case.stop_at:
+            if trainer.global_step == case.stop_at and case.stop_on in (None, rank):
                 trainer.should_stop = True
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
