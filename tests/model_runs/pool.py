@@ -35,7 +35,7 @@ class Pool:
     """
 
     ranks: int
-    pipes: list[Connection] = field(default_factory=list)
+    pipes: list[Any] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
 
     def record(self, case: Case, folder: str, **options: Any) -> list[list[Event]]:
