@@ -115,7 +115,7 @@ class StreamLoader(PreparedLoader):
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
-        self._compare = compare  # until the first batch was
+        self._compare = compare and length is None  # until the first batch was
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
@@ -132,6 +132,11 @@ class StreamLoader(PreparedLoader):
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
 
+    @property
+    def _end(self) -> int:
+        """Batches that an epoch has at most."""
+        return self._limit if self._length is None else self._length
+
     def _reset(self) -> None:
         self._given = 0  # batches of the epoch given so far
         self._pulled = 0  # batches of the epoch asked of the loader, the end counted
@@ -143,14 +148,13 @@ class StreamLoader(PreparedLoader):
     def plan(self) -> Plan:
         if self._plan is None:
             length = self._length
-            agrees = length is None or self.world_size == 1  # on sizes; else all batches count as equal
             self._plan = Plan(
                 self.first_batch,
                 self._estimate if length is None else length,
-                even=0 if agrees else sys.maxsize,
+                even=0,
                 exact=length is not None,
                 alike=self.world_size == 1,
-                seen=self._seen_between if agrees else None,
+                seen=self._seen_between,
             )
         return self._plan
 
@@ -259,19 +263,20 @@ class StreamLoader(PreparedLoader):
     def __iter__(self) -> Iterator[Any]:
         self._start_pass()
         resume = self._resume
-        if (resume is not None and resume["finished"]) or self._given >= self._limit:
+        if (resume is not None and resume["finished"]) or self._given >= self._end:
             return
-        if self._length is not None and isinstance(self.loader, Sequence):
+        alone = self.world_size == 1 or self.uneven == OWN_END
+        if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._length, lambda: self.loader[self._given])
             return
         try:
             self._open()
-            if self._length is not None:
-                yield from self._give_sized(self._length, self._pull)
-            elif self.world_size == 1 or self.uneven == OWN_END:
-                yield from self._give_alone()
-            else:
+            if not alone:
                 yield from self._give_together()
+            elif self._length is not None:
+                yield from self._give_sized(self._length, self._pull)
+            else:
+                yield from self._give_alone()
         except Exception:
             self.close()
             raise
@@ -393,14 +398,17 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if not number:
                     self._check_not_used_up()
-                raise DataError(
-                    f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
-                    "__len__, or take it away: data without a length is welcome. If it goes on where the pass before "
-                    "was left, let its __iter__ begin anew"
-                )
+                raise self._too_short(number)
             self._ever_gave = True
             self._give_own(batch, number == length - 1)
             yield batch
+
+    def _too_short(self, number: int) -> DataError:
+        return DataError(
+            f"{type(self.loader).__name__} has a length of {self._length} batches but gave only {number}. Mend its "
+            "__len__, or take it away: data without a length is welcome. If it goes on where the pass before was left, "
+            "let its __iter__ begin anew"
+        )
 
     def _give_alone(self) -> Iterator[Any]:
         batch = self._pull()
@@ -423,9 +431,9 @@ class StreamLoader(PreparedLoader):
         self._given += 1
 
     def _give_together(self) -> Iterator[Any]:
-        number = self._given
+        number, end = self._given, self._end
         slots: deque[_ReadAhead] = deque()
-        for ahead in range(number, min(number + 2, self._limit)):
+        for ahead in range(number, min(number + 2, end)):
             slots.append(self._look_ahead(ahead))
         ranks, _ = slots[0].agreed.read()
         if not number and not ranks:
@@ -437,7 +445,7 @@ class StreamLoader(PreparedLoader):
         _warn_of_copies(self, slots[0].agreed.marks)
         while more:
             slot = slots.popleft()
-            if number + 2 < self._limit:
+            if number + 2 < end:
                 slots.append(self._look_ahead(number + 2))
             more = bool(slots) and self._goes_on(number + 1, slots[0])
             ranks, total = slot.agreed.read()
@@ -499,6 +507,8 @@ class StreamLoader(PreparedLoader):
         batch = _END
         if self._own_end is None:
             batch = self._pull()
+            if batch is _END and self._length is not None:
+                raise self._too_short(number)
             if batch is _END:
                 self._own_end = number
             elif self.uneven == "join":

@@ -22,15 +22,7 @@ def ranks_by_steps(case: Case) -> bool:
     return given is not None and given.monitor and given.every_n_train_steps is not None
 
 
-def has_uneven_step(case: Case) -> bool:
-    """Return whether ranks read lists of their own, and have batches of different sizes in a step."""
-    train = case.train
-    dealt = train.deal(train.in_sequence(), case.ranks, case.settings.uneven)
-    return train.kind == "list" and any(len({len(batch) for batch in step.batches}) > 1 for step in dealt)
-
-
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "N12, over ranks": has_uneven_step,
     "N14": ranks_by_steps,
 }
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
