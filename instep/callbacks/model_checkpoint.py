@@ -92,8 +92,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: leave out what only a resumed run needs.
         mode: "min" or "max".
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
-        every_n_train_steps: save every so many optimizer steps; while the monitored metric is not there yet, after the
-            next validation.
+        every_n_train_steps: save every so many optimizer steps. A save that ranks, or is named after a metric, waits for
+            a validation that is due at the same step, and for the first one.
         train_time_interval: save every so much time (by the main process's clock).
         every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
             when none of the three is given; 0 turns it off.
@@ -360,11 +360,9 @@ class ModelCheckpoint(Callback):
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score")
+            score = about.get("score")  # None of nan
             if not about.get("ranked") or about.get("monitor") != self.monitor:
                 score = None
-            elif score is None:
-                score = math.nan
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
@@ -380,8 +378,10 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            waits = self.monitor is not None and trainer.enable_validation
-            self._deferred = waits and trainer.agree(self.monitor not in _values(trainer))
+            # What the validation of this very step gives is what the weights of this step are ranked by and named after.
+            waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
+            first = not waits and self.monitor is not None and trainer.enable_validation
+            self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))
             self._want_newest(trainer)
             if not self._deferred:
                 self._save(trainer)
@@ -470,9 +470,11 @@ class ModelCheckpoint(Callback):
         self._finish_pending(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
-        new = Saved("", trainer.global_step, score)
+        bad = score is not None and math.isnan(score)  # judged, but no better than nothing: the newest, without a rank
+        new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
         wanted = self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
+        wanted = wanted or (bad and newest is None and self.keeps_newest)
         self._last_step_saved = trainer.global_step
         if self.monitor is None or score is not None:
             self._last_step_judged = trainer.global_step
@@ -491,7 +493,7 @@ class ModelCheckpoint(Callback):
             "saver": self.state_key,
             "monitor": self.monitor,
             "mode": self.mode,
-            "score": None if score is None or math.isnan(score) else score,
+            "score": new.score,
             "ranked": score is not None,
         }
         name = self._name(trainer)
@@ -594,6 +596,9 @@ class ModelCheckpoint(Callback):
         if self.filename is None:
             return None
         return trainer.agree(format_name(self.filename, _values(trainer), self.auto_insert_metric_name))
+
+
+_METRIC_IN_NAME = re.compile(r"\{(?!(?:epoch|step)[:}])[^{}]").search
 
 
 def _values(trainer: Trainer) -> dict[str, float]:

@@ -262,6 +262,7 @@ class RunContext:
         counted_at_start: updates of metric objects, by their `id`, from before the fit: those are not the training's.
         counted_outside: what metric objects had counted before the validation that runs; None where none runs.
         validation: when fit validates.
+        stop_waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
         why: why the fit came to its end; empty until it has.
@@ -326,6 +327,7 @@ class RunContext:
     counted_at_start: dict[int, int] = field(default_factory=dict)
     counted_outside: dict[str, Any] | None = None
     validation: ValidationPlan = field(default_factory=ValidationPlan)
+    stop_waits: bool = False
     deferred: list[Trigger] = field(default_factory=list)
     preempted: bool = False
     why: str = ""

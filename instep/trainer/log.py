@@ -708,6 +708,7 @@ class MetricLog:
                 "weight": accumulator.weight,
                 "last": None if accumulator.last is None or not accumulator.on_step else float(accumulator.last),
                 "fresh": accumulator.fresh,
+                "step_name": accumulator.step_name,
                 "replaced": accumulator.step_name not in self.step_values,
                 "metric": names.get(id(accumulator.metric)),
             }
@@ -716,6 +717,12 @@ class MetricLog:
             if (accumulator.metric is None or id(accumulator.metric) in names)
             and (accumulator.weight or accumulator.total is not None or accumulator.last is not None)
         ]
+
+    @staticmethod
+    def last_steps(state_dict: list[dict[str, Any]]) -> dict[str, float]:
+        """Return the last step values of a state by name, less those whose name a later epoch value has taken."""
+        shown = [one for one in state_dict if one["last"] is not None and not one.get("replaced")]
+        return {one["step_name"]: one["last"] for one in shown if "step_name" in one}
 
     def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
         """Restore the sums of an epoch that was interrupted.
@@ -825,6 +832,9 @@ def _by_name(parts: Iterable[dict[K, Any]]) -> dict[K, list[Any]]:
     return names
 
 
+_ENDS, _MOST_NAN = ("_step", "_epoch"), 8
+
+
 class Metrics:
     """Last values of all logged names; new ones are sent to the loggers.
 
@@ -837,6 +847,8 @@ class Metrics:
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.bar: dict[str, float] = {}
+        self.nan_since: dict[str, int] = {}
+        """Names whose last known value is nan, and the step at which that was seen first."""
         self._eval_steps: dict[str, int] = {}
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
@@ -844,6 +856,7 @@ class Metrics:
         for metrics, step, bar in arrived:
             if self._trainer.state.stage == "train":
                 self.callback.update(metrics)
+                self._look_for_nan(metrics, step)
             self.bar.update(bar)
             if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
@@ -851,7 +864,9 @@ class Metrics:
 
     def keep(self, log: MetricLog) -> None:
         """Keep the step values of a log that another one replaces: callbacks may watch them."""
-        self.callback.update({name: float(value) for name, value in log.callback_values.items()})
+        values = {name: float(value) for name, value in log.callback_values.items()}
+        self.callback.update(values)
+        self._look_for_nan(values, self._trainer.global_step)
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
@@ -861,6 +876,7 @@ class Metrics:
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
         for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
+            self._look_for_nan({name: value, plain: value}, self._trainer.global_step)
             for log in logs:
                 log.step_values.pop(name, None)
                 log.step_values.pop(plain, None)
@@ -871,6 +887,27 @@ class Metrics:
         if final and to_log:
             self.logged.update(to_log)
             self._send(to_log, self._trainer.global_step)
+
+    def _look_for_nan(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            if math.isnan(value):
+                self.nan_since.setdefault(name, step)
+            elif self.nan_since:
+                self.nan_since.pop(name, None)
+
+    def describe_nan(self) -> str:
+        """Return in words which values are nan and since when; "" where none is. Its step values must be kept first."""
+        since = self.nan_since
+        plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
+        by_step: dict[int, list[str]] = {}
+        for name in plain:
+            by_step.setdefault(since[name], []).append(name)
+        parts = []
+        for step, names in sorted(by_step.items()):
+            *others, last = names if len(names) <= _MOST_NAN else [*names[:_MOST_NAN], f"{len(names) - _MOST_NAN} more"]
+            parts.append(f"{', '.join(others)} and {last} are" if others else f"{last} is")
+            parts[-1] += f" nan since step {step:,}"
+        return "; ".join(parts)
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
@@ -891,17 +928,20 @@ class Metrics:
         self.callback.clear()
         self.logged.clear()
         self.bar.clear()
+        self.nan_since.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "callback": dict(self.callback),
             "logged": dict(self.logged),
             "bar": dict(self.bar),
+            "nan_since": dict(self.nan_since),
             "eval_steps": dict(self._eval_steps),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
+        self.nan_since = dict(state_dict.get("nan_since", {}))
         self._eval_steps = dict(state_dict["eval_steps"])
 
 

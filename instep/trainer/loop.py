@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from instep.data import BatchSource
-from instep.distributed import Trigger
+from instep.distributed import Trigger, gather_object
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
@@ -229,10 +229,32 @@ def is_finished(ctx: RunContext) -> bool:
 
 def is_stopping(ctx: RunContext) -> bool:
     """Return whether a stop was agreed and the minimum of steps and epochs is reached."""
-    at, s = ctx.position, ctx.settings
-    if not ctx.trainer._stop_agreed:
+    if not ctx.trainer._stop_agreed or is_below_minimum(ctx):
         return False
-    return at.global_step >= (s.min_steps or 0) and at.epoch + at.epoch_ended >= (s.min_epochs or 0)
+    return not ctx.stop_waits or still_stops(ctx)
+
+
+def is_below_minimum(ctx: RunContext) -> bool:
+    """Return whether `min_steps` or `min_epochs` holds a stop up."""
+    at, s = ctx.position, ctx.settings
+    return at.global_step < (s.min_steps or 0) or at.epoch + at.epoch_ended < (s.min_epochs or 0)
+
+
+def still_stops(ctx: RunContext) -> bool:
+    """Ask, once the minimum is reached, whether a stop that has waited for it is still wanted. Collective.
+
+    The metric that EarlyStopping watches may be better by now; its last verdict counts. Any other stop stands.
+    """
+    from instep.callbacks.early_stopping import WORD  # late: few runs have a minimum to wait for
+
+    trainer, ctx.stop_waits = ctx.trainer, False
+    verdicts = [each for each in trainer.early_stopping_callbacks if each.stopping_reason.value]
+    others = [why for why in trainer._own_stops if not why.startswith(WORD)]
+    if any(gather_object(bool(verdicts or others))):
+        return True
+    trainer._stop_agreed, trainer.stop_reason = False, ""
+    trainer._own_stops.clear()
+    return False
 
 
 def begin_epoch(ctx: RunContext) -> None:
@@ -385,6 +407,9 @@ def print_why_it_ended(ctx: RunContext) -> None:
         why = f"max_epochs={s.max_epochs} reached"
     ctx.why = why.rstrip(".")
     trainer.print(f"fit ended at step {at.global_step}: {ctx.why}.")
+    trainer.metrics.keep(ctx.log)
+    if bad := trainer.metrics.describe_nan():
+        trainer.print(f"{bad}. Trainer(nonfinite='stop') ends a run at the first loss or gradient that is not finite.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:
@@ -449,6 +474,12 @@ def waits_for_end(ctx: RunContext) -> bool:
     if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
         return plan.at_epoch_end
     return plan.next_batch <= batches
+
+
+def validates_now(ctx: RunContext) -> bool:
+    """Return whether a planned validation runs at this very step: after its batch, or at the end of its epoch."""
+    plan = ctx.validation
+    return plan.enabled and (ctx.position.batch >= plan.next_batch or (ctx.source.share.last and waits_for_end(ctx)))
 
 
 def plan_next_validation(ctx: RunContext) -> None:
@@ -532,6 +563,7 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
     """Do what the ranks agreed on, all at the same step."""
     for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
         if trigger.name == "stop":
+            ctx.stop_waits = is_below_minimum(ctx)
             ctx.trainer._stop_agreed = True
             ctx.trainer.stop_reason = trigger.reason or ctx.trainer.stop_reason
         elif trigger.name == "save":

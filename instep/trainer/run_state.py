@@ -626,6 +626,8 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     if own is None:
         log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
+    trainer.metrics.callback.update(ctx.log.last_steps(log))  # what callback_metrics showed when it was saved
+
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:

@@ -125,20 +125,10 @@ def difference_after_a_break(case: Case, place: float) -> str | None:
 
 
 def without_metrics_of_setup(events: list[Event]) -> list[Event]:
-    """Leave open what is shown before the training goes on: a resume restores counters and metrics one by one.
-
-    The counters are compared once the set-up is over, the metrics once the epoch's first hook has run.
-    """
+    """Leave open what is shown during the set-up: a resume restores counters and metrics one by one."""
     begin = next((n for n, event in enumerate(events) if event.name not in SETUP), len(events))
-    first = ("on_train_start", "on_train_epoch_start")
-    goes_on = next((n for n, event in enumerate(events) if n >= begin and event.name not in first), begin)
     return [
-        event._replace(step=0, epoch=0, metrics=())
-        if n < begin
-        else event._replace(metrics=())
-        if n < goes_on
-        else event
-        for n, event in enumerate(events)
+        event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)
     ]
 
 

@@ -16,15 +16,7 @@ from tests.model.run import Case, Settings
 FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
 
-def ranks_by_steps(case: Case) -> bool:
-    """Return whether checkpoints are saved by optimizer steps and ranked by a validation."""
-    given = case.checkpoints
-    return given is not None and given.monitor and given.every_n_train_steps is not None
-
-
-KNOWN: dict[str, Callable[[Case], bool]] = {
-    "N14": ranks_by_steps,
-}
+KNOWN: dict[str, Callable[[Case], bool]] = {}
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
 
 
