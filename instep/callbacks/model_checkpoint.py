@@ -92,8 +92,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: leave out what only a resumed run needs.
         mode: "min" or "max".
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
-        every_n_train_steps: save every so many optimizer steps. A save that ranks, or is named after a metric, waits for
-            a validation that is due at the same step, and for the first one.
+        every_n_train_steps: save every so many optimizer steps. A save that ranks, or is named after a metric, waits
+            for a validation that is due at the same step; one that ranks, for the first one too.
         train_time_interval: save every so much time (by the main process's clock).
         every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
             when none of the three is given; 0 turns it off.
@@ -378,7 +378,7 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            # What the validation of this very step gives is what the weights of this step are ranked by and named after.
+            # The weights of a step are ranked by, and named after, what the validation of this very step gives.
             waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
             first = not waits and self.monitor is not None and trainer.enable_validation
             self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))

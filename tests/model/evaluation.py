@@ -98,8 +98,13 @@ def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
         run.send_epoch_values(logged.values())
         run.validations += 1
     run.both("on_validation_end")
-    if run.saver is not None and not sanity:
-        run.saver.after_validation(run)
+    if not sanity:
+        run.validated = True
+        if run.stopper is not None:
+            run.stopper.after_validation(run)
+        for saver in run.savers:
+            saver.after_validation(run)
+        run.settle_newest()
     if sanity:
         run.metrics.clear()
     run.module("on_validation_model_train")

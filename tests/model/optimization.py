@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isnan
 
 from tests.model.data import Dealt
-from tests.model.trace import Refused
+from tests.model.trace import Refused, comparable
 
 RATE = 0.5
 """The learning rate that a run begins with."""
@@ -47,7 +48,7 @@ class Rate:
         self.now = RATE
         self.best: float | None = None
 
-    def step_after(self, interval: str, count: int, metrics: Mapping[str, float]) -> tuple[float | None] | None:
+    def step_after(self, interval: str, count: int, metrics: Mapping[str, float]) -> tuple[float | str | None] | None:
         """Step the scheduler where it is due.
 
         Args:
@@ -70,8 +71,8 @@ class Rate:
             if scheduler.strict:
                 raise Refused("SettingError", "the plateau scheduler's metric was not logged")
             return None
-        if self.best is None or metric < self.best:
+        if not isnan(metric) and (self.best is None or metric < self.best):
             self.best = metric
         else:
             self.now /= 2
-        return (metric,)
+        return (comparable(metric),)

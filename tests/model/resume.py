@@ -2,9 +2,67 @@
 
 from __future__ import annotations
 
-from tests.model.trace import Event
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.model.checkpoints import Disk, Line, Saved, Saver, best_first
+from tests.model.trace import Event, Refused
 
 BEFORE = "on_train_start"
+
+
+@dataclass
+class Start:
+    """What a process starts with, and where it is broken off.
+
+    Attributes:
+        disk: the checkpoints that it finds.
+        ckpt_path: what it goes on from: None, "auto", "last", "best", or a checkpoint.
+        breaks_at: the number of the event that raises an exception.
+        asks: with which `ckpt_path` it calls `validate` after the fit.
+    """
+
+    disk: Disk = field(default_factory=Disk)
+    ckpt_path: str | Saved | None = None
+    breaks_at: int | None = None
+    asks: tuple[str, ...] = ()
+
+
+def find(
+    disk: Disk, meant: str | Saved | None, savers: Sequence[Saver], to_train: bool, line: Line | None = None
+) -> Saved | None:
+    """Return the checkpoint that is meant; None to begin afresh.
+
+    "last" is what was saved last, in the folders of all ModelCheckpoints; a fit takes a whole one. "auto" is the same,
+    or nothing. "best" is the best by the first ModelCheckpoint's metric, in its folder; without a metric the newest.
+
+    Args:
+        disk: the checkpoints that are there.
+        meant: as `Start.ckpt_path`.
+        savers: the ModelCheckpoints.
+        to_train: whether a fit goes on from it, which needs the whole state.
+        line: the run that the Trainer has trained, whose checkpoints are meant. Without one it is the run that held the
+            folder last.
+    """
+    if meant is None or isinstance(meant, Saved):
+        if meant is not None and to_train and meant.state is None:
+            raise Refused("CheckpointError", "weights alone cannot be gone on from", early=True)
+        return meant
+    folders = [saver.given.folder for saver in savers]
+    ranks = meant == "best" and savers and savers[0].given.monitor is not None
+    if meant == "best":
+        folders = folders[:1]
+    there = [one for one in disk.saved if one.folder in folders and (one.state is not None or not to_train)]
+    if line is None and there:
+        held = [one for one in there if one.line.run == disk.held.get(folders[0])]
+        line = (held or there)[-1].line
+    own = [one for one in there if line is not None and line.has(one)]
+    if ranks:
+        given = savers[0].given
+        own = best_first([one for one in own if one.metric == (given.monitor, given.mode)], given.mode)[:1]
+    if not own and meant != "auto":
+        raise Refused("CheckpointNotFoundError", f"{meant}: there is none", early=True)
+    return own[-1] if own else None
 
 
 def broken_off(whole: list[Event], at: int) -> list[Event]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.model.checkpoints import Checkpoints, Saver
+from tests.model.checkpoints import Checkpoints, Newest, Saved, Saver
 from tests.model.data import Batch, Data, Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
 from tests.model.logs import Log, Name, mean_of
 from tests.model.optimization import Rate, Scheduler, sample_weights
+from tests.model.resume import Line, Start, find
+from tests.model.stopping import Stopper, Stopping
 from tests.model.trace import Event, Refused, rounded
 
 
@@ -49,6 +52,8 @@ class Case:
         log: what `training_step` logs as "seen"; None: nothing.
         val_log: what `validation_step` logs as "val_seen", in epoch values.
         checkpoints: of a ModelCheckpoint; None: there is none.
+        second: of another one beside it.
+        stopping: of EarlyStopping; None: there is none.
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
@@ -63,6 +68,8 @@ class Case:
     log: Log | None = None
     val_log: Log | None = None
     checkpoints: Checkpoints | None = None
+    second: Checkpoints | None = None
+    stopping: Stopping | None = None
     watch: str = "all"
 
 
@@ -70,7 +77,19 @@ LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
 """The hooks in which the callback looks which checkpoints are there."""
 
 
-def run(case: Case, order: Order | None = None, rank: int = 0) -> list[Event]:
+NOT_SAVED = (
+    *("case", "order", "start", "events", "line", "newest"),
+    *("max_epochs", "trains", "limit", "val_batches", "plan"),  # of the settings
+    *("asked_to_stop", "noted", "agreed"),
+)
+"""What of a Run is no part of a checkpoint."""
+
+
+class Broken(Exception):
+    """What breaks a run off."""
+
+
+def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | None = None) -> list[Event]:
     """Return all that is seen of a fit on one rank.
 
     All ranks do the same at the same time. They differ in the batches they see and in the values they log; rank 0 alone
@@ -80,11 +99,14 @@ def run(case: Case, order: Order | None = None, rank: int = 0) -> list[Event]:
         case: the run.
         order: the order of the training samples where they are shuffled. It is drawn; here it is given.
         rank: which one's events.
+        start: what the process finds on the disk, what it is told to go on from, and where it is broken off.
     """
-    it = Run(case, order or case.train.in_sequence, rank)
-    it.saver = None if case.checkpoints is None else Saver(case.checkpoints)
+    it = Run(case, order or case.train.in_sequence, start or Start(), rank)
     try:
         it.fit()
+        it.ask()
+    except Broken:
+        pass
     except Refused as refused:
         it.callback("on_exception", refused.kind)
         it.both("teardown", "fit")
@@ -98,9 +120,11 @@ class Run:
 
     case: Case
     order: Order
+    start: Start
     rank: int = 0  # the one that is watched
     events: list[Event] = field(default_factory=list)
-    epoch: int = 0  # the present one
+    epoch: int = 0  # the present one, or the one to come
+    batch: int = 0  # batches of it that are done
     epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
     epochs_done: int = 0  # that came to their end
     step: int = 0
@@ -108,7 +132,10 @@ class Run:
     validated: bool = False  # since the last optimizer step
     validations: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    saver: Saver | None = None
+    savers: list[Saver] = field(default_factory=list)
+    newest: Newest | None = None
+    stopper: Stopper | None = None
+    line: Line = field(default_factory=Line)
     logged: Name | None = None  # what this epoch's training steps have logged
     fresh: dict[int, float] = field(default_factory=dict)  # each rank's last step value that was not yet sent
     asked_to_stop: bool = False
@@ -119,12 +146,14 @@ class Run:
 
     def note(self, owner: str, name: str, *args: Any) -> None:
         self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
+        if len(self.events) - 1 == self.start.breaks_at:
+            raise Broken
 
     def callback(self, hook: str, *args: Any) -> None:
         self.note("C", hook, *args)
-
-        if hook in LOOKS and self.saver is not None and self.rank == 0:
-            self.note("D", "disk", tuple(one.step for one in self.saver.kept), self.saver.best, self.saver.last)
+        if hook in LOOKS and self.rank == 0:
+            for saver in self.savers:
+                self.note("D", "disk", *saver.seen(self.start.disk))
 
     def module(self, hook: str, *args: Any) -> None:
         self.note("M", hook, *args)
@@ -163,7 +192,7 @@ class Run:
         if not every or self.step % every or self.logged is None or not self.logged.on_step:
             return
         fresh, self.fresh = self.fresh, {}
-        if self.logged.sync_dist:
+        if self.logged.sync_dist and fresh:
             fresh = dict.fromkeys(range(self.case.ranks), sum(fresh.values()) / len(fresh))
         if self.rank in fresh:
             self.metrics[self.logged.step_name] = fresh[self.rank]
@@ -192,19 +221,24 @@ class Run:
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
+        resumed = self.find_checkpoint()
         if self.rank == 0:
             self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
         self.module("configure_optimizers")
         self.both("on_fit_start")
-        self.sanity_check()
+        if resumed is None:
+            self.sanity_check()
         self.both("on_train_start")
+        if resumed is not None:
+            for saver in self.all_savers():
+                saver.take_up(self, resumed)
         while not self.is_finished():
             self.train_epoch()
         self.both("on_train_end")
-        if self.saver is not None:
-            self.saver.after_training(self)
+        for saver in self.savers:
+            saver.after_training(self)
         self.both("on_fit_end")
         self.both("teardown", "fit")
 
@@ -236,6 +270,93 @@ class Run:
                 self.plan = Plan(s, expected_batches(length, self.limit))
         self.rate = Rate(self.case.scheduler)
 
+    # ---- checkpoints
+
+    def find_checkpoint(self) -> Saved | None:
+        """Begin a run, or go on with the one that `ckpt_path` means; nothing is left to be done twice."""
+        case, start = self.case, self.start
+        self.stopper = None if case.stopping is None else Stopper(case.stopping)
+        self.savers = [Saver(given) for given in (case.checkpoints, case.second) if given is not None]
+        if any(saver.given.save_last == "link" for saver in self.savers):
+            raise Refused("SettingError", "'last' is found by a look at the disk, so there is no link", early=True)
+        if len({saver.given.key for saver in self.savers}) < len(self.savers):
+            raise Refused("SettingError", "two ModelCheckpoints with one key", early=True)
+        if start.ckpt_path in ("auto", "last") and any(saver.keeps_newest for saver in self.savers):
+            self.newest = Newest(self.savers[0].given.folder)
+        folders = [saver.given.folder for saver in self.savers]
+        found = find(start.disk, start.ckpt_path, self.savers, to_train=True)
+        if found is None:
+            self.line = start.disk.begin(folders)
+            return None
+        self.line = start.disk.go_on(found, folders)
+        assert found.state is not None
+        vars(self).update(deepcopy(found.state))
+        self.epochs_seen = self.epoch
+        return found
+
+    def ask(self) -> None:
+        """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
+        line = self.line if self.step else None
+        for name, of in (("validate", line), ("validate again", None)):
+            for meant in self.start.asks:
+                try:
+                    found = find(self.start.disk, meant, self.savers, to_train=False, line=of)
+                except Refused as refused:
+                    self.events.append(Event("-", name, (meant, refused.kind), 0, 0))
+                else:
+                    self.events.append(Event("-", name, (meant, found and found.name), 0, 0))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
+        return deepcopy({name: value for name, value in vars(self).items() if name not in NOT_SAVED})
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last batch."""
+        return self.epoch - 1 if self.batch == 0 and self.epoch else self.epoch
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return (self.epoch, self.batch, self.step, self.validated)
+
+    def all_savers(self) -> list[Saver]:
+        return self.savers if self.newest is None else [*self.savers, self.newest]
+
+    def want_newest(self, saver: Saver) -> Newest | None:
+        """Ask for the newest state, and return who saves it; None where nobody does, or the ModelCheckpoint may not."""
+        newest = self.newest if saver.keeps_newest else None
+        if newest is not None:
+            newest.due = True
+        return newest
+
+    def settle_newest(self) -> None:
+        if self.newest is not None:
+            self.newest.settle(self)
+
+    def save(self, new: Saved) -> Saved:
+        new = self.start.disk.add(new)
+        if new.state is not None:
+            self.note("S", "saved", self.step, self.batch == 0)
+        return new
+
+    def superseded_by(self, by: Saver, new: Saved) -> list[Saved]:
+        """Return what a newer state makes needless: the newest one before, and what is kept elsewhere as the newest."""
+        if self.newest is None:
+            return []
+        gone = list(self.newest.kept)
+        for saver in self.savers:
+            if saver is not by and saver.given.monitor is not None and not saver.given.save_last:
+                keep = saver.to_keep([*saver.kept, new])
+                gone += [one for one in saver.kept if one not in keep]
+        return gone
+
+    def delete(self, gone: list[Saved], by: Saver) -> None:
+        """Delete checkpoints. Where the newest of a saver goes, a newer one is there."""
+        self.start.disk.delete(gone)
+        for saver in [by] if self.newest is None else self.all_savers():
+            saver.kept = [one for one in saver.kept if one not in gone]
+            saver.last = by.last if self.newest is not None and saver.last in gone else saver.last
+
     def sanity_check(self) -> None:
         """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
         steps = self.case.settings.num_sanity_val_steps
@@ -258,7 +379,8 @@ class Run:
     def is_stopping(self) -> bool:
         """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
         s = self.case.settings
-        return self.agreed and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+        wished = self.agreed or (self.stopper is not None and self.stopper.stops)
+        return wished and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
 
     def agree_at_window_end(self) -> None:
         """Agree on what was asked for when the last window ended, as with `Trainer(trigger_every=1)`."""
@@ -279,29 +401,34 @@ class Run:
         self.both("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
-        complete, end = True, 0
-        for begin in range(0, len(batches), s.accumulate_grad_batches):
+        complete = True
+        if self.batch:  # the run goes on within the epoch, behind the training of a window
+            self.end_window(self.batch)
+        for begin in range(self.batch, len(batches), s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
-            end = begin + len(window)
-            due = self.val_batches is not None and self.plan.due_after_window(
-                self.epoch, self.batches_before, begin, end
-            )
             self.train_window(begin, window)
-            if self.saver is not None:
-                self.saver.after_window(self, due or self.is_due_at_epoch_end(end, len(batches)))
-            self.send_step_values()
-            if due:
-                self.validate()
-            self.agree_at_window_end()
+            self.batch = begin + len(window)
+            for saver in self.savers:
+                due = self.is_due(self.batch) or self.is_due_at_epoch_end(self.batch, len(batches))
+                saver.after_window(self, due)
+            self.settle_newest()
+            self.end_window(self.batch)
             if self.step == s.max_steps or self.is_stopping():
-                complete = end == len(batches)
+                complete = self.batch == len(batches)
                 break
-        self.end_epoch(complete, end)
-        self.batches_before += end
+        self.end_epoch(complete)
 
-    def plan_at_end(self, end: int, batches: int) -> bool:
-        """Return whether this batch is the epoch's last, and a validation waits for it."""
-        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+    def end_window(self, end: int) -> None:
+        """Do what follows an optimizer step: log, validate, agree on what was asked for."""
+        self.send_step_values()
+        if self.is_due(end) and not self.validated:
+            self.validate()
+        self.agree_at_window_end()
+
+    def is_due(self, end: int) -> bool:
+        """Return whether a validation is planned after the window that ends with this batch."""
+        begin = (end - 1) // self.case.settings.accumulate_grad_batches * self.case.settings.accumulate_grad_batches
+        return self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
         """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
@@ -344,13 +471,12 @@ class Run:
     def validate(self) -> None:
         assert self.val_batches is not None
         evaluate(self, self.val_batches, sanity=False)
-        self.validated = True
         self.agree_now()
 
-    def end_epoch(self, complete: bool, batches: int) -> None:
+    def end_epoch(self, complete: bool) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
         if self.val_batches is not None and not self.validated:
-            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
         names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
@@ -358,15 +484,19 @@ class Run:
         self.both("on_train_epoch_end")
         if names:
             self.send_epoch_values(names)
-        self.logged = None
         if complete:
+            self.logged = None
             self.step_scheduler("epoch", self.epoch + 1)
             self.epochs_done += 1
-        if self.saver is not None:
-            if complete:
-                self.saver.after_epoch(self)
-            else:
-                self.saver.after_cut_epoch(self)
+            self.epoch += 1
+            self.batches_before += self.batch
+            self.batch = 0
+            if self.stopper is not None:
+                self.stopper.after_epoch(self)
+            for saver in self.savers:
+                saver.after_epoch(self)
+        elif self.savers:
+            self.savers[0].after_cut_epoch(self)
+        self.settle_newest()
         self.epochs_seen += 1
-        self.epoch += 1
         self.agree_now()

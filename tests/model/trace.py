@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any, NamedTuple
 
 
@@ -24,15 +25,20 @@ class Event(NamedTuple):
     args: tuple[Any, ...]
     step: int
     epoch: int
-    metrics: tuple[tuple[str, float], ...] = ()
+    metrics: tuple[tuple[str, float | str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}{self.args} at step {self.step}, epoch {self.epoch}, {dict(self.metrics)}"
 
 
-def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float | str], ...]:
     """Return named values so that they can be compared."""
-    return tuple((name, round(value, 3)) for name, value in sorted(values.items()))
+    return tuple((name, comparable(value)) for name, value in sorted(values.items()))
+
+
+def comparable(value: float) -> float | str:
+    """Return a value so that it can be compared: nan, which is equal to nothing, as a word."""
+    return "nan" if isnan(value) else round(value, 3)
 
 
 class Refused(Exception):

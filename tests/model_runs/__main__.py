@@ -10,9 +10,11 @@ from collections import Counter
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.model.checkpoints import Checkpoints
 from tests.model.run import Case, Settings
-from tests.model_runs.compare import differences, expected
-from tests.model_runs.draw import allowed, cases, places
+from tests.model_runs.compare import expected
+from tests.model_runs.draw import allowed, cases, processes
+from tests.model_runs.processes import Process, differences
 from tests.model_runs.script import changed
 
 
@@ -34,8 +36,8 @@ def main() -> int:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
     )
-    @given(cases((1, 1, 1, 1, 1, 1, 1, 1, 2, 3)), places())
-    def compare(case: Case, place: float | None) -> None:
+    @given(cases((1, 1, 1, 1, 1, 1, 1, 1, 2, 3)), processes())
+    def compare(case: Case, in_turn: tuple[Process, ...]) -> None:
         if not allowed(case):
             drawn["left out as known"] += 1
             return
@@ -47,10 +49,17 @@ def main() -> int:
         )
         for name in Settings.__dataclass_fields__:
             drawn[name] += repr(getattr(case.settings, name)) != repr(getattr(Settings, name))
-        drawn["broken off and resumed"] += (
-            place is not None and case.ranks == 1 and case.checkpoints is not None and case.stop_at is None
-        )
-        found = differences(case, place)
+        if in_turn and case.ranks == 1 and case.checkpoints is not None and case.stop_at is None:
+            drawn["processes"] += len(in_turn)
+            drawn["broken off"] += sum(one.place is not None for one in in_turn)
+            drawn["asked"] += sum(len(one.asks) for one in in_turn)
+            for one in in_turn[1:]:
+                drawn[f"then {'a path' if isinstance(one.ckpt_path, int) else one.ckpt_path}"] += 1
+        for name in ("second", "stopping"):
+            drawn[name] += getattr(case, name) is not None
+        for name in Checkpoints.__dataclass_fields__ if case.checkpoints is not None else ():
+            drawn[name] += getattr(case.checkpoints, name) != getattr(Checkpoints, name)
+        found = differences(case, in_turn)
         if found is not None:
             raise AssertionError(f"{changed(case)}\n{found}")
 

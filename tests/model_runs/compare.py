@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.model.resume import broken_off, resumed
+from tests.model.data import Order
 from tests.model.run import Case, run
 from tests.model.trace import Event
 from tests.model_runs.loaders import shuffled
@@ -20,10 +20,14 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SETUP = ("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start")
 
 
+def order_of(case: Case) -> Order | None:
+    """Return the order of the training samples, where they are shuffled."""
+    return shuffled(case.train) if case.train.shuffle else None
+
+
 def expected(case: Case, rank: int = 0) -> list[Event]:
     """Return what the model says of a case on one rank, as far as the recorder sees it."""
-    order = shuffled(case.train) if case.train.shuffle else None
-    return [event for event in run(case, order, rank) if event.owner != "S" and is_recorded(event, case.watch)]
+    return [event for event in run(case, order_of(case), rank) if is_recorded(event, case.watch)]
 
 
 def difference(case: Case) -> str | None:
@@ -36,15 +40,14 @@ def difference(case: Case) -> str | None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for rank, seen in enumerate(by_rank):
-        found = difference_of_rank(case, seen, rank)
+        found = difference_of(case, expected(case, rank), seen)
         if found is not None:
             return found if case.ranks == 1 else f"rank {rank} of {case.ranks}: {found}"
     return None
 
 
-def difference_of_rank(case: Case, seen: list[Event], rank: int) -> str | None:
-    """Return the first difference of what was seen on a rank from the model."""
-    meant = expected(case, rank)
+def difference_of(case: Case, meant: list[Event], seen: list[Event]) -> str | None:
+    """Return the first difference of what was seen from what the model says, with a script; None without one."""
     last = meant[-1]
     if last.name == "error" and last.args[1]:  # refused early: how far the run comes until then is left open
         ended = seen[-1]
@@ -55,6 +58,7 @@ def difference_of_rank(case: Case, seen: list[Event], rank: int) -> str | None:
     if last.name == "error":
         meant[-1] = last._replace(args=last.args[:1])
     meant, seen = without_metrics_after_an_error(meant), without_metrics_after_an_error(seen)
+    meant, seen = without_metrics_of_setup(meant), without_metrics_of_setup(seen)
     return first_difference(case, meant, seen)
 
 
@@ -71,65 +75,10 @@ def first_difference(case: Case, meant: list[Event], seen: list[Event]) -> str |
     return None
 
 
-def differences(case: Case, place: float | None) -> str | None:
-    """Compare a case, and where it has checkpoints and a place to be broken off at, its parts too.
-
-    A wish to stop is no part of a checkpoint, so such a run is not broken off.
-    """
-    found = difference(case)
-    if (
-        found is None
-        and place is not None
-        and case.ranks == 1
-        and case.checkpoints is not None
-        and case.stop_at is None
-    ):
-        found = difference_after_a_break(case, place)
-    return found
-
-
-def difference_after_a_break(case: Case, place: float) -> str | None:
-    """Break a run off at a hook, start it again, and return the first difference of the parts from the whole.
-
-    Args:
-        case: the run, which must have checkpoints.
-        place: which hook: the part of the training that lies before it, from 0 to 1.
-    """
-    order = shuffled(case.train) if case.train.shuffle else None
-    whole = [event for event in run(case, order) if event.owner != "D"]
-    seen_of = [n for n, event in enumerate(whole) if event.owner != "S" and is_recorded(event, case.watch)]
-    hooks = [n for n in seen_of if whole[n].owner in "CM"]
-    begin = next((n for n in hooks if whole[n].name in ("training_step", "on_train_end")), None)
-    end = next((n for n, event in enumerate(whole) if event.name == "on_train_end"), None)
-    inside = [n for n in hooks if begin is not None and end is not None and begin <= n < end]
-    if not inside or whole[-1].name == "error":
-        return None
-    at = inside[int(place * (len(inside) - 1))]
-    folder = tempfile.mkdtemp(dir=FAST)
-    try:
-        first = record(case, folder, breaks_at=seen_of.index(at), ckpt_path="auto", look=False)
-        second = record(case, folder, ckpt_path="auto", look=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    where = f"broken off at event {seen_of.index(at)}, {whole[at]}"
-    parts = {
-        "until it was broken off": (broken_off(whole, at), first[: seen_of.index(at) + 1]),
-        "after it was resumed": (resumed(whole, at), second),
-    }
-    for part, (model, program) in parts.items():
-        meant = [event for event in model if event.owner != "S" and is_recorded(event, case.watch)]
-        found = first_difference(case, without_metrics_of_setup(meant), without_metrics_of_setup(program))
-        if found is not None:
-            return f"{where}; {part}\n{found}"
-    return None
-
-
 def without_metrics_of_setup(events: list[Event]) -> list[Event]:
     """Leave open what is shown during the set-up: a resume restores counters and metrics one by one."""
     begin = next((n for n, event in enumerate(events) if event.name not in SETUP), len(events))
-    return [
-        event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)
-    ]
+    return [event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)]
 
 
 def without_metrics_after_an_error(events: list[Event]) -> list[Event]:

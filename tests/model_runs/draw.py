@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from tests.model.data import Data
 from tests.model.logs import Log
 from tests.model.optimization import Scheduler
 from tests.model.run import Case, Settings
+from tests.model.stopping import Stopping
+from tests.model_runs.processes import Process
 
 FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
@@ -111,16 +115,54 @@ def logs(draw: st.DrawFn, steps: bool = True, ranks: int = 1) -> Log:
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn) -> Checkpoints:
-    monitor = draw(st.booleans())
+def checkpoints(draw: st.DrawFn, log: Log | None, ranks: int) -> Checkpoints:
+    monitor = draw(st.one_of(st.none(), st.just("val"), st.just("val"), st.sampled_from(names_of(log, ranks))))
+    steps = draw(sometimes(None, st.integers(1, 4)))
+    last = draw(st.sampled_from((None, None, None, True, True, True, False, False, "link")))
+    plain = draw(st.booleans())
     return Checkpoints(
         monitor=monitor,
         mode=draw(st.sampled_from(("min", "max"))),
-        save_top_k=draw(st.sampled_from((1, 2, 3, -1, 0) if monitor else (1, 1, -1, 0))),
-        save_last=draw(st.booleans()),
-        every_n_train_steps=draw(sometimes(None, st.integers(1, 4))),
-        every_n_epochs=draw(sometimes(1, st.integers(1, 3))),
+        save_top_k=draw(st.sampled_from((1, 1, -1, 0) if monitor is None else (1, 2, 3, -1, 0))),
+        save_last=last,
+        every_n_train_steps=steps,
+        every_n_epochs=1 if steps is not None else draw(sometimes(1, st.integers(1, 3))),
         save_on_train_epoch_end=draw(sometimes(None, st.booleans())),
+        filename=None if plain else draw(st.sampled_from((None, *FILENAMES))),
+        auto_insert_metric_name=plain or draw(st.booleans()),
+        save_weights_only=not plain and draw(st.booleans()),
+    )
+
+
+FILENAMES = ("best", "{epoch}-{val:.2f}", "{step}-{val}", "{epoch}", "at {step:03d}")
+
+
+def names_of(log: Log | None, ranks: int) -> list[str]:
+    """List the names under which a training step's value shows; "val" where it logs nothing.
+
+    On several ranks step values differ, and the model of a rank does not know those of the others.
+    """
+    if ranks > 1:
+        return ["val"]
+    if log is None or log.on_step is False:
+        return ["val"] if log is None or not log.on_epoch else ["seen"]
+    return ["seen", "seen_step", "seen_epoch"] if log.on_epoch else ["seen"]
+
+
+@st.composite
+def stoppings(draw: st.DrawFn, log: Log | None, ranks: int) -> Stopping:
+    thresholds = st.one_of(st.none(), st.none(), st.sampled_from((1.0, 2.0, 2.5, 4.0)))
+    monitor = draw(st.one_of(st.just("val"), st.just("val"), st.sampled_from((*names_of(log, ranks), "absent"))))
+    return Stopping(
+        monitor=monitor,
+        mode=draw(st.sampled_from(("min", "max"))),
+        patience=draw(st.integers(0, 3)),
+        min_delta=draw(sometimes(0.0, st.sampled_from((0.5, 1.0)))),
+        strict=monitor == "val" and draw(st.booleans()),
+        check_finite=draw(st.booleans()),
+        stopping_threshold=draw(thresholds),
+        divergence_threshold=draw(thresholds),
+        check_on_train_epoch_end=draw(sometimes(None, st.booleans())),
     )
 
 
@@ -134,18 +176,25 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
     ranks = draw(st.sampled_from(worlds))
     train = draw(loaders(ranks=ranks))
     val = draw(st.one_of(loaders(first=100, ranks=ranks), loaders(first=100, ranks=ranks), st.none()))
+    log = draw(sometimes(None, logs(ranks=ranks)))
+    saver = draw(st.one_of(st.none(), checkpoints(log, ranks), checkpoints(log, ranks)))
+    second = None if saver is None else draw(st.one_of(st.none(), st.none(), checkpoints(log, ranks)))
+    if second is not None:
+        second = replace(second, folder=draw(st.sampled_from(("checkpoints", "second"))))
     return Case(
         settings=draw(settings(train, val, ranks)),
         ranks=ranks,
         train=train,
         val=val,
         scheduler=draw(sometimes(None, schedulers())),
-        stop_at=draw(sometimes(None, st.integers(1, 10))),
+        stop_at=draw(st.one_of(st.none(), st.none(), st.integers(1, 10))),
         stop_on=draw(sometimes(None, st.integers(0, ranks - 1))) if ranks > 1 else None,
-        values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0)), min_size=1, max_size=4).map(tuple)),
-        log=draw(sometimes(None, logs(ranks=ranks))),
+        values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0, nan)), min_size=1, max_size=4).map(tuple)),
+        log=log,
         val_log=draw(sometimes(None, logs(steps=False, ranks=ranks))),
-        checkpoints=draw(sometimes(None, checkpoints())),
+        checkpoints=saver,
+        second=second,
+        stopping=draw(st.one_of(st.none(), st.none(), stoppings(log, ranks))),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
 
@@ -156,5 +205,16 @@ def allowed(case: Case) -> bool:
 
 
 def places() -> st.SearchStrategy[float | None]:
-    """Draw where a run is broken off, as a part of its training; None in half of the runs."""
-    return st.one_of(st.none(), st.integers(0, 20).map(lambda number: number / 20))
+    """Draw where a run is broken off, as a part of its training."""
+    return st.integers(0, 20).map(lambda number: number / 20)
+
+
+def processes() -> st.SearchStrategy[tuple[Process, ...]]:
+    """Draw what happens one after another in one folder; nothing in half of the runs."""
+    asks = st.sampled_from(((), (), ("best", "last")))
+    starts = st.one_of(st.just("auto"), st.sampled_from((None, "last", "best")), st.integers(0, 3))
+    any_process = st.builds(Process, starts, st.one_of(st.none(), places()), st.integers(0, 2), asks)
+    first = st.builds(Process, st.sampled_from(("auto", "auto", None)), st.one_of(st.none(), places()), asks=asks)
+    broken = places().map(lambda place: (Process(place=place), Process()))
+    more = st.lists(any_process, min_size=0, max_size=2).map(tuple)
+    return st.one_of(st.just(()), st.just(()), broken, st.tuples(first, more).map(lambda both: (both[0], *both[1])))

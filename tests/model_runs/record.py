@@ -6,23 +6,22 @@ import inspect
 import io
 import warnings
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from instep import Callback, Trainer
-from instep.callbacks import ModelCheckpoint
 from instep.callbacks.base import HOOKS
 from instep.errors import InstepError
 from instep.loggers import Logger
 from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
 from tests.model.run import LOOKS, Case, Settings
-from tests.model.trace import Event, rounded
+from tests.model.trace import Event, comparable, rounded
 from tests.model_runs.loaders import SEED, loader
 from tests.model_runs.modules import Module
+from tests.model_runs.saving import ask, callbacks_of, looks_at_disk
 from tests.trainer.recorder import OPTIMIZATION
 
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
@@ -47,6 +46,8 @@ def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
     if event.owner in "OL-":
         return True
+    if event.owner == "S":
+        return False
     if event.owner == "D":
         return watch != "few"
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
@@ -60,12 +61,18 @@ class Events(list[Event]):
     """The events that were recorded; at the number `breaks_at` the hook raises an exception."""
 
     breaks_at: int | None = None
-    look = True
 
     def append(self, event: Event) -> None:
         super().append(event)
         if len(self) - 1 == self.breaks_at:
             raise Broken
+
+    def ask(self, name: str, trainer: Any, module: Any, ckpt_path: str) -> None:
+        """Record which checkpoint an evaluation takes, and nothing else of it."""
+        before = len(self)
+        found = ask(trainer, module, ckpt_path)
+        del self[before:]
+        self.append(Event("-", name, (ckpt_path, found), 0, 0))
 
 
 def record(
@@ -73,7 +80,7 @@ def record(
     folder: str,
     breaks_at: int | None = None,
     ckpt_path: str | None = None,
-    look: bool = True,
+    asks: tuple[str, ...] = (),
     rank: int = 0,
 ) -> list[Event]:
     """Run the case; its files go to the folder. Of several ranks each must be a process that calls this.
@@ -83,11 +90,11 @@ def record(
         folder: where its files go.
         breaks_at: the number of the event at which an exception breaks the run off.
         ckpt_path: as `fit` takes it.
-        look: record which checkpoints are there.
+        asks: with which `ckpt_path` to call `validate` after the fit, and from another Trainer.
         rank: this process's.
     """
     events = Events()
-    events.breaks_at, events.look = breaks_at, look and rank == 0
+    events.breaks_at = breaks_at
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
@@ -96,11 +103,16 @@ def record(
             val = None if case.val is None else loader(case.val, rank, case.ranks)
             module: Any = make_module(case, events)
             rows = Rows(events if rank == 0 else [])
-            callbacks = [make_callback(case, events, rank), *checkpoint_callbacks(case, folder)]
+            callbacks = [make_callback(case, events, rank), *callbacks_of(case, folder)]
             callbacks[0].module = module
             trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val, ckpt_path=ckpt_path)
+            for which in asks:
+                events.ask("validate", trainer, module, which)
+            for which in asks:
+                other = Trainer(**arguments(case, folder), logger=False, callbacks=callbacks_of(case, folder))
+                events.ask("validate again", other, module, which)
         except Broken:
             pass
         except InstepError as error:
@@ -135,34 +147,6 @@ def make_module(case: Case, events: Events) -> Module:
     module: Any = type("RecordedModule", (Module,), wrapped)(case)
     module.record = lambda *args: events.append(_event(module.recording_trainer, *args))
     return module
-
-
-def checkpoint_callbacks(case: Case, folder: str) -> list[ModelCheckpoint]:
-    """Make the ModelCheckpoint of a case, if it has one."""
-    given = case.checkpoints
-    if given is None:
-        return []
-    options = {**vars(given), "monitor": "val" if given.monitor else None, "save_last": given.save_last or None}
-    if given.every_n_train_steps is not None:
-        del options["every_n_epochs"]
-    return [ModelCheckpoint(f"{folder}/checkpoints", **options)]
-
-
-def look_at_disk(trainer: Trainer) -> tuple[Any, ...]:
-    """Return the steps of the checkpoints that are there in the order of their saving, of the best and of the last."""
-    callback = trainer.checkpoint_callback
-    assert callback is not None
-    there = [step_of(path.name) for path in Path(callback.dirpath or "").glob("step-*")]
-    return (
-        tuple(sorted(step or 0 for step in there)),
-        step_of(callback.best_model_path),
-        step_of(callback.last_model_path),
-    )
-
-
-def step_of(path: str) -> int | None:
-    """Return the step in a checkpoint's name; None where there is no name."""
-    return int(Path(path).name.split("-")[1]) if path else None
 
 
 def make_callback(case: Case, events: Events, rank: int) -> Any:
@@ -221,8 +205,9 @@ def _recorded(base: type, owner: str, name: str, events: Events) -> Any:
             events.append(_event(trainer, owner, name, *seen))
             return result
         events.append(_event(trainer, owner, name, *seen))
-        if events.look and owner == "C" and name in LOOKS and trainer.checkpoint_callback is not None:
-            events.append(_event(trainer, "D", "disk", *look_at_disk(trainer)))
+        looks = owner == "C" and name in LOOKS and trainer.is_global_zero
+        for look in looks_at_disk(trainer) if looks else ():
+            events.append(_event(trainer, "D", "disk", *look))
         return function(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
@@ -235,7 +220,7 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in _NO_ARGUMENTS:
         return ()
     if name == "lr_scheduler_step":
-        return (None if args[1] is None else float(args[1]),)
+        return (None if args[1] is None else comparable(float(args[1])),)
     if name.startswith("on_validation_batch"):
         args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 from tests.model.checkpoints import Checkpoints
 from tests.model.run import Case, Settings
@@ -11,7 +11,7 @@ from tests.model_runs.record import arguments
 
 def saver_of(given: Checkpoints) -> str:
     """Write the ModelCheckpoint of a case."""
-    arguments = changed(given).partition("(")[2].replace("monitor=True", "monitor='val'")
+    arguments = changed(replace(given, folder="checkpoints")).partition("(")[2]
     return f"ModelCheckpoint(tempfile.mkdtemp(), {arguments}"
 
 

@@ -15,8 +15,9 @@ from tests.model.logs import Log
 from tests.model.optimization import Scheduler
 from tests.model.run import Case, Settings
 from tests.model_runs import compare
-from tests.model_runs.compare import difference, difference_after_a_break, differences
-from tests.model_runs.draw import allowed, cases, places
+from tests.model_runs.compare import difference
+from tests.model_runs.draw import allowed, cases, processes
+from tests.model_runs.processes import Process, difference_after_a_break, differences
 from tests.model_runs.record import record
 from tests.model_runs.script import script
 
@@ -45,11 +46,11 @@ CHOSEN = {
         Settings(max_epochs=5),
         Data(2),
         VAL,
-        checkpoints=Checkpoints(monitor=True, save_top_k=2),
+        checkpoints=Checkpoints(monitor="val", save_top_k=2),
         values=(2.0, 3.0, 1.0, 2.0),
     ),
     "the best and the newest": Case(
-        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor=True, save_last=True), values=(1.0, 2.0)
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_last=True), values=(1.0, 2.0)
     ),
     "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
@@ -66,7 +67,7 @@ def test_a_chosen_run_is_as_the_model_says(name: str, watch: str) -> None:
 @pytest.mark.parametrize("place", [0.0, 0.35, 0.7, 1.0])
 @pytest.mark.parametrize(
     "checkpoints",
-    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor=True, save_on_train_epoch_end=False)],
+    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor="val", save_on_train_epoch_end=False)],
     ids=["epochs", "steps", "validations"],
 )
 def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkpoints, place: float) -> None:
@@ -82,15 +83,15 @@ def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkp
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
 )
-@given(cases(), places())
-def test_a_drawn_run_is_as_the_model_says(case: Case, place: float | None) -> None:
+@given(cases(), processes())
+def test_a_drawn_run_is_as_the_model_says(case: Case, in_turn: tuple[Process, ...]) -> None:
     assume(allowed(case))
-    found = differences(case, place)
+    found = differences(case, in_turn)
     assert found is None, found
 
 
 def test_the_model_is_plain_python() -> None:
-    allowed_modules = {"__future__", "collections", "dataclasses", "typing", "tests"}
+    allowed_modules = {"__future__", "collections", "copy", "dataclasses", "math", "typing", "tests"}
     for path in Path(tests.model.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
