@@ -373,7 +373,7 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
-        self._told = False
+        self._ends = 0  # calls of `step` after the last rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizer has; with `adjust_scheduler` by as many batches as the window had."""
@@ -388,11 +388,14 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _ended(self) -> bool:
-        """Tell whether a OneCycleLR is over, and warn once: torch would end the run with an error."""
-        if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps:
+        """Return whether a OneCycleLR has its last rate, which it keeps; warn once where a loop goes on after it.
+
+        torch takes one step more, to a rate that rises again or is below 0, and raises an error at the next.
+        """
+        if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps - 1:
             return False
-        if not self._told:
-            self._told = True
+        self._ends += 1
+        if self._ends == 2:  # the first is the call after the last optimizer step of the cycle
             warn_user(
                 f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"
