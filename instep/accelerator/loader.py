@@ -138,8 +138,8 @@ class AcceleratedLoader:
             *(other for other in gradient.dataloader_references if other is not self),
             self,
         ]
-        offers = batches is None and self._restore_position == "auto"
-        self.opening = opening = Opening(self, self._uses, iter(self.source), place, offers)
+        goes_on, offers = batches is None and self._restore_position is not False, self._restore_position == "auto"
+        self.opening = opening = Opening(self, self._uses, iter(self.source), place, goes_on, offers)
         try:
             for self.batch_idx, batch in opening.batches():
                 self._show()

@@ -346,8 +346,9 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if self._own_ends:
                     self._own_end = number
-                    return
-                raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+                elif "kind" in (self._resume or {}):  # a state; by `start_at` all of an epoch may be left out
+                    raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+                return
             self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
