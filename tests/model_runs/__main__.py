@@ -10,8 +10,12 @@ from collections import Counter
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.model.accelerator import Loop
 from tests.model.checkpoints import Checkpoints
 from tests.model.run import Case, Settings
+from tests.model_runs.accelerator_compare import difference as script_difference
+from tests.model_runs.accelerator_draw import allowed as is_allowed_script
+from tests.model_runs.accelerator_draw import loops
 from tests.model_runs.compare import expected
 from tests.model_runs.draw import allowed, cases, processes
 from tests.model_runs.processes import Process, differences
@@ -70,6 +74,49 @@ def main() -> int:
         return 1
     finally:
         print(f"seed {given_.seed}: {drawn.pop('runs')} runs in {time.monotonic() - began_s:.0f} s; {dict(drawn)}")
+    return compare_scripts(given_.seed, given_.count // 5)
+
+
+def compare_scripts(number: int, count: int) -> int:
+    """Run scripts of the Accelerator; where one differs, the smallest such script is printed."""
+    drawn: Counter[str] = Counter()
+    began_s = time.monotonic()
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+    )
+    @given(loops((1, 1, 1, 1, 1, 1, 1, 1, 2, 3)))
+    def compare(case: Loop) -> None:
+        if not is_allowed_script(case):
+            drawn["left out as known"] += 1
+            return
+        drawn["scripts"] += 1
+        drawn["starts"] += len(case.starts)
+        for start in case.starts[1:]:
+            drawn[start.way] += 1
+            for act in start.before:
+                drawn[act] += 1
+        drawn["several ranks"] += any(start.ranks > 1 for start in case.starts)
+        drawn["another number of ranks"] += len({start.ranks for start in case.starts}) > 1
+        for name in Loop.__dataclass_fields__:
+            drawn[name] += repr(getattr(case, name)) != repr(getattr(Loop, name, None))
+        found = script_difference(case)
+        if found is not None:
+            raise AssertionError(found)
+
+    try:
+        if count:
+            compare()
+    except AssertionError as error:
+        print(error)
+        return 1
+    finally:
+        print(f"seed {number}: {drawn.pop('scripts', 0)} scripts in {time.monotonic() - began_s:.0f} s; {dict(drawn)}")
     return 0
 
 

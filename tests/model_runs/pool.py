@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.helpers.spawn import PRELOADED, free_port
+from tests.model.accelerator import Loop
 from tests.model.run import Case
-from tests.model.trace import Event
 
 DEADLINE_S = 60.0
 """What takes so long hangs: a run takes a fifth of a second on an idle machine."""
@@ -38,7 +38,7 @@ class Pool:
     pipes: list[Any] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
 
-    def record(self, case: Case, folder: str, **options: Any) -> list[list[Event]]:
+    def record(self, case: Case | Loop, folder: str, **options: Any) -> list[list[Any]]:
         """Run a case on all ranks, and return each one's events.
 
         Args:
@@ -76,7 +76,7 @@ class Pool:
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "tests.model_runs.record"])
+        context.set_forkserver_preload([*PRELOADED, "tests.model_runs.record", "tests.model_runs.accelerator_record"])
         port = str(free_port())
         for rank in range(self.ranks):
             mine, its = context.Pipe()
@@ -112,7 +112,7 @@ def serve(pipe: Connection, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     import torch  # in the fork server already
 
-    from tests.model_runs.record import record
+    from tests.model_runs import accelerator_record, record
 
     torch.set_num_threads(1)
     while True:
@@ -121,7 +121,8 @@ def serve(pipe: Connection, variables: dict[str, str]) -> None:
         except EOFError:
             return
         try:
-            answer: Any = list(record(case, folder, rank=rank, **options))
+            recorder: Any = accelerator_record if isinstance(case, Loop) else record
+            answer: Any = list(recorder.record(case, folder, rank=rank, **options))
         except BaseException as error:  # SystemExit too: the others must not wait for this rank
             answer = f"{type(error).__name__}: {error}"
         pipe.send_bytes(pickle.dumps(answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 
 from tests.model.checkpoints import Checkpoints
+from tests.model.data import Data
 from tests.model.run import Case, Settings
 from tests.model_runs.record import arguments
 
@@ -26,32 +27,32 @@ def changed(thing: object) -> str:
     return f"{type(thing).__name__}({', '.join(parts)})"
 
 
+def data_of(name: str, data: Data | None) -> str:
+    """Write the lines that make a loader."""
+    if data is None:
+        return f"{name} = None"
+    if data.kind == "list":
+        batches = [list(batch) for batch in data.batches(data.in_sequence())]
+        return f"{name} = {batches}\n{name} = [torch.tensor(batch) for batch in {name}]"
+    if data.kind == "map":
+        options = f"{data.batch_size}, shuffle={data.shuffle}, drop_last={data.drop_last}"
+        return f"{name} = DataLoader(range({data.first}, {data.first + data.samples}), {options})"
+    length = "" if data.claims is None else f', "__len__": lambda self: {data.claims}'
+    numbers = f"iter(range({data.first}, {data.first + data.samples}))"
+    return (
+        f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()\n'
+        f"{name} = DataLoader({name}, {data.batch_size}, drop_last={data.drop_last})"
+    )
+
+
 def script(case: Case) -> str:
     """Return a program without the model that prints the hooks of the case's run."""
     given = {name: value for name, value in arguments(case, "").items() if name in Settings.__dataclass_fields__} | {
         "trigger_every": 1
     }
-    data = []
-    for name in ("train", "val"):
-        one = getattr(case, name)
-        if one is None:
-            data.append(f"{name} = None")
-        elif one.kind == "list":
-            data.append(f"{name} = {[list(batch) for batch in one.batches(one.in_sequence())]}")
-            data.append(f"{name} = [torch.tensor(batch) for batch in {name}]")
-        elif one.kind == "map":
-            options = f"{one.batch_size}, shuffle={one.shuffle}, drop_last={one.drop_last}"
-            data.append(f"{name} = DataLoader(range({one.first}, {one.first + one.samples}), {options})")
-        else:
-            length = "" if one.claims is None else f', "__len__": lambda self: {one.claims}'
-            numbers = f"iter(range({one.first}, {one.first + one.samples}))"
-            data.append(
-                f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()'
-            )
-            data.append(f"{name} = DataLoader({name}, {one.batch_size}, drop_last={one.drop_last})")
     return _SCRIPT.format(
         case=changed(case),
-        data="\n".join(data),
+        data="\n".join(data_of(name, getattr(case, name)) for name in ("train", "val")),
         settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
         samples=max(1, case.train.samples),
         stop=case.stop_at,

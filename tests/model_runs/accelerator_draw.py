@@ -1,0 +1,104 @@
+"""Draws scripts of the Accelerator. What instep is known to do differently is left out here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tests.model.accelerator import WAYS, Loop, Start
+from tests.model.data import Data
+from tests.model_runs.draw import loaders, sometimes
+
+KNOWN: dict[str, Callable[[Loop], bool]] = {}
+"""Defects that are open: their numbers in the list of defects, and which scripts show them."""
+
+LOOKS = ("peek", "evaluate", "evaluate_rest", "save")
+
+
+@st.composite
+def starts(draw: st.DrawFn, restore_position: bool | str, ranks: tuple[int, ...]) -> tuple[Start, ...]:
+    ways = WAYS
+    if restore_position is True:  # the script must not skip by itself
+        ways = ("nothing", "range", "skip_first_batches")
+    kills = draw(st.lists(st.integers(1, 9), min_size=0, max_size=3))
+    all_starts: list[Start] = []
+    for batches in [*kills, None]:
+        way = draw(st.sampled_from(ways))
+        all_starts.append(
+            Start(
+                batches,
+                load=draw(sometimes(None, sometimes(None, st.integers(0, 4)))),
+                way=way,
+                before=tuple(draw(sometimes([], st.lists(st.sampled_from(LOOKS), max_size=3)))),
+                unaware=way not in ("range", "count") and draw(st.booleans()),
+                ranks=draw(st.sampled_from(ranks)),
+            )
+        )
+    return tuple(all_starts)
+
+
+@st.composite
+def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
+    """Draw a script.
+
+    Args:
+        worlds: the numbers of ranks that may be drawn.
+    """
+    ranks = draw(st.sampled_from(worlds))
+    accumulate = draw(sometimes(1, st.integers(2, 4)))
+    by_hand = ranks == 1 and draw(st.sampled_from((False, False, False, True)))  # a batch that comes again counts there
+    scheduler = draw(st.sampled_from((None, "halves", "cycle")))
+    steps_by_epoch = scheduler is not None and draw(st.sampled_from((False, False, True)))
+    with_optimizer = scheduler != "halves" or draw(sometimes(True, st.booleans()))  # torch refuses more than a cycle
+    split = ranks > 1 and draw(st.sampled_from((False, False, True)))
+    train, val = draw(rank_loaders(ranks, split)), draw(sometimes(None, rank_loaders(ranks, split, first=100)))
+    restore_position = draw(st.sampled_from(("auto", "auto", "auto", True, False)))
+    save_at_steps = draw(sometimes(True, st.just(by_hand)))
+    sets_epoch = draw(sometimes(False, st.booleans()))
+    dispatch = None if split or any(data is not None and data.kind == "list" for data in (train, val)) else False
+    # A script counts batches of one size, and the place in a stream is known in these too.
+    changes = train.kind == "map" and save_at_steps and not sets_epoch and restore_position is not False and not split
+    return Loop(
+        starts=draw(starts(restore_position, tuple({1, ranks}) if changes and draw(st.booleans()) else (ranks,))),
+        train=train,
+        val=val,
+        epochs=draw(st.integers(1, 4)),
+        accumulate=accumulate,
+        by_hand=by_hand,
+        num_items=not by_hand and draw(st.sampled_from((False, False, True))),
+        zero_first=not by_hand and draw(st.booleans()),
+        scheduler=scheduler,
+        cycle_steps=draw(st.integers(4, 9)),
+        steps_by_epoch=steps_by_epoch,
+        step_scheduler_with_optimizer=with_optimizer,
+        adjust_scheduler=not by_hand and not steps_by_epoch and draw(sometimes(False, st.booleans())),
+        val_every=draw(sometimes(None, st.integers(1, 4))),
+        val_breaks=draw(st.booleans()),
+        save_every=draw(st.one_of(st.integers(1, 4), st.none())),
+        save_at_steps=save_at_steps,
+        save_epochs=draw(st.booleans()),
+        total_limit=draw(sometimes(None, st.integers(1, 3))),
+        restore_position=restore_position,
+        sets_epoch=sets_epoch,
+        split_batches=split,
+        dispatch_batches=draw(st.sampled_from((None, dispatch))),
+    )
+
+
+def rank_loaders(ranks: int, split: bool, first: int = 0) -> st.SearchStrategy[Data]:
+    """Draw a loader whose batches divide over the ranks where each is split."""
+    drawn = loaders(first=first)
+    if ranks == 1:
+        return drawn
+    if split:
+        return drawn.filter(lambda data: data.kind != "list").map(
+            lambda data: replace(data, batch_size=ranks * data.batch_size)
+        )
+    return drawn
+
+
+def allowed(case: Loop) -> bool:
+    """Return whether no defect that is known concerns a script."""
+    return not any(shows(case) for shows in KNOWN.values())
