@@ -120,8 +120,6 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
         gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         ctx.switch_log(outer_log)
         trainer.state.stage, progress.stage = outer_stage, outer_progress
-        if stage == "sanity_check":
-            trainer.metrics.forget()
 
 
 def _batch_loop(

@@ -185,6 +185,11 @@ class Accumulator:
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
 
     @property
+    def shown(self) -> tuple[str, ...]:
+        """The names under which callbacks see a step value; the plain one until the epoch's value takes its place."""
+        return (self.step_name, self.full_name) if self.on_epoch else (self.full_name,)
+
+    @property
     def names(self) -> set[str]:
         """The names under which loggers get its values."""
         return {*[self.step_name] * self.on_step, *[self.epoch_name] * self.on_epoch}
@@ -411,7 +416,8 @@ class MetricLog:
             accumulator.last = value
             accumulator.fresh = True
             if accumulator.on_step:
-                self.step_values[accumulator.step_name] = value
+                for name in accumulator.shown:
+                    self.step_values[name] = value
         self.buffer.clear()
 
     def _weight(self, batch_size: int | None) -> float:
@@ -489,7 +495,8 @@ class MetricLog:
         op = reduction(known.name, options.reduce_fx)
         if op != known.op:
             known.clear()
-        self.step_values.pop(known.step_name, None)
+        for name in known.shown:
+            self.step_values.pop(name, None)
         known.options, known.op, known.from_checkpoint = options, op, False
         known.on_step, known.on_epoch = self._defaults(known.name, options)
         return known
@@ -605,10 +612,11 @@ class MetricLog:
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 metrics[name] = sum(values) / len(values)
-        self.step_values.update(metrics)
         if not metrics:
             return []
-        options = {one.step_name: one.options for one in self._all() if one.on_step}
+        ours = {one.step_name: one for one in self._all() if one.on_step}
+        self.step_values.update({name: value for key, value in metrics.items() for name in ours[key].shown})
+        options = {name: one.options for name, one in ours.items()}
         logged = {name: value for name, value in metrics.items() if options[name].logger is not False}
         return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if options[name].prog_bar})]
 
@@ -747,7 +755,7 @@ class MetricLog:
             if saved["last"] is not None:
                 accumulator.last, accumulator.fresh = saved["last"], saved["fresh"]
                 if not saved.get("replaced"):
-                    self.step_values[accumulator.step_name] = accumulator.last
+                    self.step_values.update(dict.fromkeys(accumulator.shown, accumulator.last))
         self._hook, self._dataloader_idx = "", None
         self._select()
 

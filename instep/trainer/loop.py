@@ -179,6 +179,7 @@ def check_sanity(ctx: RunContext) -> None:
         steps = None if limit == -1 else limit
         if once or not sources or evaluate(ctx, "sanity_check", sources, steps) is not None:
             ctx.hooks.call("on_sanity_check_end")
+    ctx.trainer.metrics.forget()
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
     agree_on_triggers(ctx)

@@ -105,6 +105,4 @@ def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
         for saver in run.savers:
             saver.after_validation(run)
         run.settle_newest()
-    if sanity:
-        run.metrics.clear()
     run.module("on_validation_model_train")

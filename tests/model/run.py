@@ -181,7 +181,7 @@ class Run:
             own = {rank: mean_of(batch) for rank, batch in enumerate(dealt.batches) if dealt.counts[rank]}
             self.fresh.update(own)
             if self.rank in own:
-                self.metrics[self.logged.step_name] = own[self.rank]
+                self.show_step_value(own[self.rank])
 
     def send_step_values(self) -> None:
         """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps.
@@ -195,8 +195,13 @@ class Run:
         if self.logged.sync_dist and fresh:
             fresh = dict.fromkeys(range(self.case.ranks), sum(fresh.values()) / len(fresh))
         if self.rank in fresh:
-            self.metrics[self.logged.step_name] = fresh[self.rank]
+            self.show_step_value(fresh[self.rank])
             self.send({self.logged.step_name: fresh[self.rank]})
+
+    def show_step_value(self, value: float) -> None:
+        """Show a step value under its own name, and under the plain name until the epoch's value takes its place."""
+        assert self.logged is not None
+        self.metrics[self.logged.step_name] = self.metrics[self.logged.name] = value
 
     def show_epoch_values(self, names: Iterable[Name]) -> None:
         """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
@@ -365,6 +370,7 @@ class Run:
         self.callback("on_sanity_check_start")
         evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
         self.callback("on_sanity_check_end")
+        self.metrics.clear()
 
     # ---- the end
 

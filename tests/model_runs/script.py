@@ -7,7 +7,6 @@ from dataclasses import MISSING, fields, replace
 from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.run import Case, Settings
-from tests.model_runs.record import arguments
 
 
 def saver_of(given: Checkpoints) -> str:
@@ -47,7 +46,8 @@ def data_of(name: str, data: Data | None) -> str:
 
 def script(case: Case) -> str:
     """Return a program without the model that prints the hooks of the case's run."""
-    given = {name: value for name, value in arguments(case, "").items() if name in Settings.__dataclass_fields__} | {
+    defaults = vars(Settings())
+    given = {name: value for name, value in vars(case.settings).items() if repr(value) != repr(defaults[name])} | {
         "trigger_every": 1
     }
     return _SCRIPT.format(
@@ -97,3 +97,27 @@ trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_b
 trainer.fit(Module(), train, val)
 print("kept", [callback.saved for callback in trainer.checkpoint_callbacks])
 """
+
+FOR_LIGHTNING = {
+    "from instep import Callback": "from lightning.pytorch import Callback",
+    ", TrainModule": ", LightningModule",
+    "from instep.callbacks": "from lightning.pytorch.callbacks",
+    "(TrainModule)": "(LightningModule)",
+    "trigger_every=1": "devices=1",
+    "[callback.saved for": "[callback.best_model_path for",
+}
+"""What is another thing in a script for PyTorch Lightning."""
+
+
+def script_for_lightning(case: Case) -> str:
+    """Return the same program for PyTorch Lightning."""
+    text = script(replace(case, settings=replace(case.settings, uneven="stop")))  # which is for several ranks
+    for ours, theirs in FOR_LIGHTNING.items():
+        assert ours in text, ours
+        text = text.replace(ours, theirs)
+    # A list is several loaders there.
+    for name in ("train", "val"):
+        text = text.replace(
+            f"for batch in {name}]", f"for batch in {name}]\n{name} = DataLoader({name}, batch_size=None)"
+        )
+    return text

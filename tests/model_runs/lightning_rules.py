@@ -1,0 +1,399 @@
+"""Rules of PyTorch Lightning 2.6 that differ from the model's. Each has a name, and can be turned on alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.model.checkpoints import Saved, Saver
+from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
+from tests.model.evaluation import evaluate
+from tests.model.run import Case, Run
+from tests.model.trace import Event, Refused, rounded
+
+RULES = {
+    "row steps": "a row of step n is logged at n - 1",
+    "plain name": "a training value with on_step and on_epoch shows its step value under the plain name too",
+    "sanity values": "values of the sanity check are there until it has ended",
+    "window in a mean of means": "each batch of a window counts the same, also a smaller one",
+    "short window": "the last window of an epoch is divided by accumulate_grad_batches, also if it is shorter",
+    "validation within a window": "a validation does not wait for the window's end",
+    "stop at once": "should_stop ends the epoch after this batch, also within a window",
+    "epoch schedules": "a schedule by epochs steps before on_train_batch_end of the last batch",
+    "plateau by steps": "a plateau scheduler by steps steps after the validation",
+    "frequency of steps": "a schedule by steps counts the batches of its epoch",
+    "length: shorter": "where data ends before its length, the epoch has no last batch",
+    "length: longer": "data that goes on after its length is left out",
+    "empty epoch": "an epoch without a batch is no error",
+    "nothing to train": "where no step is due, on_train_start and on_train_end do not run",
+    "empty validation": "a validation without a batch has no hooks",
+    "teardown": "teardown does not run after an exception",
+    "saves in a cut epoch": "an epoch that is cut short saves as one that has ended",
+    "saves without the metric": "before the first validation nothing is saved, without an error",
+    "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
+    "last_model_path": "there is one only with save_last",
+    "worst of equals": "of equally bad checkpoints the oldest goes",
+    "best without monitor": "it is the newest that save_top_k has saved, not that save_last or the end has",
+    "no validation to wait for": "check_val_every_n_epoch other than 1 saves at validations, also where none runs",
+    "1 is 1.0": "val_check_interval=1 saves at epoch ends, as 1.0 does",
+    "saves by steps": "a save that waits for a validation",
+    "row at a stop": "a batch that ends an epoch by should_stop logs a row, whatever log_every_n_steps is",
+    "min_steps": "min_steps alone implies min_epochs=1",
+    "plateau before the row": "a plateau scheduler by epochs steps before the row of the epoch's values",
+}
+
+
+REFUSED = {
+    "val_check_interval without a validation": "must be less than or equal to the number of the training batches",
+    "val_check_interval as a fraction without a length": "When using an IterableDataset for `train_dataloader`",
+}
+"""What Lightning refuses that instep takes, with a part of the error's text."""
+
+MOST_EPOCHS = 30
+"""More of them than any case has: the run never ends."""
+
+
+def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[list[Event], Refused | None]:
+    """Return what is seen of a fit under some of Lightning's rules, and the error that ends it."""
+    it = LightningRun(case, order or case.train.in_sequence, rules=rules)
+    it.saver = None if case.checkpoints is None else LightningSaver(case.checkpoints, rules=rules)
+    refused = None
+    try:
+        it.fit()
+    except Refused as error:
+        refused = error
+        it.callback("on_exception")
+        if "teardown" not in rules:
+            it.both("teardown", "fit")
+        it.note("-", "error")
+    return [event for event in it.events if event.owner != "S"], refused
+
+
+@dataclass
+class LightningRun(Run):
+    """A fit under some of Lightning's rules."""
+
+    rules: frozenset[str] = frozenset()
+    stepped: int = 0  # optimizer steps whose batch is over
+
+    has_empty_validation: bool = False
+
+    def resolve(self) -> None:
+        super().resolve()
+        s, val = self.case.settings, self.case.val
+        if val is None or self.val_batches is None:
+            return
+        length = val.length(1, "join")
+        limit = limit_in_batches(s.overfit_batches or s.limit_val_batches, length, "limit_val_batches")
+        expected = expected_batches(length, limit)
+        self.has_empty_validation = expected == 0 and "empty validation" in self.rules
+        if expected is not None and "length: longer" in self.rules:
+            self.val_batches = self.val_batches[:expected]
+
+    def sanity_check(self) -> None:
+        steps = self.case.settings.num_sanity_val_steps
+        if self.val_batches is None or steps == 0:
+            return
+        self.callback("on_sanity_check_start")
+        if not self.has_empty_validation:
+            evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
+        if "sanity values" in self.rules and self.events[-1].name == "on_validation_model_train":
+            shown = self.events[-2].metrics
+            self.events[-1] = self.events[-1]._replace(metrics=shown)
+            self.callback("on_sanity_check_end")
+            self.events[-1] = self.events[-1]._replace(metrics=shown)
+        else:
+            self.callback("on_sanity_check_end")
+
+    # ---- logs
+
+    def send_step_values(self) -> None:
+        s = self.case.settings
+        if "row at a stop" in self.rules and self.asked_to_stop and s.log_every_n_steps:
+            if self.logged is not None and self.logged.on_step:
+                self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
+        else:
+            super().send_step_values()
+
+    def log_training(self, dealt: Dealt) -> None:
+        super().log_training(dealt)
+        if "plain name" in self.rules and self.logged is not None and self.logged.on_step:
+            self.metrics[self.logged.name] = self.metrics[self.logged.step_name]
+
+    def send(self, values: dict[str, float]) -> None:
+        step = self.stepped if "row steps" in self.rules else self.step
+        self.note("L", "log", step, rounded({**values, "epoch": self.epochs_seen}))
+
+    # ---- the whole
+
+    def fit(self) -> None:
+        self.resolve()
+        self.module("configure_callbacks")
+        self.module("prepare_data")
+        self.both("setup", "fit")
+        self.module("configure_model")
+        self.module("configure_optimizers")
+        self.both("on_fit_start")
+        self.sanity_check()
+        trains = "nothing to train" not in self.rules or not self.is_finished()
+        if trains:
+            self.both("on_train_start")
+        while not self.is_finished():
+            self.train_epoch()
+        if trains:
+            self.both("on_train_end")
+            if self.saver is not None:
+                self.saver.after_training(self)
+        self.both("on_fit_end")
+        self.both("teardown", "fit")
+
+    def is_due(self, begin: int, end: int, ends: bool, window_ends: bool) -> bool:
+        """Return whether a validation runs after the batch before `end`."""
+        if self.val_batches is None:
+            return False
+        if "validation within a window" in self.rules:
+            return self.plan.due_after_window(self.epoch, self.batches_before, end - 1, end)
+        return window_ends and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
+
+    def train_epoch(self) -> None:
+        s, train = self.case.settings, self.case.train
+        size = s.accumulate_grad_batches
+        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
+        batches = train.deal(order(self.epoch), 1, s.uneven)[: self.limit]
+        expected = expected_batches(train.length(1, s.uneven), self.limit)
+        if expected is not None and "length: longer" in self.rules:
+            batches = batches[:expected]
+        self.both("on_train_epoch_start")
+        if self.epoch > MOST_EPOCHS:
+            raise Refused("Endless", "no epoch has a batch")
+        if not batches and "empty epoch" not in self.rules:
+            raise Refused("DataError", "the epoch had no batch")
+        complete, end, begin = bool(batches), 0, 0
+        for batch_idx, dealt in enumerate(batches):
+            end = batch_idx + 1
+            is_last = end == len(batches)
+            if expected is not None and "length: shorter" in self.rules:
+                is_last = end >= expected
+            if batch_idx % size == 0:
+                begin = batch_idx
+            window_ends = end % size == 0 or is_last
+            due = self.is_due(begin, end, is_last, window_ends)
+            self.train_batch(batch_idx, dealt, batches[begin:end] if window_ends else None, is_last)
+            if self.saver is not None:
+                self.saver.after_batch(self, due or self.is_due_at_epoch_end(end, len(batches)), window_ends, is_last)
+            if window_ends:
+                self.send_step_values()
+            stops = self.stops_now()
+            if stops and "stop at once" in self.rules and self.val_batches is not None:
+                due = due or self.plan.in_epoch(self.epoch)
+            complete = is_last
+            if due or (is_last and "stop at once" in self.rules and self.is_due_at_epoch_end(end, len(batches))):
+                self.validate(window_ends)
+            if window_ends:
+                if "plateau by steps" in self.rules and self.rate.scheduler is not None and self.rate.scheduler.plateau:
+                    self.step_schedulers("step", self.count_of_steps(batch_idx))
+                self.stepped = self.step
+                self.agree_at_window_end()
+            if window_ends and (self.step == s.max_steps or ("stop at once" not in self.rules and self.is_stopping())):
+                complete = is_last
+                break
+            if "stop at once" in self.rules and self.stops_now():
+                break
+        self.end_epoch(complete, end)
+        self.batches_before += end
+
+    def stops_now(self) -> bool:
+        s = self.case.settings
+        least = s.min_epochs or 0
+        if "min_steps" in self.rules and s.min_epochs is None and s.min_steps is not None:
+            least = 1
+        return self.asked_to_stop and self.step >= (s.min_steps or 0) and self.epochs_done >= least
+
+    def is_stopping(self) -> bool:
+        return self.stops_now() if "stop at once" in self.rules else super().is_stopping()
+
+    def count_of_steps(self, batch_idx: int) -> int:
+        return batch_idx + 1 if "frequency of steps" in self.rules else self.step
+
+    def train_batch(self, batch_idx: int, dealt: Dealt, window: list[Dealt] | None, is_last: bool) -> None:
+        (batch,) = dealt.batches
+        self.transfer(batch)
+        self.both("on_train_batch_start", batch, batch_idx)
+        self.module("training_step", batch, batch_idx)
+        self.log_training(dealt)
+        if batch_idx % self.case.settings.accumulate_grad_batches == 0:
+            self.both("on_before_zero_grad")
+            self.module("optimizer_zero_grad", self.epoch, batch_idx)
+        self.both("on_before_backward")
+        self.module("backward")
+        self.both("on_after_backward")
+        if window is not None:
+            self.step_optimizer(batch_idx, window)
+        scheduler = self.rate.scheduler
+        if is_last and "epoch schedules" in self.rules and scheduler is not None and not scheduler.plateau:
+            self.step_schedulers("epoch", self.epoch + 1)
+        self.callback("on_train_batch_end", batch, batch_idx)
+        self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+        self.module("on_train_batch_end", batch, batch_idx)
+
+    def weights(self, window: list[Dealt]) -> tuple[tuple[int, float], ...]:
+        size = self.case.settings.accumulate_grad_batches
+        samples = sum(len(dealt.samples) for dealt in window)
+        weights: dict[int, float] = {}
+        for dealt in window:
+            for sample in dealt.samples:
+                weight = 1 / samples
+                if "window in a mean of means" in self.rules:
+                    weight = 1 / len(dealt.samples) / len(window)
+                if "short window" in self.rules:
+                    weight *= len(window) / size
+                weights[sample] = round(weight, 5)
+        return tuple(sorted(weights.items()))
+
+    def step_optimizer(self, batch_idx: int, window: list[Dealt]) -> None:
+        self.both("on_before_optimizer_step")
+        self.module("configure_gradient_clipping")
+        self.note("O", "step", self.weights(window), self.rate.now)
+        self.module("optimizer_step", self.epoch, batch_idx)
+        self.step += 1
+        self.validated = False
+        scheduler = self.rate.scheduler
+        if scheduler is None or not scheduler.plateau or "plateau by steps" not in self.rules:
+            self.step_schedulers("step", self.count_of_steps(batch_idx))
+
+    def step_schedulers(self, interval: str, count: int) -> None:
+        args = self.rate.step_after(interval, count, self.metrics)
+        if args is not None:
+            self.module("lr_scheduler_step", *args)
+
+    def validate(self, window_ends: bool = True) -> None:
+        assert self.val_batches is not None
+        if self.has_empty_validation:
+            if window_ends:
+                self.module("on_validation_model_zero_grad")
+        else:
+            evaluate(self, self.val_batches, sanity=False)
+            if not window_ends:
+                at = max(n for n, e in enumerate(self.events) if e.name == "on_validation_model_zero_grad")
+                del self.events[at]
+        self.validated = True
+        self.agree_now()
+
+    def end_epoch(self, complete: bool, batches: int) -> None:
+        if self.val_batches is not None and not self.validated and "stop at once" not in self.rules:
+            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            if due:
+                self.validate()
+        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
+        self.show_epoch_values(names)
+        self.both("on_train_epoch_end")
+        scheduler = self.rate.scheduler
+        early = "epoch schedules" in self.rules and scheduler is not None and not scheduler.plateau
+        if complete and not early and "plateau before the row" in self.rules:
+            self.step_schedulers("epoch", self.epoch + 1)
+        if names:
+            self.stepped -= 1
+            self.send_epoch_values(names)
+            self.stepped += 1
+        self.logged = None
+        if complete and not early and "plateau before the row" not in self.rules:
+            self.step_schedulers("epoch", self.epoch + 1)
+        if complete or "stop at once" in self.rules:
+            self.epochs_done += 1
+        if self.saver is not None:
+            if complete or "saves in a cut epoch" in self.rules:
+                self.saver.after_epoch(self)
+            else:
+                self.saver.after_cut_epoch(self)
+        self.epochs_seen += 1
+        self.epoch += 1
+        self.agree_now()
+
+
+@dataclass
+class LightningSaver(Saver):
+    """Saves and deletes under some of Lightning's rules."""
+
+    rules: frozenset[str] = frozenset()
+    top: int | None = None  # the step that save_top_k has saved last
+    saved_at: int = 0  # the step that was last saved; nothing is saved before the first one
+
+    def after_batch(self, run: LightningRun, validates_now: bool, window_ends: bool, is_last: bool) -> None:
+        if "saves by steps" not in self.rules:
+            if window_ends:
+                self.after_window(run, validates_now)
+            return
+        every = self.given.every_n_train_steps
+        if every is None or run.step % every:
+            return
+        validates = run.val_batches is not None and not run.has_empty_validation and run.plan.in_epoch(run.epoch)
+        fresh = is_last and validates and not self.at_epoch_ends(run)
+        if self.given.monitor and ("val" not in run.metrics or fresh):
+            self.waits = True
+        elif window_ends or run.step != self.saved_at:
+            self.save(run)
+
+    def after_validation(self, run: Run) -> None:
+        if "saves by steps" in self.rules and (self.at_epoch_ends(run) or run.step == self.saved_at):
+            return
+        super().after_validation(run)
+
+    def at_epoch_ends(self, run: Run) -> bool:
+        s = run.case.settings
+        if self.given.save_on_train_epoch_end is not None:
+            return self.given.save_on_train_epoch_end
+        if "no validation to wait for" in self.rules and s.check_val_every_n_epoch != 1:
+            return False
+        if "1 is 1.0" in self.rules and s.check_val_every_n_epoch == 1 and s.val_check_interval == 1:
+            return True
+        return super().at_epoch_ends(run)
+
+    def save(self, run: Run) -> None:
+        if "saves without the metric" in self.rules and self.given.monitor and "val" not in run.metrics:
+            return
+        if "last" not in self.rules:
+            super().save(run)
+            return
+        if run.step == (self.saved_at if "saves by steps" in self.rules else self.decided_at):
+            return
+        if self.given.monitor and "val" not in run.metrics:
+            raise Refused("SettingError", "the monitored metric was not logged before saving")
+        self.decided_at = run.step
+        new = Saved(run.step, run.metrics["val"] if self.given.monitor else None)
+        by_steps = self.given.every_n_train_steps is not None
+        if new in self.to_keep([*self.kept, new]) or (self.given.save_last and by_steps):
+            self.add(new)
+
+    def add(self, new: Saved) -> None:
+        if self.given.save_top_k and new.step == self.decided_at:
+            self.top = new.step
+        super().add(new)
+        self.saved_at = new.step
+
+    def after_training(self, run: Run) -> None:
+        if "last" not in self.rules or not self.saved_at:
+            super().after_training(run)
+
+    def to_keep(self, candidates: list[Saved]) -> list[Saved]:
+        k = self.given.save_top_k
+        if "worst of equals" not in self.rules or not self.given.monitor or k < 1:
+            return super().to_keep(candidates)
+        sign = 1 if self.given.mode == "min" else -1
+        ranked = [one for one in candidates if one.score is not None]
+        while len(ranked) > k:
+            *old, new = ranked
+            worst = max(old, key=lambda one: sign * (one.score or 0.0))
+            is_better = sign * (new.score or 0.0) < sign * (worst.score or 0.0)
+            ranked.remove(worst if is_better else new)
+        return ranked
+
+    @property
+    def best(self) -> int | None:
+        if "best without monitor" in self.rules and not self.given.monitor:
+            return self.top
+        return super().best
+
+    @property
+    def last(self) -> int | None:
+        if "last_model_path" in self.rules and not self.given.save_last:
+            return None
+        return super().last
