@@ -388,8 +388,8 @@ class LightningSaver(Saver):
 
     @property
     def best(self) -> int | None:
-        if "best without monitor" in self.rules and not self.given.monitor:
-            return self.top
+        if not self.given.monitor:
+            return self.top if "best without monitor" in self.rules else super().last
         return super().best
 
     @property

@@ -42,15 +42,15 @@ def kinds_of(case: Case) -> tuple[set[str], str | None]:
     order = order_of(case, seen)
     every = frozenset(RULES)
     ours, refused = lightning_rules.run(case, frozenset(), order)
+    theirs, ended = lightning_rules.run(case, every, order)
+    if isinstance(seen.error, Endless):
+        return {"empty epoch"}, None if ended is not None and ended.kind == "Endless" else "Lightning never ends"
     if refused is not None and refused.early:
         return (set() if ends_early(seen.events) else {f"instep refuses: {refused}"}), None
     if ends_early(seen.events):
         text = " ".join(str(seen.error).split())
         known = next((name for name, part in lightning_rules.REFUSED.items() if part in text), None)
         return {f"Lightning refuses: {known}"}, None if known else f"Lightning refuses: {text}"
-    theirs, ended = lightning_rules.run(case, every, order)
-    if isinstance(seen.error, Endless):
-        return {"empty epoch"}, None if ended is not None and ended.kind == "Endless" else "Lightning never ends"
     found = first_difference(theirs, seen.events)
     if found is not None:
         return set(), found
