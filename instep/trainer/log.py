@@ -716,8 +716,7 @@ class MetricLog:
                 "weight": accumulator.weight,
                 "last": None if accumulator.last is None or not accumulator.on_step else float(accumulator.last),
                 "fresh": accumulator.fresh,
-                "step_name": accumulator.step_name,
-                "replaced": accumulator.step_name not in self.step_values,
+                "shown": [name for name in accumulator.shown if name in self.step_values],
                 "metric": names.get(id(accumulator.metric)),
             }
             for (hook, dataloader_idx), accumulators in self._accumulators.items()
@@ -729,8 +728,7 @@ class MetricLog:
     @staticmethod
     def last_steps(state_dict: list[dict[str, Any]]) -> dict[str, float]:
         """Return the last step values of a state by name, less those whose name a later epoch value has taken."""
-        shown = [one for one in state_dict if one["last"] is not None and not one.get("replaced")]
-        return {one["step_name"]: one["last"] for one in shown if "step_name" in one}
+        return {name: one["last"] for one in state_dict if one["last"] is not None for name in one.get("shown", ())}
 
     def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
         """Restore the sums of an epoch that was interrupted.
@@ -754,8 +752,7 @@ class MetricLog:
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
                 accumulator.last, accumulator.fresh = saved["last"], saved["fresh"]
-                if not saved.get("replaced"):
-                    self.step_values.update(dict.fromkeys(accumulator.shown, accumulator.last))
+                self.step_values.update(dict.fromkeys(saved.get("shown", ()), accumulator.last))
         self._hook, self._dataloader_idx = "", None
         self._select()
 
