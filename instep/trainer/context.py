@@ -134,6 +134,7 @@ class Position:
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
+        batches_without_loss: batches for which `training_step` returned None.
         loaded_step: `global_step` when the training loader was asked for last, with
             `reload_dataloaders_every_n_epochs`; `val_loaded_step` likewise of validation's.
     """
@@ -147,6 +148,7 @@ class Position:
     epoch_ended: bool = False
     skipped_rest: bool = False
     nonfinite_steps: int = 0
+    batches_without_loss: int = 0
     loaded_step: int = 0
     val_loaded_step: int = 0
 
@@ -271,7 +273,6 @@ class RunContext:
         manual_steps: optimizer steps of the batch in hand, in manual optimization.
         last_hand_over: step whose values were handed to the loggers last; a manual step may take several batches.
         batches_at_start: training batches done, over all epochs, when this fit began.
-        batches_without_loss: batches of this fit for which `training_step` returned None.
         last_without_loss: epoch and batch of the last of them.
         restore_rest: restores log sums and random generators, once the hooks before the first step have run.
         resumed: the checkpoint that is loaded, until all of it is restored; None for a file of weights.
@@ -340,7 +341,6 @@ class RunContext:
     manual_steps: int = 0
     last_hand_over: int = 0
     batches_at_start: int = 0
-    batches_without_loss: int = 0
     last_without_loss: tuple[int, int] = (-1, -1)
     restore_rest: Callable[[], None] | None = None
 

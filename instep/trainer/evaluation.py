@@ -83,6 +83,7 @@ def evaluate(
         outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
+        trainer.metrics.keep(log)  # the bar's step values that are in no row
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
         outer_counts.note_logged()
@@ -90,7 +91,7 @@ def evaluate(
         outer_counts.put_back()  # now, since a hook may save
         if stage != "sanity_check":
             trainer.metrics.log_steps([*arrived, *more])
-            trainer.metrics.put_epoch(epoch_metrics)
+        trainer.metrics.put_epoch(epoch_metrics, final=stage != "sanity_check")
         hooks.call(f"on_{name}_end")
     _call_own(module, f"on_{name}_model_train")
     return _by_loader(epoch_metrics, len(sources))

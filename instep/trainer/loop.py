@@ -45,7 +45,7 @@ def fit(ctx: RunContext) -> None:
     check_saving(ctx)
     agree_on_triggers(ctx)
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
-    progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
+    progress, beats, validation, buffer = trainer.progress, ctx.heartbeat.numbers, ctx.validation, ctx.log.buffer
     batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
     max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or MOST_HELD
 
@@ -60,6 +60,8 @@ def fit(ctx: RunContext) -> None:
                 complete = at.skipped_rest = True
                 break
             output = step(batch, batch_idx)
+            if buffer:  # what was logged after the forward
+                log.drain()
             beats[BATCH], beats[STEP] = batch_idx, at.global_step
             if batch_end:
                 outputs = detached_outputs(output)
@@ -340,6 +342,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     ctx.heartbeat.enter("epoch")
     ctx.loaders.in_epoch = False
     check_losses(ctx)
+    check_steps(ctx)
     check_finite(ctx)
     stopped = not complete and is_stopping(ctx)
     if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
@@ -372,13 +375,24 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
 
 def check_losses(ctx: RunContext) -> None:
     """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
-    done = ctx.position.earlier_batches + ctx.position.batch - ctx.batches_at_start
-    if ctx.optimizers and ctx.batches_without_loss and ctx.batches_without_loss == done:
-        name = type(ctx.module).__name__
+    at, name = ctx.position, type(ctx.module).__name__
+    done = at.earlier_batches + at.batch
+    if ctx.optimizers and at.batches_without_loss and at.batches_without_loss == done:
         raise HookError(
             f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
             "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
             "__init__; if nothing is to be trained, return None from configure_optimizers."
+        )
+
+
+def check_steps(ctx: RunContext) -> None:
+    """Warn at the end of the first epoch where manual optimization has not stepped: such a run trains nothing."""
+    at, module = ctx.position, ctx.module
+    if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
+        warn_user(
+            f"{type(module).__name__} has automatic_optimization = False, and no optimizer stepped in the first epoch "
+            f"({at.batch} batches): nothing was trained. In training_step call self.manual_backward(loss), then step() "
+            "of an optimizer that self.optimizers() returns. The Trainer does not see the steps of other optimizers."
         )
 
 

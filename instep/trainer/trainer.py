@@ -660,6 +660,8 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
+        if self._log is not None and self._log.buffer:
+            self._log.drain()  # what the hook that asks has logged itself
         return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(

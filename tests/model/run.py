@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,16 @@ from typing import Any
 from tests.model.checkpoints import Checkpoints, Newest, Saved, Saver
 from tests.model.data import Batch, Data, Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
-from tests.model.logs import Log, Name, mean_of
-from tests.model.optimization import Rate, Scheduler, sample_weights
+from tests.model.logs import NOWHERE, Book, Log, Shown, send_epoch_values, send_step_values
+from tests.model.optimization import (
+    ByHand,
+    Optimization,
+    Rates,
+    Scheduler,
+    check_manual,
+    step_all,
+    train_by_hand,
+)
 from tests.model.resume import Line, Start, find
 from tests.model.stopping import Stopper, Stopping
 from tests.model.trace import Event, Refused, rounded
@@ -32,6 +39,8 @@ class Settings:
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
     log_every_n_steps: int = 50
     uneven: str = "stop"
 
@@ -44,13 +53,14 @@ class Case:
         settings: the Trainer's.
         train: the training data.
         val: the validation data; None: there is none.
-        scheduler: or None.
+        schedulers: those that `configure_optimizers` returns, in their order.
         ranks: how many processes run it.
         stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
         stop_on: the rank that sets it; None: all do. It is the same, since they agree.
         values: what the validations log as "val", one after the other, and again from the first.
-        log: what `training_step` logs as "seen"; None: nothing.
-        val_log: what `validation_step` logs as "val_seen", in epoch values.
+        logs: what the module logs beside "val".
+        rate_monitor: `logging_interval` of a LearningRateMonitor, "each" for its default; None: there is none.
+        optimization: what the module does about optimization.
         checkpoints: of a ModelCheckpoint; None: there is none.
         second: of another one beside it.
         stopping: of EarlyStopping; None: there is none.
@@ -60,13 +70,14 @@ class Case:
     settings: Settings = field(default_factory=Settings)
     train: Data = field(default_factory=lambda: Data(4))
     val: Data | None = None
-    scheduler: Scheduler | None = None
+    schedulers: tuple[Scheduler, ...] = ()
     ranks: int = 1
     stop_at: int | None = None
     stop_on: int | None = None
     values: tuple[float, ...] = (1.0,)
-    log: Log | None = None
-    val_log: Log | None = None
+    logs: tuple[Log, ...] = ()
+    rate_monitor: str | None = None
+    optimization: Optimization = field(default_factory=Optimization)
     checkpoints: Checkpoints | None = None
     second: Checkpoints | None = None
     stopping: Stopping | None = None
@@ -75,12 +86,15 @@ class Case:
 
 LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
 """The hooks in which the callback looks which checkpoints are there."""
+VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
+"""The hooks in which the callback looks at `logged_metrics` and `progress_bar_metrics`, where something is logged."""
 
 
 NOT_SAVED = (
     *("case", "order", "start", "events", "line", "newest"),
     *("max_epochs", "trains", "limit", "val_batches", "plan"),  # of the settings
     *("asked_to_stop", "noted", "agreed"),
+    "by_hand",  # gradients that are accumulated by hand begin anew
 )
 """What of a Run is no part of a checkpoint."""
 
@@ -104,12 +118,14 @@ def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | No
     it = Run(case, order or case.train.in_sequence, start or Start(), rank)
     try:
         it.fit()
+        it.read_rows()
         it.ask()
     except Broken:
         pass
     except Refused as refused:
         it.callback("on_exception", refused.kind)
         it.both("teardown", "fit")
+        it.read_rows()
         it.note("-", "error", refused.kind, refused.early)
     return it.events
 
@@ -131,18 +147,31 @@ class Run:
     batches_before: int = 0  # of earlier epochs
     validated: bool = False  # since the last optimizer step
     validations: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    shown: Shown = field(default_factory=Shown)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)  # of the loggers: the step, and the values
+    book: Book = field(default_factory=Book)  # what was logged in training
+    evaluation: Book | None = None  # the same of a validation that runs
+    dealt: Dealt = Dealt((), ())  # the batches of the step that runs
+    batch_idx: int = 0
+    sent_at: int = 0  # the step whose step values were sent last
+    evaluated_rows: int = 0  # rows of step values of validations
+    monitored_at: int = -1  # the step whose rates were logged last
+    had_loss: bool = False  # a batch was not skipped
+    by_hand: ByHand = field(default_factory=ByHand)
     savers: list[Saver] = field(default_factory=list)
     newest: Newest | None = None
     stopper: Stopper | None = None
     line: Line = field(default_factory=Line)
-    logged: Name | None = None  # what this epoch's training steps have logged
-    fresh: dict[int, float] = field(default_factory=dict)  # each rank's last step value that was not yet sent
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
     agreed: bool = False  # the loop knows of the wish
 
     # ---- events
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `callback_metrics` shows."""
+        return self.shown.callback
 
     def note(self, owner: str, name: str, *args: Any) -> None:
         self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
@@ -154,9 +183,12 @@ class Run:
         if hook in LOOKS and self.rank == 0:
             for saver in self.savers:
                 self.note("D", "disk", *saver.seen(self.start.disk))
+        if hook in VIEWS and self.case.logs:
+            self.note("V", hook, rounded(self.shown.logged), rounded(self.shown.bar))
 
     def module(self, hook: str, *args: Any) -> None:
         self.note("M", hook, *args)
+        self.log(hook)
 
     def both(self, hook: str, *args: Any) -> None:
         """Call a hook that callbacks and modules have: the callback's comes first."""
@@ -170,56 +202,45 @@ class Run:
 
     # ---- logs
 
-    def log_training(self, dealt: Dealt) -> None:
-        """Log a training step's value. A step value shows at once, an epoch value when the epoch ends."""
-        if self.case.log is None:
-            return
-        if self.logged is None:
-            self.logged = Name.of("seen", self.case.log, training=True)
-        self.logged.add(dealt, mean_of)
-        if self.logged.on_step:
-            own = {rank: mean_of(batch) for rank, batch in enumerate(dealt.batches) if dealt.counts[rank]}
-            self.fresh.update(own)
-            if self.rank in own:
-                self.show_step_value(own[self.rank])
+    def log(self, hook: str) -> None:
+        """Log what a method of the module logs. Step values of training show at once, others are reduced later."""
+        if hook in NOWHERE and any(call.hook == hook for call in self.case.logs):
+            raise Refused("LogError", f"nothing can be logged in {hook}")
+        book = self.book if self.evaluation is None else self.evaluation
+        for name in book.log(hook, self.case.logs, self.dealt, self.batch_idx, self.step, self.case.ranks):
+            if name.on_step and self.rank in name.fresh:
+                self.shown.step_value(name, name.fresh[self.rank], training=self.evaluation is None)
 
-    def send_step_values(self) -> None:
-        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps.
+    def send(self, values: dict[str, float], step: int) -> None:
+        """Send a row to the loggers: the values and the epoch."""
+        if values:
+            self.shown.logged.update(values)
+            self.send_row({**values, "epoch": self.epochs_seen}, step)
 
-        With `sync_dist=True` all ranks have their mean from then on.
-        """
-        every = self.case.settings.log_every_n_steps
-        if not every or self.step % every or self.logged is None or not self.logged.on_step:
-            return
-        fresh, self.fresh = self.fresh, {}
-        if self.logged.sync_dist and fresh:
-            fresh = dict.fromkeys(range(self.case.ranks), sum(fresh.values()) / len(fresh))
-        if self.rank in fresh:
-            self.show_step_value(fresh[self.rank])
-            self.send({self.logged.step_name: fresh[self.rank]})
-
-    def show_step_value(self, value: float) -> None:
-        """Show a step value under its own name, and under the plain name until the epoch's value takes its place."""
-        assert self.logged is not None
-        self.metrics[self.logged.step_name] = self.metrics[self.logged.name] = value
-
-    def show_epoch_values(self, names: Iterable[Name]) -> None:
-        """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
-        for name in names:
-            value = name.epoch_value(self.rank)
-            if value is not None:
-                self.metrics[name.name] = self.metrics[name.epoch_name] = value
-
-    def send_epoch_values(self, names: Iterable[Name]) -> None:
-        values = {name.epoch_name: name.epoch_value(self.rank) for name in names}
-        there = {name: value for name, value in values.items() if value is not None}
-        if there:
-            self.send(there)
-
-    def send(self, values: dict[str, float]) -> None:
-        """Send a row to the loggers, which rank 0 has: the values and the epoch, at the present step."""
+    def send_row(self, values: dict[str, float], step: int) -> None:
+        """Send a row as it is. Rank 0 has the loggers."""
         if self.rank == 0:
-            self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
+            self.rows.append((step, rounded(values)))
+            self.note("L", "log", *self.rows[-1])
+
+    def read_rows(self) -> None:
+        """Read the CSV file: its rows are the loggers', also after a resume."""
+        self.events.append(Event("F", "csv", tuple(self.rows), 0, 0))
+
+    def monitor_rates(self, now: str) -> None:
+        """Log the learning rates as a LearningRateMonitor does: its row has no epoch."""
+        given = self.case.rate_monitor
+        values = {} if given is None else self.rates.monitored(None if given == "each" else given, now)
+        if values:
+            self.shown.callback.update(values)
+            self.send_row(values, self.step)
+
+    def monitor_rates_by_step(self) -> None:
+        """Log the rates before the first batch of an optimizer step, every `log_every_n_steps` steps."""
+        every = self.case.settings.log_every_n_steps
+        if self.case.rate_monitor != "epoch" and every and self.step % every == 0 and self.step != self.monitored_at:
+            self.monitored_at = self.step
+            self.monitor_rates("step")
 
     # ---- the whole
 
@@ -273,7 +294,9 @@ class Run:
             self.val_batches = val.deal(val.in_sequence(), self.case.ranks, "join")[:limit]
             if self.trains:
                 self.plan = Plan(s, expected_batches(length, self.limit))
-        self.rate = Rate(self.case.scheduler)
+        self.rates = Rates(self.case.schedulers, self.case.optimization.optimizers)
+        if self.case.optimization.manual is not None:
+            check_manual(s)
 
     # ---- checkpoints
 
@@ -370,7 +393,7 @@ class Run:
         self.callback("on_sanity_check_start")
         evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
         self.callback("on_sanity_check_end")
-        self.metrics.clear()
+        self.shown.forget()
 
     # ---- the end
 
@@ -404,7 +427,10 @@ class Run:
         # overfit_batches takes the data in sequence.
         order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
         batches = train.deal(order(self.epoch), self.case.ranks, s.uneven)[: self.limit]
-        self.both("on_train_epoch_start")
+        self.callback("on_train_epoch_start")
+        if self.case.rate_monitor != "step":
+            self.monitor_rates("epoch")
+        self.module("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
         complete = True
@@ -412,7 +438,7 @@ class Run:
             self.end_window(self.batch)
         for begin in range(self.batch, len(batches), s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
-            self.train_window(begin, window)
+            self.train_window(begin, window, begin + len(window) == len(batches))
             self.batch = begin + len(window)
             for saver in self.savers:
                 due = self.is_due(self.batch) or self.is_due_at_epoch_end(self.batch, len(batches))
@@ -426,7 +452,7 @@ class Run:
 
     def end_window(self, end: int) -> None:
         """Do what follows an optimizer step: log, validate, agree on what was asked for."""
-        self.send_step_values()
+        send_step_values(self)
         if self.is_due(end) and not self.validated:
             self.validate()
         self.agree_at_window_end()
@@ -440,39 +466,55 @@ class Run:
         """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
         return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
 
-    def train_window(self, begin: int, window: list[Dealt]) -> None:
-        """Train on the batches of one optimizer step."""
+    def train_window(self, begin: int, window: list[Dealt], last: bool) -> None:
+        """Train on the batches of one optimizer step; in manual optimization on one batch.
+
+        Args:
+            begin: the number of the first batch.
+            window: the batches.
+            last: they are the epoch's last.
+        """
+        given = self.case.optimization
+        skipped = [given.skipped(begin + place) for place in range(len(window))]
         for place, dealt in enumerate(window):
             batch, batch_idx = dealt.batches[self.rank], begin + place
             self.transfer(batch)
-            self.both("on_train_batch_start", batch, batch_idx)
+            self.dealt, self.batch_idx = dealt, batch_idx
+            self.callback("on_train_batch_start", batch, batch_idx)
+            self.monitor_rates_by_step()
+            self.module("on_train_batch_start", batch, batch_idx)
             self.module("training_step", batch, batch_idx)
-            self.log_training(dealt)
-            if place == 0:
+            if given.manual is not None:
+                train_by_hand(self, dealt, batch_idx, last)
+            else:
+                self.backward(place == 0, batch_idx, skipped[place])
+                if place == len(window) - 1:
+                    step_all(self, batch_idx, window, skipped)
+            outputs = given.outputs(batch_idx)
+            self.callback("on_train_batch_end", outputs, batch, batch_idx)
+            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+            self.module("on_train_batch_end", outputs, batch, batch_idx)
+
+    def backward(self, first: bool, batch_idx: int, skipped: bool) -> None:
+        """Zero the gradients where a window begins, and compute those of a batch, if it is not skipped."""
+        if first:
+            for _ in range(self.case.optimization.optimizers):
                 self.both("on_before_zero_grad")
                 self.module("optimizer_zero_grad", self.epoch, batch_idx)
+        if not skipped:
             self.both("on_before_backward")
             self.module("backward")
             self.both("on_after_backward")
-            if place == len(window) - 1:
-                self.step_optimizer(batch_idx, window)
-            self.callback("on_train_batch_end", batch, batch_idx)
-            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
-            self.module("on_train_batch_end", batch, batch_idx)
+            self.had_loss = True
 
-    def step_optimizer(self, batch_idx: int, window: list[Dealt]) -> None:
-        self.both("on_before_optimizer_step")
-        self.module("configure_gradient_clipping")
-        self.note("O", "step", sample_weights(window), self.rate.now)
-        self.module("optimizer_step", self.epoch, batch_idx)
-        self.step += 1
-        self.validated = False
-        self.step_scheduler("step", self.step)
-
-    def step_scheduler(self, interval: str, count: int) -> None:
-        args = self.rate.step_after(interval, count, self.metrics)
-        if args is not None:
-            self.module("lr_scheduler_step", *args)
+    def step_schedulers(self, interval: str, count: int) -> None:
+        """Step the schedulers that are due after a step or an epoch. In manual optimization the module does it."""
+        if self.case.optimization.manual is not None:
+            return
+        for number in self.rates.due(interval, count):
+            args = self.rates.step(number, self.metrics)
+            if args is not None:
+                self.module("lr_scheduler_step", *args)
 
     def validate(self) -> None:
         assert self.val_batches is not None
@@ -481,18 +523,22 @@ class Run:
 
     def end_epoch(self, complete: bool) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
+        if self.case.optimization.manual is None and not self.had_loss:
+            raise Refused("HookError", "every batch so far was skipped: nothing was trained")
         if self.val_batches is not None and not self.validated:
             due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
-        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
-        self.show_epoch_values(names)
+        self.shown.epoch_values(self.book, self.rank)
         self.both("on_train_epoch_end")
-        if names:
-            self.send_epoch_values(names)
+        self.shown.epoch_values(self.book, self.rank)
+        send_epoch_values(self, self.book)
+        manual = self.case.optimization.manual
+        if manual is not None and manual.schedulers == "epoch":
+            self.rates.halve_all()
         if complete:
-            self.logged = None
-            self.step_scheduler("epoch", self.epoch + 1)
+            self.book.begin_epoch()
+            self.step_schedulers("epoch", self.epoch + 1)
             self.epochs_done += 1
             self.epoch += 1
             self.batches_before += self.batch

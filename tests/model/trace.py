@@ -12,7 +12,7 @@ class Event(NamedTuple):
 
     Attributes:
         owner: "C" a callback, "M" the module, "O" the optimizer, "L" the loggers, "D" the disk, "S" a checkpoint of the
-            newest state, "-" the run itself.
+            newest state, "V" what the Trainer shows of logged values, "F" the CSV file, "-" the run itself.
         name: of the hook or method; "error" for what ends the run.
         args: batches as tuples of sample numbers, indices, rates, metrics; of an error the class's name.
         step: `trainer.global_step` at that moment: optimizer steps that are done.

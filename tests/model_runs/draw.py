@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
-from tests.model.logs import Log
-from tests.model.optimization import Scheduler
+from tests.model.logs import BATCHES_OF_TRAINING, BATCHES_OF_VALIDATION, EPOCHS, NOWHERE, Log
+from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
 from tests.model_runs.processes import Process
 
+METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
+"""Methods of the module that are no hooks: an error of what they log comes at the end of the step, so none is drawn."""
 FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
 
@@ -27,6 +29,11 @@ KNOWN: dict[str, Callable[[Case], bool]] = {}
 def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Draw a value in half of the runs, so that not all settings are drawn at once."""
     return st.one_of(st.just(value), otherwise)
+
+
+def rarely(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw a value in three of four runs."""
+    return sometimes(value, sometimes(value, otherwise))
 
 
 def limits(data: Data | None, ranks: int = 1) -> st.SearchStrategy[int | float]:
@@ -88,35 +95,96 @@ def settings(draw: st.DrawFn, train: Data, val: Data | None, ranks: int = 1) -> 
         check_val_every_n_epoch=check_every,
         num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
         accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
+        gradient_clip_val=draw(rarely(None, st.sampled_from((0.1, 0.3, 0.6)))),
+        gradient_clip_algorithm=draw(st.sampled_from(("norm", "value"))),
         log_every_n_steps=draw(st.sampled_from((50, 0, 1, 2, 3))),
         uneven=uneven,
     )
 
 
 @st.composite
-def schedulers(draw: st.DrawFn) -> Scheduler:
+def schedulers(draw: st.DrawFn, optimization: Optimization) -> Scheduler:
+    plateau = optimization.manual is None and draw(st.booleans())  # by hand a module chooses the metric itself
     return Scheduler(
         interval=draw(st.sampled_from(("epoch", "step"))),
         frequency=draw(st.integers(1, 3)),
-        plateau=draw(st.booleans()),
+        plateau=plateau,
         strict=draw(st.booleans()),
+        monitor=draw(st.sampled_from(("val", "val", "seen"))) if plateau else "val",
+        optimizer=draw(st.integers(0, optimization.optimizers - 1)),
+        name=draw(rarely(None, st.sampled_from(("rate", "other")))),
     )
 
 
 @st.composite
-def logs(draw: st.DrawFn, steps: bool = True, ranks: int = 1) -> Log:
-    flags = st.sampled_from((None, None, True, True, False))
+def optimizations(draw: st.DrawFn, ranks: int) -> Optimization:
+    optimizers = draw(st.sampled_from((1, 1, 2)))
+    if draw(st.booleans()):
+        return Optimization(
+            optimizers,
+            returns=draw(st.sampled_from(("loss", "dict"))),
+            skips=draw(st.sampled_from((0, 0, 3, 2, 1))) if ranks == 1 else 0,
+            calls_closure=draw(st.booleans()),
+            lists=draw(st.booleans()),
+        )
+    often = st.sampled_from((1, 1, 2, 3, 0))
+    manual = Manual(
+        every=(draw(often), draw(often)),
+        toggles=draw(st.booleans()),
+        both=draw(st.booleans()),
+        clip=draw(sometimes(None, st.sampled_from((0.1, 0.3)))),
+        schedulers=draw(st.sampled_from((None, "batch", "epoch"))),
+    )
+    return Optimization(optimizers, manual, returns=draw(st.sampled_from(("loss", "dict"))), lists=draw(st.booleans()))
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> Log:
+    """Draw a call of `self.log`: most are in the steps, and most can be made where they stand."""
+    hook = draw(
+        st.one_of(
+            st.sampled_from(("training_step", "validation_step")),
+            st.sampled_from(("training_step", "validation_step")),
+            st.sampled_from((*BATCHES_OF_TRAINING, *BATCHES_OF_VALIDATION, *EPOCHS)),
+            st.sampled_from((*BATCHES_OF_TRAINING, *BATCHES_OF_VALIDATION, *EPOCHS, *NOWHERE)),
+        )
+    )
+    step = hook in ("training_step", "validation_step")
+    validation = "validation" in hook
+    on_step, on_epoch = st.sampled_from((None, True, False)), st.sampled_from((None, True, False))
+    if hook in EPOCHS:
+        on_step, on_epoch = rarely(None, on_step), rarely(None, on_epoch)
+    if hook in METHODS:
+        on_step = st.sampled_from((None, True))
+    metric = draw(rarely(None, st.sampled_from(("mean", "sum", "max", "both")))) if step else None
+    names = ("val_seen", "val_b", "val_c") if validation else ("seen", "b", "c")
     return Log(
-        on_step=draw(flags) if steps else None,
-        on_epoch=draw(flags) if steps else draw(st.sampled_from((None, True))),
+        hook,
+        draw(st.sampled_from(names)),
+        draw(sometimes(None, on_step)),
+        draw(sometimes(None, on_epoch)),
         reduce_fx=draw(st.sampled_from(("mean", "mean", "sum", "min", "max"))),
-        sync_dist=draw(st.sampled_from((None, True, False) if ranks > 1 else (None, None, None, True, False))),
+        metric=metric,
+        every=draw(st.sampled_from((1, 1, 1, 2, 3))),
+        nan_at=draw(rarely(None, st.integers(0, 3))) if hook not in EPOCHS else None,
+        batch_size=draw(rarely(None, st.integers(1, 5))),
+        logger=draw(rarely(None, st.booleans())),
+        prog_bar=draw(rarely(False, st.just(True))),
+        sync_dist=draw(rarely(None, st.booleans())),
     )
 
 
+def together(calls: list[Log]) -> tuple[Log, ...]:
+    """Leave out calls that log a name again: two hooks with one name are two values that hide each other."""
+    names = dict[str, Log]()
+    for call in calls:
+        names.setdefault(f"pair {call.hook}" if call.metric == "both" else call.name, call)
+    return tuple(names.values())
+
+
 @st.composite
-def checkpoints(draw: st.DrawFn, log: Log | None, ranks: int) -> Checkpoints:
-    monitor = draw(st.one_of(st.none(), st.just("val"), st.just("val"), st.sampled_from(names_of(log, ranks))))
+def checkpoints(draw: st.DrawFn, calls: tuple[Log, ...], ranks: int) -> Checkpoints:
+    monitor = draw(st.one_of(st.none(), st.just("val"), st.just("val"), st.sampled_from(names_of(calls, ranks))))
     steps = draw(sometimes(None, st.integers(1, 4)))
     last = draw(st.sampled_from((None, None, None, True, True, True, False, False, "link")))
     plain = draw(st.booleans())
@@ -137,22 +205,30 @@ def checkpoints(draw: st.DrawFn, log: Log | None, ranks: int) -> Checkpoints:
 FILENAMES = ("best", "{epoch}-{val:.2f}", "{step}-{val}", "{epoch}", "at {step:03d}")
 
 
-def names_of(log: Log | None, ranks: int) -> list[str]:
-    """List the names under which a training step's value shows; "val" where it logs nothing.
+def names_of(calls: tuple[Log, ...], ranks: int) -> list[str]:
+    """List names under which values of training show; "val" where there is none.
 
     On several ranks step values differ, and the model of a rank does not know those of the others.
     """
-    if ranks > 1:
-        return ["val"]
-    if log is None or log.on_step is False:
-        return ["val"] if log is None or not log.on_epoch else ["seen"]
-    return ["seen", "seen_step", "seen_epoch"] if log.on_epoch else ["seen"]
+    names = {"val"}
+    for call in calls if ranks == 1 else ():
+        if (
+            call.hook in BATCHES_OF_TRAINING
+            and call.metric != "both"
+            and not (call.on_step is False and not call.on_epoch)
+        ):
+            names |= (
+                {call.name, f"{call.name}_step", f"{call.name}_epoch"}
+                if call.on_epoch and call.on_step is not False
+                else {call.name}
+            )
+    return sorted(names)
 
 
 @st.composite
-def stoppings(draw: st.DrawFn, log: Log | None, ranks: int) -> Stopping:
+def stoppings(draw: st.DrawFn, calls: tuple[Log, ...], ranks: int) -> Stopping:
     thresholds = st.one_of(st.none(), st.none(), st.sampled_from((1.0, 2.0, 2.5, 4.0)))
-    monitor = draw(st.one_of(st.just("val"), st.just("val"), st.sampled_from((*names_of(log, ranks), "absent"))))
+    monitor = draw(st.one_of(st.just("val"), st.just("val"), st.sampled_from((*names_of(calls, ranks), "absent"))))
     return Stopping(
         monitor=monitor,
         mode=draw(st.sampled_from(("min", "max"))),
@@ -176,25 +252,31 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
     ranks = draw(st.sampled_from(worlds))
     train = draw(loaders(ranks=ranks))
     val = draw(st.one_of(loaders(first=100, ranks=ranks), loaders(first=100, ranks=ranks), st.none()))
-    log = draw(sometimes(None, logs(ranks=ranks)))
-    saver = draw(st.one_of(st.none(), checkpoints(log, ranks), checkpoints(log, ranks)))
-    second = None if saver is None else draw(st.one_of(st.none(), st.none(), checkpoints(log, ranks)))
+    optimization = draw(sometimes(Optimization(), optimizations(ranks)))
+    asked = draw(settings(train, val, ranks))
+    if asked.max_epochs is None and optimization.never_steps:  # without an end
+        asked = replace(asked, max_epochs=2)
+    given = st.lists(schedulers(optimization), min_size=1, max_size=3).map(tuple)
+    calls = draw(sometimes((), st.lists(logs(), min_size=1, max_size=4).map(together)))
+    saver = draw(st.one_of(st.none(), checkpoints(calls, ranks), checkpoints(calls, ranks)))
+    second = None if saver is None else draw(st.one_of(st.none(), st.none(), checkpoints(calls, ranks)))
     if second is not None:
         second = replace(second, folder=draw(st.sampled_from(("checkpoints", "second"))))
     return Case(
-        settings=draw(settings(train, val, ranks)),
+        settings=asked,
         ranks=ranks,
         train=train,
         val=val,
-        scheduler=draw(sometimes(None, schedulers())),
+        schedulers=draw(sometimes((), given)),
         stop_at=draw(st.one_of(st.none(), st.none(), st.integers(1, 10))),
         stop_on=draw(sometimes(None, st.integers(0, ranks - 1))) if ranks > 1 else None,
         values=draw(st.lists(st.sampled_from((1.0, 2.0, 3.0, 4.0, nan)), min_size=1, max_size=4).map(tuple)),
-        log=log,
-        val_log=draw(sometimes(None, logs(steps=False, ranks=ranks))),
+        logs=calls,
+        rate_monitor=draw(rarely(None, st.sampled_from(("step", "epoch", "each")))),
+        optimization=optimization,
         checkpoints=saver,
         second=second,
-        stopping=draw(st.one_of(st.none(), st.none(), stoppings(log, ranks))),
+        stopping=draw(st.one_of(st.none(), st.none(), stoppings(calls, ranks))),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
 

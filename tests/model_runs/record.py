@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import warnings
@@ -12,12 +13,13 @@ from unittest.mock import patch
 import torch
 
 from instep import Callback, Trainer
+from instep.callbacks import LearningRateMonitor
 from instep.callbacks.base import HOOKS
 from instep.errors import InstepError
-from instep.loggers import Logger
+from instep.loggers import CSVLogger, Logger
 from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
-from tests.model.run import LOOKS, Case, Settings
+from tests.model.run import LOOKS, VIEWS, Case, Settings
 from tests.model.trace import Event, comparable, rounded
 from tests.model_runs.loaders import SEED, loader
 from tests.model_runs.modules import Module
@@ -44,10 +46,12 @@ def module_hooks(watch: str) -> tuple[str, ...]:
 
 def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
-    if event.owner in "OL-":
+    if event.owner in "OLF-":
         return True
     if event.owner == "S":
         return False
+    if event.owner == "V":
+        return event.name in callback_hooks(watch)
     if event.owner == "D":
         return watch != "few"
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
@@ -61,6 +65,7 @@ class Events(list[Event]):
     """The events that were recorded; at the number `breaks_at` the hook raises an exception."""
 
     breaks_at: int | None = None
+    views = False
 
     def append(self, event: Event) -> None:
         super().append(event)
@@ -94,7 +99,8 @@ def record(
         rank: this process's.
     """
     events = Events()
-    events.breaks_at = breaks_at
+    table = None
+    events.breaks_at, events.views = breaks_at, bool(case.logs)
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
@@ -103,11 +109,13 @@ def record(
             val = None if case.val is None else loader(case.val, rank, case.ranks)
             module: Any = make_module(case, events)
             rows = Rows(events if rank == 0 else [])
-            callbacks = [make_callback(case, events, rank), *callbacks_of(case, folder)]
+            callbacks = [make_callback(case, events, rank), *rate_monitors(case), *callbacks_of(case, folder)]
             callbacks[0].module = module
-            trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
+            table = CSVLogger()
+            trainer = Trainer(**arguments(case, folder), logger=[rows, table], callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val, ckpt_path=ckpt_path)
+            events.append(Event("F", "csv", rows_of(table), 0, 0))
             for which in asks:
                 events.ask("validate", trainer, module, which)
             for which in asks:
@@ -117,8 +125,20 @@ def record(
             pass
         except InstepError as error:
             last = events[-1] if events else Event("-", "", (), 0, 0)
+            events.append(Event("F", "csv", () if table is None else rows_of(table), 0, 0))
             events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))
     return events
+
+
+def rows_of(table: CSVLogger) -> tuple[Any, ...]:
+    """Read the rows of a CSV file: the step and the values of the cells that are filled."""
+    if table.path is None or not table.path.exists():
+        return ()
+    with table.path.open(newline="") as file:
+        return tuple(
+            (int(row.pop("step")), rounded({name: float(cell) for name, cell in row.items() if cell}))
+            for row in csv.DictReader(file)
+        )
 
 
 def arguments(case: Case, folder: str) -> dict[str, Any]:
@@ -143,10 +163,18 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
 
 def make_module(case: Case, events: Events) -> Module:
     """Make the module, with as many of its hooks overridden and recorded as the case says."""
-    wrapped = {name: _recorded(Module, "M", name, events) for name in module_hooks(case.watch)}
+    recorded = module_hooks(case.watch)
+    logs = {call.hook for call in case.logs} | {"training_step", "validation_step"}
+    wrapped = {name: _recorded(Module, "M", name, events if name in recorded else None) for name in (*recorded, *logs)}
     module: Any = type("RecordedModule", (Module,), wrapped)(case)
     module.record = lambda *args: events.append(_event(module.recording_trainer, *args))
     return module
+
+
+def rate_monitors(case: Case) -> list[Callback]:
+    """Make the LearningRateMonitor of a case, if it has one."""
+    given: Any = case.rate_monitor
+    return [] if given is None else [LearningRateMonitor(None if given == "each" else given)]
 
 
 def make_callback(case: Case, events: Events, rank: int) -> Any:
@@ -188,13 +216,22 @@ def _event(trainer: Any, owner: str, name: str, *args: Any) -> Event:
     if name == "configure_callbacks":  # where a checkpoint may set another position, none can be read
         return Event(owner, name, args, 0, 0)
     log = trainer._log  # what callback_metrics shows, without tensors, which cost half of the time
+    if log is not None and log.buffer:
+        log.drain()
     shown = {**trainer.metrics.callback, **({} if log is None else log.callback_values)}
     metrics = rounded({name: float(value) for name, value in shown.items()})
     return Event(owner, name, args, trainer.global_step, trainer.current_epoch, metrics)
 
 
-def _recorded(base: type, owner: str, name: str, events: Events) -> Any:
-    """Override a method by one that records its call, and then does what it does."""
+def _recorded(base: type, owner: str, name: str, events: Events | None) -> Any:
+    """Override a method by one that records its call, does what it does, and logs what the case logs in it.
+
+    Args:
+        base: the class that has the method.
+        owner: as in `Event`.
+        name: of the method.
+        events: where it is recorded; None: it only logs.
+    """
     function = getattr(base, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,17 +239,30 @@ def _recorded(base: type, owner: str, name: str, events: Events) -> Any:
         seen = _plain(name, (*(args[2:] if owner == "C" else args), *kwargs.values()))
         if name == "optimizer_step":  # the closure, with forward and backward, runs inside
             result = function(self, *args, **kwargs)
+        if owner == "M" and name in ("on_train_batch_start", "training_step"):
+            self.batch, self.batch_idx = args[:2]
+        elif owner == "M" and name in ("on_validation_batch_start", "validation_step"):
+            self.batch, self.batch_idx = args[:2]
+        if events is not None:
             events.append(_event(trainer, owner, name, *seen))
-            return result
-        events.append(_event(trainer, owner, name, *seen))
-        looks = owner == "C" and name in LOOKS and trainer.is_global_zero
-        for look in looks_at_disk(trainer) if looks else ():
-            events.append(_event(trainer, "D", "disk", *look))
-        return function(self, *args, **kwargs)
+            looks = owner == "C" and name in LOOKS and trainer.is_global_zero
+            for look in looks_at_disk(trainer) if looks else ():
+                events.append(_event(trainer, "D", "disk", *look))
+            if owner == "C" and name in VIEWS and events.views:
+                events.append(_event(trainer, "V", name, *views(trainer)))
+        if owner == "M":
+            self.log_from(name)
+        return result if name == "optimizer_step" else function(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
     method.__name__ = name
     return method
+
+
+def views(trainer: Trainer) -> tuple[Any, ...]:
+    """Return what `logged_metrics` and `progress_bar_metrics` show."""
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    return rounded({name: float(value) for name, value in trainer.logged_metrics.items()}), rounded(bar)
 
 
 def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -224,7 +274,7 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name.startswith("on_validation_batch"):
         args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):
-        args = args[1:]
+        args = (*([_shown(args[0])] if "train" in name else []), *args[1:])
     if "transfer" in name:
         args = args[:1]
     kept: list[Any] = []
@@ -236,3 +286,10 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         elif isinstance(arg, int | str):
             kept.append(arg)
     return tuple(kept)
+
+
+def _shown(outputs: Any) -> str:
+    """Return what a hook gets as outputs."""
+    if not isinstance(outputs, dict):
+        return str(outputs)
+    return ", ".join(name if name == "loss" else f"{name}={value}" for name, value in outputs.items())

@@ -31,14 +31,14 @@ CHOSEN = {
     "validations across epochs": Case(
         Settings(max_epochs=3, val_check_interval=4, check_val_every_n_epoch=None), Data(3, 1), VAL
     ),
-    "max_steps within an epoch": Case(Settings(max_steps=4), Data(3, 1), VAL, Scheduler("epoch")),
+    "max_steps within an epoch": Case(Settings(max_steps=4), Data(3, 1), VAL, (Scheduler("epoch"),)),
     "a stop that waits": Case(Settings(max_epochs=3, min_steps=5), Data(4, 1), VAL, stop_at=1),
-    "a stop within an epoch": Case(Settings(max_epochs=3), Data(9, 1), VAL, Scheduler("step", 2), stop_at=4),
+    "a stop within an epoch": Case(Settings(max_epochs=3), Data(9, 1), VAL, (Scheduler("step", 2),), stop_at=4),
     "data without a length": Case(Settings(max_epochs=2), Data(5, 2, kind="iterable"), VAL),
     "data that claims too little": Case(Settings(max_epochs=2), Data(5, 1, kind="iterable", claims=2), VAL),
     "a fraction of an unknown length": Case(Settings(limit_train_batches=0.5), Data(4, kind="iterable")),
     "no batch at all": Case(Settings(max_epochs=1), Data(0, kind="iterable")),
-    "plateau": Case(Settings(max_epochs=5), Data(2), VAL, Scheduler("epoch", plateau=True), values=(2.0, 3.0, 1.0)),
+    "plateau": Case(Settings(max_epochs=5), Data(2), VAL, (Scheduler("epoch", plateau=True),), values=(2.0, 3.0, 1.0)),
     "saves by steps": Case(
         Settings(max_steps=7), Data(5, 1), checkpoints=Checkpoints(every_n_train_steps=2, save_top_k=-1)
     ),
@@ -72,8 +72,8 @@ def test_a_chosen_run_is_as_the_model_says(name: str, watch: str) -> None:
 )
 def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkpoints, place: float) -> None:
     settings = Settings(max_epochs=3, log_every_n_steps=1, accumulate_grad_batches=2)
-    case = Case(settings, Data(7, 2, shuffle=True), VAL, Scheduler("step"), values=(1.0, 3.0, 2.0))
-    case = Case(**{**vars(case), "log": Log(on_epoch=True), "checkpoints": checkpoints})
+    case = Case(settings, Data(7, 2, shuffle=True), VAL, (Scheduler("step"),), values=(1.0, 3.0, 2.0))
+    case = Case(**{**vars(case), "logs": (Log(on_epoch=True),), "checkpoints": checkpoints})
     found = difference_after_a_break(case, place)
     assert found is None, found
 
