@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from tests.model.data import Data
 from tests.model.optimization import RATE
 from tests.model.run import LOOKS, Case, Settings
-from tests.model.trace import Event, rounded
+from tests.model.trace import Event, comparable, rounded
 
 LONGEST_S = 30
 MOST_EPOCHS = 100
@@ -80,10 +80,11 @@ def record(case: Case, folder: str) -> Recorded:
             module: Any = _module(case, it)
             rows = Rows(it)
             savers = _savers(case, folder)
+            stopping = [] if case.stopping is None else [EarlyStopping(**vars(case.stopping))]
             trainer = Trainer(
                 **_arguments(case, folder),
                 logger=rows,
-                callbacks=[_callback(case, it, savers), *savers],
+                callbacks=[_callback(case, it, savers), *stopping, *savers],
             )
             module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val)
@@ -246,13 +247,16 @@ def _module(case: Case, it: Recorded) -> Any:
 
 
 def _savers(case: Case, folder: str) -> list[Any]:
-    given = case.checkpoints
-    if given is None:
-        return []
-    options = {**vars(given), "monitor": "val" if given.monitor else None, "save_last": given.save_last or None}
-    if given.every_n_train_steps is not None:
-        del options["every_n_epochs"]
-    return [ModelCheckpoint(f"{folder}/checkpoints", **options)]
+    savers = []
+    for given in (case.checkpoints, case.second):
+        if given is None:
+            continue
+        options = {**vars(given)}
+        del options["folder"]
+        if given.every_n_train_steps is not None:
+            del options["every_n_epochs"]
+        savers.append(ModelCheckpoint(f"{folder}/{given.folder}", **options))
+    return savers
 
 
 def _callback(case: Case, it: Recorded, savers: list[Any]) -> Any:
@@ -292,11 +296,11 @@ class Rows(Logger):
         pass
 
 
-def _disk(savers: list[Any]) -> tuple[Any, ...]:
-    """Return the steps of the checkpoints that are there, of the best and of the last."""
-    saver = savers[0]
+def _disk(saver: Any) -> tuple[Any, ...]:
+    """Return the steps of the checkpoints that are there, of the best one with its score, and of the last one."""
     there = {step_of(str(path)) for path in Path(saver.dirpath or "").glob("*.ckpt")}
-    return (tuple(sorted(there)), step_of(saver.best_model_path), step_of(saver.last_model_path))
+    score = None if saver.best_model_score is None else comparable(float(saver.best_model_score))
+    return (tuple(sorted(there)), step_of(saver.best_model_path), score, step_of(saver.last_model_path))
 
 
 def step_of(path: str) -> int | None:
@@ -325,8 +329,8 @@ def _recorded(base: type, owner: str, name: str, it: Recorded, savers: list[Any]
             it.events.append(_event(trainer, owner, name, *seen))
             return result
         it.events.append(_event(trainer, owner, name, *seen))
-        if owner == "C" and name in LOOKS and savers:
-            it.events.append(_event(trainer, "D", "disk", *_disk(savers)))
+        for saver in savers or [] if owner == "C" and name in LOOKS else []:
+            it.events.append(_event(trainer, "D", "disk", *_disk(saver)))
         if name == "on_train_epoch_start" and trainer.current_epoch > MOST_EPOCHS:
             raise Endless
         return function(self, *args, **kwargs)
@@ -341,7 +345,7 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in ("on_before_backward", "backward", "configure_gradient_clipping", "on_exception"):
         return ()
     if name == "lr_scheduler_step":
-        return (None if args[1] is None else float(args[1]),)
+        return (None if args[1] is None else comparable(float(args[1])),)
     if name.startswith("on_validation_batch"):
         args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any
 
-from tests.model.checkpoints import Saved, Saver
+from tests.model.checkpoints import Disk, Saved, Saver
 from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
+from tests.model.resume import Start
 from tests.model.run import Case, Run
-from tests.model.trace import Event, Refused, rounded
+from tests.model.stopping import at_epoch_ends
+from tests.model.trace import Event, Refused, comparable, rounded
 
 RULES = {
     "row steps": "a row of step n is logged at n - 1",
-    "plain name": "a training value with on_step and on_epoch shows its step value under the plain name too",
-    "sanity values": "values of the sanity check are there until it has ended",
     "window in a mean of means": "each batch of a window counts the same, also a smaller one",
     "short window": "the last window of an epoch is divided by accumulate_grad_batches, also if it is shorter",
     "validation within a window": "a validation does not wait for the window's end",
@@ -31,6 +33,9 @@ RULES = {
     "saves without the metric": "before the first validation nothing is saved, without an error",
     "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
     "last_model_path": "there is one only with save_last",
+    "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if it is better by then",
+    "callbacks first": "EarlyStopping and ModelCheckpoint act before the module's on_validation_end",
+    "nan": "a checkpoint with the metric nan is ranked as the worst",
     "worst of equals": "of equally bad checkpoints the oldest goes",
     "best without monitor": "it is the newest that save_top_k has saved, not that save_last or the end has",
     "no validation to wait for": "check_val_every_n_epoch other than 1 saves at validations, also where none runs",
@@ -54,8 +59,7 @@ MOST_EPOCHS = 30
 
 def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[list[Event], Refused | None]:
     """Return what is seen of a fit under some of Lightning's rules, and the error that ends it."""
-    it = LightningRun(case, order or case.train.in_sequence, rules=rules)
-    it.saver = None if case.checkpoints is None else LightningSaver(case.checkpoints, rules=rules)
+    it = LightningRun(case, order or case.train.in_sequence, Start(), rules=rules)
     refused = None
     try:
         it.fit()
@@ -96,13 +100,8 @@ class LightningRun(Run):
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
             evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
-        if "sanity values" in self.rules and self.events[-1].name == "on_validation_model_train":
-            shown = self.events[-2].metrics
-            self.events[-1] = self.events[-1]._replace(metrics=shown)
-            self.callback("on_sanity_check_end")
-            self.events[-1] = self.events[-1]._replace(metrics=shown)
-        else:
-            self.callback("on_sanity_check_end")
+        self.callback("on_sanity_check_end")
+        self.metrics.clear()
 
     # ---- logs
 
@@ -114,11 +113,6 @@ class LightningRun(Run):
         else:
             super().send_step_values()
 
-    def log_training(self, dealt: Dealt) -> None:
-        super().log_training(dealt)
-        if "plain name" in self.rules and self.logged is not None and self.logged.on_step:
-            self.metrics[self.logged.name] = self.metrics[self.logged.step_name]
-
     def send(self, values: dict[str, float]) -> None:
         step = self.stepped if "row steps" in self.rules else self.step
         self.note("L", "log", step, rounded({**values, "epoch": self.epochs_seen}))
@@ -128,6 +122,10 @@ class LightningRun(Run):
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
+        self.find_checkpoint()
+        if self.stopper is not None:
+            self.stopper = LightningStopper(self.stopper.given, rules=self.rules)
+        self.savers = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
         self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
@@ -141,12 +139,12 @@ class LightningRun(Run):
             self.train_epoch()
         if trains:
             self.both("on_train_end")
-            if self.saver is not None:
-                self.saver.after_training(self)
+            for saver in self.savers:
+                saver.after_training(self)
         self.both("on_fit_end")
         self.both("teardown", "fit")
 
-    def is_due(self, begin: int, end: int, ends: bool, window_ends: bool) -> bool:
+    def validates_after(self, begin: int, end: int, window_ends: bool) -> bool:
         """Return whether a validation runs after the batch before `end`."""
         if self.val_batches is None:
             return False
@@ -176,10 +174,12 @@ class LightningRun(Run):
             if batch_idx % size == 0:
                 begin = batch_idx
             window_ends = end % size == 0 or is_last
-            due = self.is_due(begin, end, is_last, window_ends)
+            due = self.validates_after(begin, end, window_ends)
             self.train_batch(batch_idx, dealt, batches[begin:end] if window_ends else None, is_last)
-            if self.saver is not None:
-                self.saver.after_batch(self, due or self.is_due_at_epoch_end(end, len(batches)), window_ends, is_last)
+            self.batch = end
+            for saver in self.savers:
+                waits = due or self.is_due_at_epoch_end(end, len(batches))
+                saver.after_batch(self, waits, window_ends, is_last)
             if window_ends:
                 self.send_step_values()
             stops = self.stops_now()
@@ -198,15 +198,15 @@ class LightningRun(Run):
                 break
             if "stop at once" in self.rules and self.stops_now():
                 break
-        self.end_epoch(complete, end)
-        self.batches_before += end
+        self.end_epoch(complete)
 
     def stops_now(self) -> bool:
         s = self.case.settings
         least = s.min_epochs or 0
         if "min_steps" in self.rules and s.min_epochs is None and s.min_steps is not None:
             least = 1
-        return self.asked_to_stop and self.step >= (s.min_steps or 0) and self.epochs_done >= least
+        wished = self.asked_to_stop or (self.stopper is not None and self.stopper.stops)
+        return wished and self.step >= (s.min_steps or 0) and self.epochs_done >= least
 
     def is_stopping(self) -> bool:
         return self.stops_now() if "stop at once" in self.rules else super().is_stopping()
@@ -271,16 +271,21 @@ class LightningRun(Run):
             if window_ends:
                 self.module("on_validation_model_zero_grad")
         else:
-            evaluate(self, self.val_batches, sanity=False)
+            try:
+                evaluate(self, self.val_batches, sanity=False)
+            except Refused:
+                if "callbacks first" in self.rules and self.events[-1][:2] == ("M", "on_validation_end"):
+                    self.events.pop()
+                raise
             if not window_ends:
                 at = max(n for n, e in enumerate(self.events) if e.name == "on_validation_model_zero_grad")
                 del self.events[at]
-        self.validated = True
+            self.validated = True
         self.agree_now()
 
-    def end_epoch(self, complete: bool, batches: int) -> None:
+    def end_epoch(self, complete: bool) -> None:
         if self.val_batches is not None and not self.validated and "stop at once" not in self.rules:
-            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
         names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
@@ -297,15 +302,20 @@ class LightningRun(Run):
         self.logged = None
         if complete and not early and "plateau before the row" not in self.rules:
             self.step_schedulers("epoch", self.epoch + 1)
-        if complete or "stop at once" in self.rules:
+        cut = not complete
+        if not cut or "saves in a cut epoch" in self.rules or "stop at once" in self.rules:
             self.epochs_done += 1
-        if self.saver is not None:
-            if complete or "saves in a cut epoch" in self.rules:
-                self.saver.after_epoch(self)
-            else:
-                self.saver.after_cut_epoch(self)
-        self.epochs_seen += 1
         self.epoch += 1
+        self.batches_before += self.batch
+        self.batch = 0
+        if self.stopper is not None and (not cut or "saves in a cut epoch" in self.rules):
+            self.stopper.after_epoch(self)
+        for saver in self.savers:
+            if not cut or "saves in a cut epoch" in self.rules:
+                saver.after_epoch(self)
+        if cut and self.savers and "saves in a cut epoch" not in self.rules:
+            self.savers[0].after_cut_epoch(self)
+        self.epochs_seen += 1
         self.agree_now()
 
 
@@ -314,68 +324,102 @@ class LightningSaver(Saver):
     """Saves and deletes under some of Lightning's rules."""
 
     rules: frozenset[str] = frozenset()
-    top: int | None = None  # the step that save_top_k has saved last
-    saved_at: int = 0  # the step that was last saved; nothing is saved before the first one
+    top: Saved | None = None  # what save_top_k has saved last
+    step: int = 0  # the one that was last saved; nothing is saved before the first one
+
+    def seen(self, disk: Disk) -> tuple[Any, ...]:
+        """Return the steps of the checkpoints that are there, of the best one with its score, and of the last one."""
+        there = {one.step for one in disk.saved if one.folder == self.given.folder}
+        score = None if self.best is None or self.best.score is None else comparable(self.best.score)
+        last = None if "last_model_path" in self.rules and not self.given.save_last else self.last
+        return (tuple(sorted(there)), self.best and self.best.step, score, last and last.step)
+
+    # ---- when
 
     def after_batch(self, run: LightningRun, validates_now: bool, window_ends: bool, is_last: bool) -> None:
         if "saves by steps" not in self.rules:
             if window_ends:
                 self.after_window(run, validates_now)
             return
-        every = self.given.every_n_train_steps
+        every, monitor = self.given.every_n_train_steps, self.given.monitor
         if every is None or run.step % every:
             return
         validates = run.val_batches is not None and not run.has_empty_validation and run.plan.in_epoch(run.epoch)
-        fresh = is_last and validates and not self.at_epoch_ends(run)
-        if self.given.monitor and ("val" not in run.metrics or fresh):
+        fresh = is_last and validates and not self.acts_at_epoch_ends(run)
+        if monitor is not None and (monitor not in run.metrics or fresh):
             self.waits = True
-        elif window_ends or run.step != self.saved_at:
+        elif run.step != self.step:
             self.save(run)
 
     def after_validation(self, run: Run) -> None:
-        if "saves by steps" in self.rules and (self.at_epoch_ends(run) or run.step == self.saved_at):
+        ends = self.acts_at_epoch_ends(run)
+        if "saves by steps" in self.rules and (ends or run.step == self.step):
             return
-        super().after_validation(run)
+        if self.waits:
+            self.waits = False
+            self.save(run)
+        if not ends:
+            self.save_by_epoch(run)
 
-    def at_epoch_ends(self, run: Run) -> bool:
-        s = run.case.settings
-        if self.given.save_on_train_epoch_end is not None:
-            return self.given.save_on_train_epoch_end
-        if "no validation to wait for" in self.rules and s.check_val_every_n_epoch != 1:
-            return False
-        if "1 is 1.0" in self.rules and s.check_val_every_n_epoch == 1 and s.val_check_interval == 1:
-            return True
-        return super().at_epoch_ends(run)
-
-    def save(self, run: Run) -> None:
-        if "saves without the metric" in self.rules and self.given.monitor and "val" not in run.metrics:
-            return
-        if "last" not in self.rules:
-            super().save(run)
-            return
-        if run.step == (self.saved_at if "saves by steps" in self.rules else self.decided_at):
-            return
-        if self.given.monitor and "val" not in run.metrics:
-            raise Refused("SettingError", "the monitored metric was not logged before saving")
-        self.decided_at = run.step
-        new = Saved(run.step, run.metrics["val"] if self.given.monitor else None)
-        by_steps = self.given.every_n_train_steps is not None
-        if new in self.to_keep([*self.kept, new]) or (self.given.save_last and by_steps):
-            self.add(new)
-
-    def add(self, new: Saved) -> None:
-        if self.given.save_top_k and new.step == self.decided_at:
-            self.top = new.step
-        super().add(new)
-        self.saved_at = new.step
+    def after_epoch(self, run: Run) -> None:
+        if self.acts_at_epoch_ends(run):
+            self.save_by_epoch(run)
 
     def after_training(self, run: Run) -> None:
-        if "last" not in self.rules or not self.saved_at:
+        if "last" not in self.rules or not self.step:
             super().after_training(run)
+
+    def save_by_epoch(self, run: Run) -> None:
+        if "saves by steps" in self.rules and run.step != self.step:
+            self.judged_at = -1
+        super().save_by_epoch(run)
+
+    def acts_at_epoch_ends(self, run: Run) -> bool:
+        return acts_at_epoch_ends(run, self.given.save_on_train_epoch_end, self.rules)
+
+    # ---- what
+
+    def save(self, run: Run, end: bool = False, full: bool = False) -> None:
+        given, by_steps = self.given, self.given.every_n_train_steps is not None
+        if end:
+            super().save(run, end, full)
+            return
+        score = None if given.monitor is None else run.metrics.get(given.monitor)
+        if given.monitor is not None and score is None:
+            if "saves without the metric" not in self.rules:
+                super().save(run, end, full)
+            return
+        if run.step == self.step and "saves by steps" in self.rules:
+            return
+        lost = score is not None and isnan(score)
+        if lost:
+            score = None if "nan" not in self.rules else inf if given.mode == "min" else -inf
+        judged = given.monitor is not None
+        new = Saved(
+            given.folder, f"{run.step}", 0, run.step, run.line, given.key, given.metric, score, judged, run.state()
+        )
+        self.saved_at = self.judged_at = run.step
+        is_top = new in self.to_keep([*self.kept, new])
+        wanted = is_top or (bool(given.save_last) and ("last" not in self.rules or by_steps))
+        if lost and "nan" not in self.rules:
+            wanted = wanted or (not given.saves_nothing and given.save_last is not False)
+        self.top = new if is_top else self.top
+        if wanted:
+            self.add(run, new)
+
+    def add(self, run: Run, new: Saved) -> None:
+        self.step = new.step
+        super().add(run, new)
+
+    def find_best(self) -> None:
+        if self.given.monitor is None and "best without monitor" in self.rules:
+            self.best = self.top if self.given.save_top_k else None
+        else:
+            super().find_best()
 
     def to_keep(self, candidates: list[Saved]) -> list[Saved]:
         k = self.given.save_top_k
-        if "worst of equals" not in self.rules or not self.given.monitor or k < 1:
+        if "worst of equals" not in self.rules or self.given.monitor is None or k < 1:
             return super().to_keep(candidates)
         sign = 1 if self.given.mode == "min" else -1
         ranked = [one for one in candidates if one.score is not None]
@@ -386,14 +430,32 @@ class LightningSaver(Saver):
             ranked.remove(worst if is_better else new)
         return ranked
 
-    @property
-    def best(self) -> int | None:
-        if not self.given.monitor:
-            return self.top if "best without monitor" in self.rules else super().last
-        return super().best
 
-    @property
-    def last(self) -> int | None:
-        if "last_model_path" in self.rules and not self.given.save_last:
-            return None
-        return super().last
+@dataclass
+class LightningStopper(Stopper):
+    """Stops under some of Lightning's rules."""
+
+    rules: frozenset[str] = frozenset()
+
+    def after_validation(self, run: Run) -> None:
+        if not acts_at_epoch_ends(run, self.given.check_on_train_epoch_end, self.rules):
+            self.check(run)
+
+    def after_epoch(self, run: Run) -> None:
+        if acts_at_epoch_ends(run, self.given.check_on_train_epoch_end, self.rules):
+            self.check(run)
+
+    def check(self, run: Run) -> None:
+        stopped = self.stops
+        super().check(run)
+        self.stops = self.stops or (stopped and "a verdict stays" in self.rules)
+
+
+def acts_at_epoch_ends(run: Run, asked: bool | None, rules: frozenset[str]) -> bool:
+    """Return whether a callback acts at the end of epochs, else of validations."""
+    s = run.case.settings
+    if asked is None and "no validation to wait for" in rules and s.check_val_every_n_epoch != 1:
+        return False
+    if asked is None and "1 is 1.0" in rules and s.check_val_every_n_epoch == 1 and s.val_check_interval == 1:
+        return True
+    return at_epoch_ends(run, asked)
