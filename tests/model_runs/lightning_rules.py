@@ -11,7 +11,7 @@ from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
 from tests.model.resume import Start
 from tests.model.run import Case, Run
-from tests.model.stopping import at_epoch_ends
+from tests.model.stopping import Stopper, at_epoch_ends
 from tests.model.trace import Event, Refused, comparable, rounded
 
 RULES = {
@@ -33,7 +33,7 @@ RULES = {
     "saves without the metric": "before the first validation nothing is saved, without an error",
     "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
     "last_model_path": "there is one only with save_last",
-    "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if it is better by then",
+    "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if better by then",
     "callbacks first": "EarlyStopping and ModelCheckpoint act before the module's on_validation_end",
     "nan": "a checkpoint with the metric nan is ranked as the worst",
     "worst of equals": "of equally bad checkpoints the oldest goes",
