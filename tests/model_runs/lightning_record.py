@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from tests.model.data import Data
-from tests.model.optimization import RATE
+from tests.model.optimization import RATE, Scheduler, as_seen
 from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, comparable, rounded
 
@@ -190,8 +190,8 @@ class _SGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         gradient = self.param_groups[0]["params"][0].grad
-        weights = () if gradient is None else tuple((i, round(float(v), 5)) for i, v in enumerate(gradient) if v)
-        self.note("O", "step", weights, float(self.param_groups[0]["lr"]))
+        weights = {} if gradient is None else dict(enumerate(gradient.tolist()))
+        self.note("O", "step", 0, as_seen(weights), float(self.param_groups[0]["lr"]))
         super().step()
         return loss
 
@@ -208,33 +208,34 @@ class _Module(LightningModule):
         self.validations = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (given := self.case.log) is not None:
-            self.log("seen", batch.float().mean(), **_log_arguments(given))
+        self.log_from("training_step", batch, batch_idx)
         return self.weights[batch].mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         values = self.case.values
         self.log("val", values[self.validations % len(values)])
-        if (given := self.case.val_log) is not None:
-            self.log("val_seen", batch.float().mean(), **_log_arguments(given))
+        self.log_from("validation_step", batch, batch_idx)
+
+    def log_from(self, hook: str, batch: Any, batch_idx: int) -> None:
+        names = ("on_step", "on_epoch", "reduce_fx", "batch_size", "logger", "prog_bar")
+        for call in self.case.logs:
+            if call.hook == hook and (batch_idx + 1) % call.every == 0:
+                options: dict[str, Any] = {name: getattr(call, name) for name in names}
+                self.log(call.name, batch.float().mean(), **options)
 
     def configure_optimizers(self) -> Any:
         optimizer = _SGD(self.parameters(), lr=RATE)
         optimizer.note = self.note
-        given = self.case.scheduler
-        if given is None:
-            return optimizer
-        options: dict[str, Any] = {"interval": given.interval, "frequency": given.frequency, "strict": given.strict}
-        if given.plateau:
-            scheduler: Any = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0, eps=0.0)
-            options["monitor"] = "val"
-        else:
-            scheduler = LambdaLR(optimizer, lambda count: 0.5**count)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
+        given = [_scheduler(optimizer, one) for one in self.case.schedulers]
+        return ([optimizer], given) if given else optimizer
 
 
-def _log_arguments(given: Any) -> dict[str, Any]:
-    return {"on_step": given.on_step, "on_epoch": given.on_epoch, "reduce_fx": given.reduce_fx}  # one process
+def _scheduler(optimizer: Any, given: Scheduler) -> dict[str, Any]:
+    options: dict[str, Any] = {"interval": given.interval, "frequency": given.frequency, "strict": given.strict}
+    if given.plateau:
+        scheduler: Any = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0, eps=0.0)
+        return {"scheduler": scheduler, "monitor": given.monitor, **options}
+    return {"scheduler": ExponentialLR(optimizer, 0.5), **options}
 
 
 def _module(case: Case, it: Recorded) -> Any:
@@ -349,7 +350,7 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name.startswith("on_validation_batch"):
         args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):
-        args = args[1:]
+        args = (*(["loss"] if "train" in name else []), *args[1:])
     if "transfer" in name:
         args = args[:1]
     return tuple(

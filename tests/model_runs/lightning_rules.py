@@ -9,10 +9,12 @@ from typing import Any
 from tests.model.checkpoints import Disk, Saved, Saver
 from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
+from tests.model.logs import send_epoch_values, send_step_values
+from tests.model.optimization import as_seen, clipped
 from tests.model.resume import Start
 from tests.model.run import Case, Run
 from tests.model.stopping import Stopper, at_epoch_ends
-from tests.model.trace import Event, Refused, comparable, rounded
+from tests.model.trace import Event, Refused, comparable
 
 RULES = {
     "row steps": "a row of step n is logged at n - 1",
@@ -69,7 +71,7 @@ def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[
         if "teardown" not in rules:
             it.both("teardown", "fit")
         it.note("-", "error")
-    return [event for event in it.events if event.owner != "S"], refused
+    return [event for event in it.events if event.owner not in "SVF"], refused
 
 
 @dataclass
@@ -101,21 +103,19 @@ class LightningRun(Run):
         if not self.has_empty_validation:
             evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
         self.callback("on_sanity_check_end")
-        self.metrics.clear()
+        self.shown.forget()
 
     # ---- logs
 
-    def send_step_values(self) -> None:
-        s = self.case.settings
-        if "row at a stop" in self.rules and self.asked_to_stop and s.log_every_n_steps:
-            if self.logged is not None and self.logged.on_step:
-                self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
-        else:
-            super().send_step_values()
+    def send(self, values: dict[str, float], step: int) -> None:
+        super().send(values, self.stepped if "row steps" in self.rules else step)
 
-    def send(self, values: dict[str, float]) -> None:
-        step = self.stepped if "row steps" in self.rules else self.step
-        self.note("L", "log", step, rounded({**values, "epoch": self.epochs_seen}))
+    def send_step_values(self) -> None:
+        asked = self.asked_to_stop or (self.stopper is not None and self.stopper.stops)
+        if "row at a stop" in self.rules and asked and self.case.settings.log_every_n_steps:
+            self.send(self.book.step_row(self), self.step)
+        else:
+            send_step_values(self)
 
     # ---- the whole
 
@@ -189,8 +189,8 @@ class LightningRun(Run):
             if due or (is_last and "stop at once" in self.rules and self.is_due_at_epoch_end(end, len(batches))):
                 self.validate(window_ends)
             if window_ends:
-                if "plateau by steps" in self.rules and self.rate.scheduler is not None and self.rate.scheduler.plateau:
-                    self.step_schedulers("step", self.count_of_steps(batch_idx))
+                if "plateau by steps" in self.rules:
+                    self.step_some("step", self.count_of_steps(batch_idx), plateau=True)
                 self.stepped = self.step
                 self.agree_at_window_end()
             if window_ends and (self.step == s.max_steps or ("stop at once" not in self.rules and self.is_stopping())):
@@ -217,25 +217,19 @@ class LightningRun(Run):
     def train_batch(self, batch_idx: int, dealt: Dealt, window: list[Dealt] | None, is_last: bool) -> None:
         (batch,) = dealt.batches
         self.transfer(batch)
+        self.dealt, self.batch_idx = dealt, batch_idx
         self.both("on_train_batch_start", batch, batch_idx)
         self.module("training_step", batch, batch_idx)
-        self.log_training(dealt)
-        if batch_idx % self.case.settings.accumulate_grad_batches == 0:
-            self.both("on_before_zero_grad")
-            self.module("optimizer_zero_grad", self.epoch, batch_idx)
-        self.both("on_before_backward")
-        self.module("backward")
-        self.both("on_after_backward")
+        self.backward(batch_idx % self.case.settings.accumulate_grad_batches == 0, batch_idx, skipped=False)
         if window is not None:
             self.step_optimizer(batch_idx, window)
-        scheduler = self.rate.scheduler
-        if is_last and "epoch schedules" in self.rules and scheduler is not None and not scheduler.plateau:
-            self.step_schedulers("epoch", self.epoch + 1)
-        self.callback("on_train_batch_end", batch, batch_idx)
+        if is_last and "epoch schedules" in self.rules:
+            self.step_some("epoch", self.epoch + 1, plateau=False)
+        self.callback("on_train_batch_end", "loss", batch, batch_idx)
         self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
-        self.module("on_train_batch_end", batch, batch_idx)
+        self.module("on_train_batch_end", "loss", batch, batch_idx)
 
-    def weights(self, window: list[Dealt]) -> tuple[tuple[int, float], ...]:
+    def weights(self, window: list[Dealt]) -> dict[int, float]:
         size = self.case.settings.accumulate_grad_batches
         samples = sum(len(dealt.samples) for dealt in window)
         weights: dict[int, float] = {}
@@ -246,24 +240,28 @@ class LightningRun(Run):
                     weight = 1 / len(dealt.samples) / len(window)
                 if "short window" in self.rules:
                     weight *= len(window) / size
-                weights[sample] = round(weight, 5)
-        return tuple(sorted(weights.items()))
+                weights[sample] = weight
+        return weights
 
     def step_optimizer(self, batch_idx: int, window: list[Dealt]) -> None:
+        s = self.case.settings
         self.both("on_before_optimizer_step")
         self.module("configure_gradient_clipping")
-        self.note("O", "step", self.weights(window), self.rate.now)
+        (weights,) = clipped([self.weights(window)], s.gradient_clip_val, s.gradient_clip_algorithm)
+        self.note("O", "step", 0, as_seen(weights), self.rates.now[0])
         self.module("optimizer_step", self.epoch, batch_idx)
         self.step += 1
         self.validated = False
-        scheduler = self.rate.scheduler
-        if scheduler is None or not scheduler.plateau or "plateau by steps" not in self.rules:
-            self.step_schedulers("step", self.count_of_steps(batch_idx))
+        count = self.count_of_steps(batch_idx)
+        self.step_some("step", count, plateau=None if "plateau by steps" not in self.rules else False)
 
-    def step_schedulers(self, interval: str, count: int) -> None:
-        args = self.rate.step_after(interval, count, self.metrics)
-        if args is not None:
-            self.module("lr_scheduler_step", *args)
+    def step_some(self, interval: str, count: int, plateau: bool | None) -> None:
+        """Step the schedulers that are due: all, or only those that are plateau schedulers, or are not."""
+        for number in self.rates.due(interval, count):
+            if plateau is None or self.rates.schedulers[number].plateau == plateau:
+                args = self.rates.step(number, self.metrics)
+                if args is not None:
+                    self.module("lr_scheduler_step", *args)
 
     def validate(self, window_ends: bool = True) -> None:
         assert self.val_batches is not None
@@ -288,20 +286,18 @@ class LightningRun(Run):
             due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
-        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
-        self.show_epoch_values(names)
+        self.shown.epoch_values(self.book, self.rank)
         self.both("on_train_epoch_end")
-        scheduler = self.rate.scheduler
-        early = "epoch schedules" in self.rules and scheduler is not None and not scheduler.plateau
-        if complete and not early and "plateau before the row" in self.rules:
-            self.step_schedulers("epoch", self.epoch + 1)
-        if names:
-            self.stepped -= 1
-            self.send_epoch_values(names)
-            self.stepped += 1
-        self.logged = None
-        if complete and not early and "plateau before the row" not in self.rules:
-            self.step_schedulers("epoch", self.epoch + 1)
+        self.shown.epoch_values(self.book, self.rank)
+        late = True if "epoch schedules" in self.rules else None
+        if complete and "plateau before the row" in self.rules:
+            self.step_some("epoch", self.epoch + 1, plateau=late)
+        self.stepped -= 1
+        send_epoch_values(self, self.book)
+        self.stepped += 1
+        self.book.begin_epoch()
+        if complete and "plateau before the row" not in self.rules:
+            self.step_some("epoch", self.epoch + 1, plateau=late)
         cut = not complete
         if not cut or "saves in a cut epoch" in self.rules or "stop at once" in self.rules:
             self.epochs_done += 1

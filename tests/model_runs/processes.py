@@ -22,7 +22,6 @@ from tests.model_runs.compare import (
 )
 from tests.model_runs.record import is_recorded, record
 
-
 AGAIN = ("on_train_start", "on_train_epoch_start")
 """Hooks that run again after a resume: what they log comes again too, so such runs are not broken off."""
 
