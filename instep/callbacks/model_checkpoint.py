@@ -317,7 +317,7 @@ class ModelCheckpoint(Callback):
         self._forget_missing(trainer)
         if trainer.resumed_from is not None:
             self._add_committed(trainer, trainer.resumed_from)
-            self._position_saved = trainer.position.state_dict()
+            self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
             if about.get("saver") == self.state_key:  # else its own may still be due
                 self._last_step_saved = trainer.global_step
@@ -438,7 +438,7 @@ class ModelCheckpoint(Callback):
         if due:
             self._start_clock(trainer)
         there = self.last_model_path != "" and self._path(self.last_model_path).is_dir()
-        saved = there and self._position_saved == trainer.position.state_dict()
+        saved = there and self._position_saved == trainer.position.reached
         if trainer.agree(saved and (due or not self.save_weights_only)):
             return self._path(self.last_model_path)
         self._save(trainer, last=True, full=not due, at_once=final, must=final)
@@ -506,7 +506,7 @@ class ModelCheckpoint(Callback):
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
             return
-        self._position_saved = trainer.position.state_dict()
+        self._position_saved = trainer.position.reached
         if trainer.newest is not None and not weights_only:
             trainer.newest.note(trainer, self)
 

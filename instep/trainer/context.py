@@ -133,6 +133,7 @@ class Position:
         validated: whether the validation that was due at `batch` has run.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
+        closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
         batches_without_loss: batches for which `training_step` returned None.
         loaded_step: `global_step` when the training loader was asked for last, with
@@ -147,6 +148,7 @@ class Position:
     validated: bool = False
     epoch_ended: bool = False
     skipped_rest: bool = False
+    closed_step: int = -1
     nonfinite_steps: int = 0
     batches_without_loss: int = 0
     loaded_step: int = 0
@@ -166,6 +168,18 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for entry in fields(self):
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
+        if "closed_step" not in state_dict:  # of an earlier instep, which did not say it
+            self.closed_step = self.global_step
+
+    @property
+    def reached(self) -> dict[str, Any]:
+        """What has been trained and validated so far: where two are equal, one checkpoint does for both."""
+        return {name: value for name, value in self.state_dict().items() if name != "closed_step"}
+
+    @property
+    def owes_end(self) -> bool:
+        """Whether the epoch, or the run's end within it, is still to come, with its validation and hooks."""
+        return self.batch > 0 and not self.epoch_ended and self.closed_step != self.global_step
 
 
 class Progress:

@@ -52,8 +52,8 @@ def fit(ctx: RunContext) -> None:
     while not is_finished(ctx):
         begin_epoch(ctx)
         source, step = ctx.source, make_step(ctx)
-        complete = False
-        for batch in rest_of_epoch(ctx):
+        complete, over = False, ends_here(ctx)
+        for batch in () if over else rest_of_epoch(ctx):
             batch_idx = progress.batch_idx = at.batch
             log.batch, log.weight = batch, source.share.mine
             if batch_start and skips_rest(ctx, batch_start, batch, batch_idx):
@@ -82,7 +82,7 @@ def fit(ctx: RunContext) -> None:
                 complete = source.share.last
                 break
         else:
-            complete = True
+            complete = not over or is_last_batch(ctx)
             import_module("instep.trainer.no_batches").check_epoch(ctx)
         end_epoch(ctx, complete)
 
@@ -223,11 +223,22 @@ def check_saving(ctx: RunContext) -> None:
 def is_finished(ctx: RunContext) -> bool:
     """Return whether training is over."""
     at, s = ctx.position, ctx.settings
-    if s.max_steps != -1 and at.global_step >= s.max_steps:
+    if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
-    if s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs:
-        return True
-    return s.train_limit == 0 or is_stopping(ctx)
+    if ctx.restore_rest is not None and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
+        return False  # resumed behind the last step, but before the validation and the hooks that follow it
+    return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
+
+
+def ends_here(ctx: RunContext) -> bool:
+    """Return whether a run that is resumed within an epoch has no step left to do, but only the epoch's end."""
+    at = ctx.position
+    return at.batch > 0 and (at.global_step == ctx.settings.max_steps or is_stopping(ctx))
+
+
+def is_last_batch(ctx: RunContext) -> bool:
+    """Return whether the epoch's data ends behind the position; nothing more is read from it than to know that."""
+    return ctx.position.skipped_rest or next(iter(ctx.source), None) is None
 
 
 def is_stopping(ctx: RunContext) -> bool:
@@ -367,8 +378,10 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         at.epoch_ended = True
         for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
             hook()
-    elif not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-        save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
+    else:
+        at.closed_step = at.global_step
+        if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
+            save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
     trainer._epoch_over = True
     agree_on_triggers(ctx)
 

@@ -145,6 +145,7 @@ class Run:
     epochs_done: int = 0  # that came to their end
     step: int = 0
     batches_before: int = 0  # of earlier epochs
+    closed: int = -1  # the step at which the run's end has ended its epoch early
     validated: bool = False  # since the last optimizer step
     validations: int = 0
     shown: Shown = field(default_factory=Shown)
@@ -399,11 +400,11 @@ class Run:
 
     def is_finished(self) -> bool:
         s = self.case.settings
-        if s.max_steps != -1 and self.step >= s.max_steps:
+        if not self.trains or (self.max_epochs != -1 and self.epochs_done >= self.max_epochs):
             return True
-        if self.max_epochs != -1 and self.epochs_done >= self.max_epochs:
-            return True
-        return not self.trains or self.is_stopping()
+        if self.batch and self.closed != self.step and (self.step <= s.max_steps or s.max_steps == -1):
+            return False  # resumed behind the last step, but before the epoch's end
+        return (s.max_steps != -1 and self.step >= s.max_steps) or self.is_stopping()
 
     def is_stopping(self) -> bool:
         """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
@@ -433,10 +434,11 @@ class Run:
         self.module("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
-        complete = True
+        complete, over = True, False
         if self.batch:  # the run goes on within the epoch, behind the training of a window
-            self.end_window(self.batch)
-        for begin in range(self.batch, len(batches), s.accumulate_grad_batches):
+            over = self.end_window(self.batch)
+            complete = self.batch == len(batches) if over else True
+        for begin in range(self.batch, len(batches) if not over else 0, s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
             self.train_window(begin, window, begin + len(window) == len(batches))
             self.batch = begin + len(window)
@@ -444,18 +446,18 @@ class Run:
                 due = self.is_due(self.batch) or self.is_due_at_epoch_end(self.batch, len(batches))
                 saver.after_window(self, due)
             self.settle_newest()
-            self.end_window(self.batch)
-            if self.step == s.max_steps or self.is_stopping():
+            if self.end_window(self.batch):
                 complete = self.batch == len(batches)
                 break
         self.end_epoch(complete)
 
-    def end_window(self, end: int) -> None:
-        """Do what follows an optimizer step: log, validate, agree on what was asked for."""
+    def end_window(self, end: int) -> bool:
+        """Do what follows an optimizer step: log, validate, agree on what was asked for. Return whether the run ends."""
         send_step_values(self)
         if self.is_due(end) and not self.validated:
             self.validate()
         self.agree_at_window_end()
+        return self.step == self.case.settings.max_steps or self.is_stopping()
 
     def is_due(self, end: int) -> bool:
         """Return whether a validation is planned after the window that ends with this batch."""
@@ -547,8 +549,10 @@ class Run:
                 self.stopper.after_epoch(self)
             for saver in self.savers:
                 saver.after_epoch(self)
-        elif self.savers:
-            self.savers[0].after_cut_epoch(self)
+        else:
+            self.closed = self.step
+            for saver in self.savers[:1]:
+                saver.after_cut_epoch(self)
         self.settle_newest()
         self.epochs_seen += 1
         self.agree_now()
