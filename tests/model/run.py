@@ -320,6 +320,8 @@ class Run:
         self.line = start.disk.go_on(found, folders)
         assert found.state is not None
         vars(self).update(deepcopy(found.state))
+        if start.ckpt_path != "auto":
+            self.rows = []  # another run folder, in which the rows of the first one are not
         self.epochs_seen = self.epoch
         return found
 
@@ -452,7 +454,7 @@ class Run:
         self.end_epoch(complete)
 
     def end_window(self, end: int) -> bool:
-        """Do what follows an optimizer step: log, validate, agree on what was asked for. Return whether the run ends."""
+        """Log, validate and agree on what was asked for, after an optimizer step; return whether the run ends."""
         send_step_values(self)
         if self.is_due(end) and not self.validated:
             self.validate()
