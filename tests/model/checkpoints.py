@@ -199,7 +199,7 @@ class Saver:
         one that is due now.
         """
         every, given = self.given.every_n_train_steps, self.given
-        if every is None or run.step % every or run.step == self.saved_at:
+        if every is None or not run.step or run.step % every or run.step == self.saved_at:
             return
         names_metric = any(given.filename and f"{{{name}" in given.filename for name in ("val", "seen"))
         first = given.monitor is not None and run.val_batches is not None and given.monitor not in run.metrics

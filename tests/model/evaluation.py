@@ -110,7 +110,7 @@ def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
 
 
 def send_step_values_of(run: Run, book: Book, batch_idx: int, sanity: bool) -> None:
-    """Send a validation's step values every `log_every_n_steps` of its batches. These rows have a count of their own."""
+    """Send a validation's step values every `log_every_n_steps` of its batches. Such rows have a count of their own."""
     every = run.case.settings.log_every_n_steps
     if every and (batch_idx + 1) % every == 0:
         row = book.step_row(run)

@@ -197,7 +197,7 @@ def train_by_hand(run: Run, dealt: Dealt, batch_idx: int, last: bool) -> None:
 
 
 def backward_by_hand(run: Run, number: int, dealt: Dealt) -> None:
-    """Call `manual_backward` with an optimizer's loss, times `batch_weight`: each sample of all ranks counts the same."""
+    """Call `manual_backward` with an optimizer's loss, times `batch_weight`: samples of all ranks count the same."""
     given, optimizers = run.case.optimization.manual, run.case.optimization.optimizers
     assert given is not None
     run.both("on_before_backward")

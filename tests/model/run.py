@@ -152,7 +152,7 @@ class Run:
     rows: list[tuple[Any, ...]] = field(default_factory=list)  # of the loggers: the step, and the values
     book: Book = field(default_factory=Book)  # what was logged in training
     evaluation: Book | None = None  # the same of a validation that runs
-    dealt: Dealt = Dealt((), ())  # the batches of the step that runs
+    dealt: Dealt = field(default_factory=lambda: Dealt((), ()))  # the batches of the step that runs
     batch_idx: int = 0
     sent_at: int = 0  # the step whose step values were sent last
     evaluated_rows: int = 0  # rows of step values of validations

@@ -29,6 +29,7 @@ from tests.trainer.recorder import OPTIMIZATION
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
 _FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
 _STEPS = ("training_step", "validation_step")
+_BATCHES = (*_STEPS, "on_train_batch_start", "on_validation_batch_start")
 _NO_ARGUMENTS = ("on_before_backward", "backward", "configure_gradient_clipping")
 
 
@@ -237,11 +238,9 @@ def _recorded(base: type, owner: str, name: str, events: Events | None) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = args[0] if owner == "C" else self.recording_trainer
         seen = _plain(name, (*(args[2:] if owner == "C" else args), *kwargs.values()))
-        if name == "optimizer_step":  # the closure, with forward and backward, runs inside
-            result = function(self, *args, **kwargs)
-        if owner == "M" and name in ("on_train_batch_start", "training_step"):
-            self.batch, self.batch_idx = args[:2]
-        elif owner == "M" and name in ("on_validation_batch_start", "validation_step"):
+        first = name == "optimizer_step"  # the closure, with forward and backward, runs inside
+        result = function(self, *args, **kwargs) if first else None
+        if owner == "M" and name in _BATCHES:
             self.batch, self.batch_idx = args[:2]
         if events is not None:
             events.append(_event(trainer, owner, name, *seen))
@@ -252,7 +251,7 @@ def _recorded(base: type, owner: str, name: str, events: Events | None) -> Any:
                 events.append(_event(trainer, "V", name, *views(trainer)))
         if owner == "M":
             self.log_from(name)
-        return result if name == "optimizer_step" else function(self, *args, **kwargs)
+        return result if first else function(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
     method.__name__ = name

@@ -12,7 +12,7 @@ import tests.model
 from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.logs import Log
-from tests.model.optimization import Scheduler
+from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model_runs import compare
 from tests.model_runs.compare import difference
@@ -53,6 +53,60 @@ CHOSEN = {
         Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_last=True), values=(1.0, 2.0)
     ),
     "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
+    "two optimizers by hand": Case(
+        Settings(max_epochs=2, log_every_n_steps=1),
+        Data(5, 2),
+        VAL,
+        (Scheduler(), Scheduler(optimizer=1)),
+        logs=(Log(on_epoch=True),),
+        optimization=Optimization(2, Manual((1, 2), toggles=True, both=True, clip=0.3, schedulers="batch")),
+        checkpoints=Checkpoints(every_n_train_steps=2),
+    ),
+    "no optimizer steps": Case(
+        Settings(max_epochs=2, log_every_n_steps=1), Data(3), logs=(Log(),), optimization=Optimization(1, Manual((0,)))
+    ),
+    "three schedulers": Case(
+        Settings(max_epochs=3, gradient_clip_val=0.3),
+        Data(4, 2),
+        VAL,
+        (Scheduler("step", 2, name="rate"), Scheduler("epoch"), Scheduler("epoch", plateau=True, monitor="seen")),
+        logs=(Log(on_epoch=True),),
+        rate_monitor="each",
+        optimization=Optimization(2, returns="dict", calls_closure=True),
+    ),
+    "batches that are skipped": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1, gradient_clip_algorithm="value"),
+        Data(6),
+        schedulers=(Scheduler("step"),),
+        optimization=Optimization(skips=2),
+    ),
+    "every window is skipped but one": Case(
+        Settings(max_epochs=1), Data(3), schedulers=(Scheduler("step"),), optimization=Optimization(skips=2)
+    ),
+    "nothing but skipped batches": Case(Settings(max_epochs=2), Data(2), optimization=Optimization(skips=1)),
+    "objects under several names": Case(
+        Settings(max_epochs=2, log_every_n_steps=2),
+        Data(5, 2),
+        VAL,
+        logs=(
+            Log(name="a", metric="mean", on_epoch=True),
+            Log(name="b", metric="mean", on_step=False, on_epoch=True, logger=False),
+            Log("validation_step", "c", metric="mean", on_step=True, prog_bar=True),
+            Log("validation_step", metric="both"),
+        ),
+    ),
+    "logs of all kinds of hooks": Case(
+        Settings(max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=2),
+        Data(5, 1),
+        VAL,
+        logs=(
+            Log("optimizer_step", "a", on_epoch=True, every=2, prog_bar=True),
+            Log("on_train_epoch_end", "b", batch_size=3),
+            Log("on_validation_batch_end", "c", reduce_fx="max", nan_at=0),
+            Log("on_train_batch_end", "d", on_epoch=True, every=3, reduce_fx="sum"),
+        ),
+    ),
+    "a log where nothing can be logged": Case(Settings(max_epochs=1), Data(2), logs=(Log("on_train_end"),)),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
