@@ -125,7 +125,7 @@ def script(case: Case) -> str:
         training_logs=logs_of(case, "training_step") + "\n" if logs_of(case, "training_step") else "",
         validation_logs=logs_of(case, "validation_step") + "\n" if logs_of(case, "validation_step") else "",
         other_logs="".join(
-            f"    def {hook}(self, *args):\n{logs_of(case, hook)}\n        return super().{hook}(*args)\n"
+            f"    def {hook}(self, *args):\n{logs_of(case, hook)}; super().{hook}(*args)\n"
             for hook in dict.fromkeys(call.hook for call in case.logs if call.hook not in STEPS)
         ),
         training=training_of(case),
