@@ -266,6 +266,7 @@ class StreamLoader(PreparedLoader):
         if (resume is not None and resume["finished"]) or self._given >= self._end:
             return
         alone = self.world_size == 1 or self.uneven == OWN_END
+        alone = alone or (self._length is not None and not dist.is_initialized())  # a rank's part, asked for by itself
         if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._length, lambda: self.loader[self._given])
             return
@@ -423,7 +424,7 @@ class StreamLoader(PreparedLoader):
             batch = following
 
     def _give_own(self, batch: Any, last: bool) -> None:
-        """Give a batch whose sizes the ranks do not agree on; of one process they are counted where they are asked for."""
+        """Give a batch whose sizes the ranks do not agree on; one process counts them where they are asked for."""
         if self.history > 1 and self.world_size == 1:
             self._give(Share(None, find_batch_size(batch), last))
             return

@@ -608,10 +608,14 @@ class MetricLog:
             mine = {one.step_name: metrics[one.step_name] for one in fresh if self._counts and one.options.sync_dist}
             groups = {one.step_name: one.options.group for one in fresh}
             by_rank = gather_object(mine)
-            for name, values in _by_name(by_rank).items():
+            by_name = _by_name(by_rank)
+            for name, values in by_name.items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 metrics[name] = sum(values) / len(values)
+            for one in self._all():
+                if one.on_step and one.step_name in by_name:
+                    one.last = metrics[one.step_name]  # what is shown, and saved, from now on
         if not metrics:
             return []
         ours = {one.step_name: one for one in self._all() if one.on_step}

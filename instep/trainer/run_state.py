@@ -675,6 +675,10 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
     if data is None and at.epoch_ended:
         return  # the next epoch starts at its beginning
     if data is None:
+        by_rank = [each.get("data") or {} for each in saved.ranks()]
+        if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):  # at its end, or at its beginning
+            data = by_rank[0]
+    if data is None:
         raise CheckpointError(
             f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes, each with its own "
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",

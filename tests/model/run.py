@@ -91,8 +91,8 @@ VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
 
 
 NOT_SAVED = (
-    *("case", "order", "start", "events", "line", "newest"),
-    *("max_epochs", "trains", "limit", "val_batches", "plan"),  # of the settings
+    *("case", "order", "start", "rank", "events", "line", "newest"),
+    *("max_epochs", "trains", "wanted", "limit", "val_batches", "plan"),  # of the settings
     *("asked_to_stop", "noted", "agreed"),
     "by_hand",  # gradients that are accumulated by hand begin anew
 )
@@ -115,7 +115,7 @@ def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | No
         rank: which one's events.
         start: what the process finds on the disk, what it is told to go on from, and where it is broken off.
     """
-    it = Run(case, order or case.train.in_sequence, start or Start(), rank)
+    it = Run(case, order or case.train.in_sequence, start or Start(), rank, case.ranks)
     try:
         it.fit()
         it.read_rows()
@@ -138,9 +138,12 @@ class Run:
     order: Order
     start: Start
     rank: int = 0  # the one that is watched
+    ranks: int = 1
     events: list[Event] = field(default_factory=list)
     epoch: int = 0  # the present one, or the one to come
     batch: int = 0  # batches of it that are done
+    samples: int = 0  # that these had, on all ranks
+    due: bool = False  # a validation follows the last window
     epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
     epochs_done: int = 0  # that came to their end
     step: int = 0
@@ -281,7 +284,7 @@ class Run:
         if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
             raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
         # overfit_batches stands in place of both limits.
-        limit = s.overfit_batches or s.limit_train_batches
+        self.wanted = limit = s.overfit_batches or s.limit_train_batches
         self.trains = limit != 0
         length = train.length(self.case.ranks, s.uneven)
         self.limit = limit_in_batches(limit, length, "limit_train_batches")
@@ -323,7 +326,26 @@ class Run:
         if start.ckpt_path != "auto":
             self.rows = []  # another run folder, in which the rows of the first one are not
         self.epochs_seen = self.epoch
+        if self.ranks != case.ranks:
+            self.move()
         return found
+
+    def move(self) -> None:
+        """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
+        train, before = self.case.train, self.ranks
+        self.ranks = self.case.ranks
+        for name in self.book.names.values():  # what was rank 0's shows on all ranks
+            name.fresh = dict.fromkeys(range(self.ranks), name.fresh[0]) if 0 in name.fresh else {}
+        if not self.samples:
+            return
+        limit = limit_in_batches(self.wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
+        over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
+        if train.kind != "map" and not over:
+            raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
+        if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
+            size = train.batch_size * self.ranks
+            self.samples = train.samples if over else self.samples
+            self.batch = len(self.deal_epoch(0, 0)) if over else self.samples // size
 
     def ask(self) -> None:
         """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
@@ -344,11 +366,11 @@ class Run:
     @property
     def last_epoch(self) -> int:
         """The epoch of the last batch."""
-        return self.epoch - 1 if self.batch == 0 and self.epoch else self.epoch
+        return self.epoch - 1 if self.samples == 0 and self.epoch else self.epoch
 
     @property
     def place(self) -> tuple[Any, ...]:
-        return (self.epoch, self.batch, self.step, self.validated)
+        return (self.epoch, self.samples, self.step, self.validated)
 
     def all_savers(self) -> list[Saver]:
         return self.savers if self.newest is None else [*self.savers, self.newest]
@@ -367,7 +389,7 @@ class Run:
     def save(self, new: Saved) -> Saved:
         new = self.start.disk.add(new)
         if new.state is not None:
-            self.note("S", "saved", self.step, self.batch == 0)
+            self.note("S", "saved", self.step, self.samples == 0)
         return new
 
     def superseded_by(self, by: Saver, new: Saved) -> list[Saved]:
@@ -426,10 +448,8 @@ class Run:
     # ---- epochs
 
     def train_epoch(self) -> None:
-        s, train = self.case.settings, self.case.train
-        # overfit_batches takes the data in sequence.
-        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
-        batches = train.deal(order(self.epoch), self.case.ranks, s.uneven)[: self.limit]
+        s = self.case.settings
+        batches = self.deal_epoch(self.batch, self.samples)
         self.callback("on_train_epoch_start")
         if self.case.rate_monitor != "step":
             self.monitor_rates("epoch")
@@ -437,33 +457,43 @@ class Run:
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
         complete, over = True, False
-        if self.batch:  # the run goes on within the epoch, behind the training of a window
-            over = self.end_window(self.batch)
+        if self.samples:  # the run goes on within the epoch, behind the training of a window
+            over = self.end_window()
             complete = self.batch == len(batches) if over else True
         for begin in range(self.batch, len(batches) if not over else 0, s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
             self.train_window(begin, window, begin + len(window) == len(batches))
             self.batch = begin + len(window)
+            self.samples += sum(len(dealt.samples) for dealt in window)
+            self.due = self.is_due(begin, self.batch)
             for saver in self.savers:
-                due = self.is_due(self.batch) or self.is_due_at_epoch_end(self.batch, len(batches))
-                saver.after_window(self, due)
+                saver.after_window(self, self.due or self.is_due_at_epoch_end(self.batch, len(batches)))
             self.settle_newest()
-            if self.end_window(self.batch):
+            if self.end_window():
                 complete = self.batch == len(batches)
                 break
         self.end_epoch(complete)
 
-    def end_window(self, end: int) -> bool:
+    def deal_epoch(self, batch: int, samples: int) -> list[Dealt]:
+        """Return the epoch's batches. So many of them, with so many samples, are done; by other ranks perhaps."""
+        s, train = self.case.settings, self.case.train
+        # overfit_batches takes the data in sequence.
+        order = (self.order if train.shuffle and not s.overfit_batches else train.in_sequence)(self.epoch)
+        if train.kind != "map":
+            return train.deal(order, self.ranks, s.uneven)[: self.limit]
+        end = len(order) if self.limit is None else self.limit * train.batch_size * self.ranks
+        return [Dealt((), ())] * batch + train.deal(order[samples:end], self.ranks, s.uneven)
+
+    def end_window(self) -> bool:
         """Log, validate and agree on what was asked for, after an optimizer step; return whether the run ends."""
         send_step_values(self)
-        if self.is_due(end) and not self.validated:
+        if self.due and not self.validated:
             self.validate()
         self.agree_at_window_end()
         return self.step == self.case.settings.max_steps or self.is_stopping()
 
-    def is_due(self, end: int) -> bool:
-        """Return whether a validation is planned after the window that ends with this batch."""
-        begin = (end - 1) // self.case.settings.accumulate_grad_batches * self.case.settings.accumulate_grad_batches
+    def is_due(self, begin: int, end: int) -> bool:
+        """Return whether a validation is planned after a window."""
         return self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
@@ -546,7 +576,7 @@ class Run:
             self.epochs_done += 1
             self.epoch += 1
             self.batches_before += self.batch
-            self.batch = 0
+            self.batch = self.samples = 0
             if self.stopper is not None:
                 self.stopper.after_epoch(self)
             for saver in self.savers:

@@ -10,8 +10,8 @@ from tests.model.data import Order
 from tests.model.run import Case, run
 from tests.model.trace import Event
 from tests.model_runs.loaders import shuffled
-from tests.model_runs.pool import POOLS, Failed
-from tests.model_runs.record import is_recorded, record
+from tests.model_runs.pool import Failed, record_ranks
+from tests.model_runs.record import is_recorded
 from tests.model_runs.script import script
 
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -34,7 +34,7 @@ def difference(case: Case) -> str | None:
     """Run a case, and return the first difference from the model with a script that shows it; None without one."""
     folder = tempfile.mkdtemp(dir=FAST)
     try:
-        by_rank = [record(case, folder)] if case.ranks == 1 else POOLS[case.ranks].record(case, folder)
+        by_rank = record_ranks(case, folder)
     except Failed as failed:
         return f"{failed}\n{script(case)}"
     finally:

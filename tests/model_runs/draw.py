@@ -291,12 +291,24 @@ def places() -> st.SearchStrategy[float | None]:
     return st.integers(0, 20).map(lambda number: number / 20)
 
 
-def processes() -> st.SearchStrategy[tuple[Process, ...]]:
-    """Draw what happens one after another in one folder; nothing in half of the runs."""
+def processes(worlds: tuple[int | None, ...] = (None,)) -> st.SearchStrategy[tuple[Process, ...]]:
+    """Draw what happens one after another in one folder; nothing in half of the runs.
+
+    Args:
+        worlds: the numbers of ranks that a process may have which is not the first; None: as many as the one before.
+    """
+    ranks, kills, rank = st.sampled_from(worlds), st.booleans(), st.integers(0, 2)
     asks = st.sampled_from(((), (), ("best", "last")))
     starts = st.one_of(st.just("auto"), st.sampled_from((None, "last", "best")), st.integers(0, 3))
-    any_process = st.builds(Process, starts, st.one_of(st.none(), places()), st.integers(0, 2), asks)
-    first = st.builds(Process, st.sampled_from(("auto", "auto", None)), st.one_of(st.none(), places()), asks=asks)
-    broken = places().map(lambda place: (Process(place=place), Process()))
+    any_process = st.builds(
+        Process, starts, st.one_of(st.none(), places()), kills, rank, ranks, st.integers(0, 2), asks
+    )
+    first = st.builds(
+        Process, st.sampled_from(("auto", "auto", None)), st.one_of(st.none(), places()), kills, rank, asks=asks
+    )
+    broken = st.builds(
+        lambda place, kills, rank, ranks: (Process("auto", place, kills, rank), Process(ranks=ranks)),
+        *(places(), kills, rank, ranks),
+    )
     more = st.lists(any_process, min_size=0, max_size=2).map(tuple)
     return st.one_of(st.just(()), st.just(()), broken, st.tuples(first, more).map(lambda both: (both[0], *both[1])))

@@ -20,7 +20,9 @@ from tests.model_runs.compare import (
     order_of,
     without_metrics_of_setup,
 )
-from tests.model_runs.record import is_recorded, record
+from tests.model_runs.pool import Failed, Stop, record_ranks
+from tests.model_runs.record import is_recorded
+from tests.model_runs.script import script
 
 AGAIN = ("on_train_start", "on_train_epoch_start")
 """Hooks that run again after a resume: what they log comes again too, so such runs are not broken off."""
@@ -32,13 +34,19 @@ class Process:
 
     Attributes:
         ckpt_path: what its fit goes on from: None, "auto", "last", "best", or the number of a checkpoint that is there.
-        place: where an exception breaks it off, as a part of its training; None: nowhere.
+        place: where it is broken off, as a part of its training; None: nowhere.
+        kills: SIGKILL breaks it off; else an exception does.
+        rank: the rank on which that happens, modulo their number.
+        ranks: how many ranks it has; None: as many as before.
         more: what `max_epochs` and `max_steps` are raised by.
         asks: with which `ckpt_path` it calls `validate` after its fit, and then a process that has not trained does.
     """
 
     ckpt_path: str | int | None = "auto"
     place: float | None = None
+    kills: bool = False
+    rank: int = 0
+    ranks: int | None = None
     more: int = 0
     asks: tuple[str, ...] = ()
 
@@ -49,53 +57,100 @@ def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
     A wish to stop is no part of a checkpoint, so such a run is not broken off.
     """
     again = any(call.hook in AGAIN for call in case.logs)
-    if processes and case.ranks == 1 and case.checkpoints is not None and case.stop_at is None and not again:
+    if processes and case.checkpoints is not None and case.stop_at is None and not again:
         return difference_over_processes(case, processes)
     return difference(case)
 
 
 def difference_after_a_break(case: Case, place: float) -> str | None:
     """Break a run off at a hook, and start it again: the first difference, also of the parts from the whole."""
-    return difference_over_processes(case, (Process(place=place), Process()))
+    return difference_over_processes(case, (Process(place=place, kills=place == 0.35), Process()))
+
+
+class Remembering(Disk):
+    """A disk that knows of all checkpoints that ever were on it."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(list(disk.saved), disk.runs, dict(disk.held))
+        self.ever = list(disk.saved)
+
+    def add(self, new: Saved) -> Saved:
+        self.ever.append(super().add(new))
+        return self.ever[-1]
 
 
 def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str | None:
     """Run one process after another in one folder, and return the first difference from the model; None without one."""
-    disk, folder, order = Disk(), tempfile.mkdtemp(dir=FAST), order_of(case)
+    order, folder = order_of(case), tempfile.mkdtemp(dir=FAST)
+    disks = [Disk() for _ in range(case.ranks)]  # each rank's view of the one that there is
     before: list[Event] = []
+    where = ""
     try:
         for number, process in enumerate(processes):
+            where = f"in process {number + 1} of {processes}\n"
             case = longer(case, process.more)
-            path = process.ckpt_path
-            there = disk.saved if isinstance(path, int) else []
-            start = Start(disk, path if isinstance(path, str) else None, asks=process.asks)
-            if isinstance(path, int) and there:
-                start.ckpt_path = there[path % len(there)]
-            whole = run(case, order, start=replace(start, disk=deepcopy(disk)))
-            start.breaks_at = place_of(whole, case, process.place)
-            meant = run(case, order, start=start)
-            if number == 1 and processes == (Process(place=processes[0].place), Process()):
-                assert_parts_are_the_whole(case, order, before, meant)
-            before = meant
-            path = start.ckpt_path
-            if isinstance(path, Saved):
-                path = f"{folder}/{path.folder}/{path.name}"
-            recorded = [event for event in meant if is_recorded(event, case.watch)]
-            at = None if start.breaks_at is None else len(recorded) - 1
-            seen = record(case, folder, at, path, asks=process.asks)
-            if at is not None:  # what follows the exception is open
-                seen = seen[: at + 1]
-            if any(one.asks for one in processes[:number]):  # those evaluations wrote rows too
-                recorded = [event for event in recorded if event.owner != "F"]
-                seen = [event for event in seen if event.owner != "F"]
-            found = difference_of(case, recorded, seen)
-            if found is not None:
-                return f"in process {number + 1} of {processes}\n{found}"
-            if meant[-1].name == "error" and meant[-1].owner == "-":
+            ranks = process.ranks or case.ranks
+            if ranks != case.ranks:  # others go on with what rank 0 has saved
+                case, disks = replace(case, ranks=ranks), [deepcopy(disks[0]) for _ in range(ranks)]
+            path, at = process.ckpt_path, None
+            if isinstance(path, int) and not disks[0].saved:
+                path = None
+            starts = [
+                Start(disk, path, asks=process.asks)
+                if not isinstance(path, int)
+                else Start(disk, disk.saved[path % len(disk.saved)], asks=process.asks)
+                for disk in disks
+            ]
+            rank = process.rank % ranks
+            whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
+            starts[rank].breaks_at = place_of(whole, case, process.place)
+            stopped = run(case, order, rank, starts[rank])
+            by_rank = []
+            for other, start in enumerate(starts):
+                if other == rank:
+                    by_rank.append(stopped)
+                    continue
+                start.disk = Remembering(start.disk)
+                by_rank.append(run(case, order, other, start))
+                disks[other] = as_seen_by(start.disk, disks[rank])
+            if number == 1 and ranks == 1 and processes == (replace(processes[0], ranks=None), Process()):
+                assert_parts_are_the_whole(case, order, before, by_rank[0])
+            before = by_rank[0]
+            recorded = [[event for event in meant if is_recorded(event, case.watch)] for meant in by_rank]
+            stop = None
+            if starts[rank].breaks_at is not None:
+                at = len(recorded[rank]) - 1
+                stop = Stop(at, process.kills, rank)
+            there = starts[0].ckpt_path
+            if isinstance(there, Saved):
+                there = f"{folder}/{there.folder}/{there.name}"
+            seen = record_ranks(case, folder, stop, ckpt_path=there, asks=process.asks)
+            asked = any(one.asks for one in processes[:number])
+            for other, (meant, events) in enumerate(zip(recorded, seen, strict=True)):
+                if asked:  # those evaluations wrote rows too
+                    meant, events = ([event for event in part if event.owner != "F"] for part in (meant, events))
+                if stop is not None:  # what follows the break is open, and how far the other ranks come
+                    ended = [n for n, event in enumerate(events) if event.name in ("on_exception", "error")]
+                    until = stop.at + 1 if other == rank else min([len(events), len(meant), *ended])
+                    meant, events = meant[:until], events[:until]
+                found = difference_of(case, meant, events) if meant else None
+                if found is not None:
+                    return f"{where}{f'rank {other} of {ranks}: ' if ranks > 1 else ''}{found}"
+            if by_rank[0][-1].name == "error" and by_rank[0][-1].owner == "-":
                 break
+    except Failed as failed:
+        return f"{where}{failed}\n{script(case)}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+def as_seen_by(own: Remembering, there: Disk) -> Disk:
+    """Return what is on a disk with the states that another rank has saved, which has seen the run to its end."""
+    disk = deepcopy(there)
+    states = {(one.folder, one.name, one.line): one for one in own.ever}
+    disk.saved = [states[one.folder, one.name, one.line] for one in disk.saved]
+    return disk
 
 
 def longer(case: Case, more: int) -> Case:

@@ -6,6 +6,7 @@ import csv
 import inspect
 import io
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 from unittest.mock import patch
@@ -62,16 +63,21 @@ class Broken(Exception):
     """What breaks a run off."""
 
 
+def raise_broken(events: list[Event]) -> None:
+    raise Broken
+
+
 class Events(list[Event]):
-    """The events that were recorded; at the number `breaks_at` the hook raises an exception."""
+    """The events that were recorded; at the number `breaks_at` something breaks the run off."""
 
     breaks_at: int | None = None
     views = False
+    how: Callable[[list[Event]], None] = staticmethod(raise_broken)
 
     def append(self, event: Event) -> None:
         super().append(event)
         if len(self) - 1 == self.breaks_at:
-            raise Broken
+            self.how(list(self))
 
     def ask(self, name: str, trainer: Any, module: Any, ckpt_path: str) -> None:
         """Record which checkpoint an evaluation takes, and nothing else of it."""
@@ -88,20 +94,24 @@ def record(
     ckpt_path: str | None = None,
     asks: tuple[str, ...] = (),
     rank: int = 0,
+    how: Callable[[list[Event]], None] = raise_broken,
+    loses_a_rank: bool = False,
 ) -> list[Event]:
     """Run the case; its files go to the folder. Of several ranks each must be a process that calls this.
 
     Args:
         case: the run.
         folder: where its files go.
-        breaks_at: the number of the event at which an exception breaks the run off.
+        breaks_at: the number of the event at which the run is broken off.
         ckpt_path: as `fit` takes it.
         asks: with which `ckpt_path` to call `validate` after the fit, and from another Trainer.
         rank: this process's.
+        how: what breaks it off, given the events so far; by default an exception.
+        loses_a_rank: another rank is broken off: with which error this one ends is left open.
     """
     events = Events()
     table = None
-    events.breaks_at, events.views = breaks_at, bool(case.logs)
+    events.breaks_at, events.how, events.views = breaks_at, how, bool(case.logs)
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
@@ -124,7 +134,9 @@ def record(
                 events.ask("validate again", other, module, which)
         except Broken:
             pass
-        except InstepError as error:
+        except Exception as error:
+            if not isinstance(error, InstepError) and not loses_a_rank:
+                raise
             last = events[-1] if events else Event("-", "", (), 0, 0)
             events.append(Event("F", "csv", () if table is None else rows_of(table), 0, 0))
             events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))

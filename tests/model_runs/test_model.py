@@ -169,5 +169,5 @@ def test_a_script_that_shows_a_difference_is_short() -> None:
 def test_a_program_that_differs_is_found(change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     meant = Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(5, 2), VAL)
     other = Case(Settings(**{**vars(meant.settings), **change}), meant.train, meant.val)
-    monkeypatch.setattr(compare, "record", lambda case, folder: record(other, folder))
+    monkeypatch.setattr(compare, "record_ranks", lambda case, folder: [record(other, folder)])
     assert difference(meant) is not None
