@@ -45,7 +45,7 @@ def looks_at_disk(trainer: Trainer) -> list[tuple[Any, ...]]:
 def ask(trainer: Trainer, module: Any, ckpt_path: str) -> str:
     """Validate, and return the name of the checkpoint whose weights are taken, or the class of the error."""
     try:
-        trainer.validate(module, [torch.tensor([0])], ckpt_path=ckpt_path, verbose=False)
+        trainer.validate(module, [torch.tensor([0])] * 12, ckpt_path=ckpt_path, verbose=False)
     except InstepError as error:
         return type(error).__name__
     return Path(str(trainer.ckpt_path or "")).name
