@@ -131,6 +131,8 @@ class Position:
         global_step: optimizer steps done.
         earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
+        validation_due: of a position that was saved, whether one was due there: the batches are counted otherwise where
+            the run goes on with other ranks. None: it is to be counted.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
@@ -146,6 +148,7 @@ class Position:
     global_step: int = 0
     earlier_batches: int = 0
     validated: bool = False
+    validation_due: bool | None = None
     epoch_ended: bool = False
     skipped_rest: bool = False
     closed_step: int = -1
@@ -160,6 +163,7 @@ class Position:
         self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
         self.validated = self.epoch_ended = self.skipped_rest = False
+        self.validation_due = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position at the end of the last optimizer window, where a resumed run goes on."""

@@ -516,7 +516,8 @@ def plan_next_validation(ctx: RunContext) -> None:
     if every is not None:
         before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
         done = before + at.batch
-        due_now = at.batch > 0 and done % every == 0 and not at.validated
+        due_now = done % every == 0 if at.validation_due is None else at.validation_due
+        due_now = due_now and at.batch > 0 and not at.validated
         ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
 
 

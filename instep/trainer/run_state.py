@@ -119,7 +119,10 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
         "seed": trainer.seed,
         "precision": ctx.precision.name,
         "strategy": strategy.name,
-        "position": ctx.position.state_dict(),
+        "position": {
+            **ctx.position.state_dict(),
+            "validation_due": ctx.position.window_batch >= ctx.validation.next_batch,
+        },
         "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
         "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
         "resumed_with": ctx.resumed_with,

@@ -229,7 +229,7 @@ class Run:
 
     def read_rows(self) -> None:
         """Read the CSV file: its rows are the loggers', also after a resume."""
-        self.events.append(Event("F", "csv", tuple(self.rows), 0, 0))
+        self.events.append(Event("F", "csv", tuple(self.rows) if self.rank == 0 else (), 0, 0))
 
     def monitor_rates(self, now: str) -> None:
         """Log the learning rates as a LearningRateMonitor does: its row has no epoch."""
