@@ -187,8 +187,11 @@ class Window:
             )
         if self._plain:
             raise _mixed()
+        loader = self.loader
+        replays = loader is not None and loader.source.share.mine == 0  # a batch that comes again counts nowhere
         if self._items_of_batch is None:
             count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
+            count = 0.0 if replays else count
             self._items = count if self._items is None else self._items + count
             self._items_of_batch = num_items
         elif self._items_of_batch is not num_items and self._items_of_batch != num_items:
@@ -196,9 +199,9 @@ class Window:
                 "backward(num_items=...) got two different numbers for one micro-batch. Give the same number with "
                 "each of its losses."
             )
-        if self.loader is not None:
-            self._mark_done(self.loader)
-        return num_items
+        if loader is not None:
+            self._mark_done(loader)
+        return 0.0 if replays else num_items
 
     def weigh_plainly(self) -> float:
         """Return the factor of a loss that came without a number of items."""

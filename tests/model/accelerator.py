@@ -138,6 +138,7 @@ class State(NamedTuple):
         total: the script's counter of batches in the whole run.
         step: optimizer steps.
         rate_steps: steps of the scheduler.
+        ranks: of the start that saved it.
         run: which run it belongs to. One that goes back to a state before its newest step is a new run from there.
         origins: the runs that this one went on from, and up to which step they belong to it.
     """
@@ -150,6 +151,7 @@ class State(NamedTuple):
     total: int
     step: int
     rate_steps: int
+    ranks: int
     run: int
     origins: tuple[tuple[int, int], ...]
 
@@ -331,13 +333,12 @@ class Run:
         self.note("done", self.step, norm)
 
     def evaluate(self, breaks: bool) -> None:
-        """Evaluate: `gather_for_metrics` gives each sample once."""
+        """Evaluate: `gather_for_metrics` gives each sample once. So sums of batches add up to that of all samples."""
         val = self.case.val
         if val is not None:
-            batches = self.deal(val, val.in_sequence())
-            self.note(
-                "gathered", tuple(sample for dealt in batches[: 1 if breaks else None] for sample in dealt.samples)
-            )
+            batches = self.deal(val, val.in_sequence())[: 1 if breaks else None]
+            samples = tuple(sample for dealt in batches for sample in dealt.samples)
+            self.note("gathered", samples, sum(samples))
 
     def own(self, dealt: Dealt) -> Batch | None:
         """Return this rank's batch; None for one that does not count, and may be any."""
@@ -425,7 +426,7 @@ class Run:
         number = len(self.saves)
         self.saves.append(number)
         place = self.place if self.restored is None else self.restored
-        counters = (self.epoch, self.done, self.at_end, self.total, self.step, self.rate_steps)
+        counters = (self.epoch, self.done, self.at_end, self.total, self.step, self.rate_steps, self.start.ranks)
         self.folder[number] = State(number, place, *counters, self.run, self.origins)
         if self.case.total_limit is not None:
             own = [number for number, state in self.folder.items() if self.owns(state)]
@@ -443,6 +444,9 @@ class Run:
             return False
         state = self.folder.get(-1 if self.start.load is None else self.start.load) or [*self.folder.values()][-1]
         self.restored, self.next_epoch = state.place, state.place.epoch
+        if state.ranks != self.start.ranks:  # batches are counted as if they had all been of this number of ranks
+            done = state.place.samples // (self.case.train.batch_size * self.start.ranks)
+            self.restored = state.place._replace(done=done)
         self.epoch, self.done, self.at_end, self.total = state.epoch, state.done, state.at_end, state.total
         self.step, self.rate_steps = state.step, state.rate_steps
         self.run, self.origins = state.run, state.origins

@@ -228,11 +228,13 @@ class Script:
         if self.val is None:
             return
         values: list[int] = []
+        total = 0
         for batch in self.val:
             values += self.accelerator.gather_for_metrics(batch).tolist()
+            total += int(self.accelerator.gather_for_metrics(batch.sum()[None], per_sample=False).sum())
             if breaks:
                 break
-        self.seen.note("gathered", tuple(values))
+        self.seen.note("gathered", tuple(values), total)
 
     def look(self, act: str) -> None:
         if act == "peek":
