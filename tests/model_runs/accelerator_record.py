@@ -114,7 +114,7 @@ class Script:
             dataloader_config=DataLoaderConfiguration(
                 split_batches=case.split_batches,
                 dispatch_batches=case.dispatch_batches,
-                restore_position=case.restore_position,  # type: ignore[arg-type]
+                **({} if case.restore_position == "auto" else {"restore_position": case.restore_position}),  # type: ignore
             ),
             project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=case.total_limit),
         )
@@ -137,6 +137,10 @@ class Script:
         return loader(data, self.rank, self.start.ranks if self.case.dispatch_batches is False else 1)
 
     @property
+    def next_epoch(self) -> int:
+        return getattr(self.train, "next_epoch", self.train.epoch + 1)  # earlier versions have none
+
+    @property
     def rate(self) -> float:
         return round(float(self.optimizer.param_groups[0]["lr"]), 6)
 
@@ -149,7 +153,7 @@ class Script:
             first, done = first + 1, 0
         for act in start.before if loaded else ():
             self.look(act)
-        begin = {"nothing": self.train.next_epoch, "count": 0}.get(start.way, first) if loaded else 0
+        begin = {"nothing": self.next_epoch, "count": 0}.get(start.way, first) if loaded else 0
         for epoch in range(begin, case.epochs):
             if case.sets_epoch:
                 self.train.set_epoch(epoch)
@@ -266,7 +270,7 @@ class Script:
         if not there:
             return False
         self.accelerator.load_state(self.saves[self.start.load] if self.start.load in there else None)
-        self.seen.note("loaded", self.counters.number, self.accelerator.step, self.train.next_epoch)
+        self.seen.note("loaded", self.counters.number, self.accelerator.step, self.next_epoch)
         return True
 
 

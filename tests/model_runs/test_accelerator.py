@@ -84,7 +84,8 @@ def test_a_drawn_script_is_as_the_model_says(case: Loop) -> None:
 def test_scripts_of_two_ranks_are_as_the_model_says(kind: str) -> None:
     starts = (Start(2, ranks=2), Start(2, way="continue", ranks=2), Start(ranks=1 if kind == "map" else 2))
     train = Data(9, 2, kind=kind, shuffle=kind == "map")
-    found = difference(Loop(starts, train, replace(VAL, samples=5), accumulate=2, save_every=1))
+    val = replace(VAL, samples=5)
+    found = difference(Loop(starts, train, val, accumulate=2, num_items=kind != "map", save_every=1))
     assert found is None, found
 
 
