@@ -202,6 +202,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = self._last_step_judged = -1  # judged: ranked, or kept without a rank
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
+        self._top_k_before = 0  # of the run that this one goes on with
         self._deferred = False  # a save by steps waits for the validation that gives its metric
         self._run_folder: Any = None  # the Trainer's
 
@@ -230,6 +231,7 @@ class ModelCheckpoint(Callback):
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
             "deferred": self._deferred,
+            "save_top_k": self.save_top_k,
             "saved": [[saved.key, saved.step, saved.score] for saved in self.saved],
         }
 
@@ -239,11 +241,13 @@ class ModelCheckpoint(Callback):
         for checkpoint in saved:
             check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
-        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state", {"deferred": flag})
+        may_lack = {"deferred": flag, "save_top_k": number}
+        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state", may_lack)
         self.saved = saved
         self.best_model_score = _tensor(state_dict["best_model_score"])
         self.best_model_path = state_dict["best_model_path"]
         self._deferred = state_dict.get("deferred", False)
+        self._top_k_before = state_dict.get("save_top_k", 0)
         self.last_model_path = state_dict["last_model_path"]
 
     @property
@@ -317,6 +321,7 @@ class ModelCheckpoint(Callback):
         self._forget_missing(trainer)
         if trainer.resumed_from is not None:
             self._add_committed(trainer, trainer.resumed_from)
+            self._warn_of_fewer(trainer)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
             if about.get("saver") == self.state_key:  # else its own may still be due
@@ -336,11 +341,34 @@ class ModelCheckpoint(Callback):
         """
         known = {*(saved.key for saved in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
+        ranked = [saved for saved in self.saved if saved.key in there and saved.score is not None]
         self.saved = [saved for saved in self.saved if saved.key in there and self._owns(trainer, saved)]
+        apart = [saved.key for saved in ranked if saved not in self.saved and saved.step <= trainer.global_step]
+        resumed = trainer.resumed_from  # whose list does not have itself
+        about = {} if resumed is None else resumed.manifest.info
+        if resumed is not None and about.get("saver") == self.state_key and about.get("score") is not None:
+            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
+        if apart and self.own_folder is not None and trainer.is_global_zero:
+            warn_user(
+                f"ModelCheckpoint(monitor={self.monitor!r}) ranks anew: what it kept so far lies in another folder and "
+                f"stays there ({', '.join(apart)}). Give the same dirpath to rank on"
+            )
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
             self._find_best()
+
+    def _warn_of_fewer(self, trainer: Trainer) -> None:
+        """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` deletes at its next save."""
+        ranked = [saved for saved in self.saved if saved.score is not None]
+        kept = self.policy.kept(self.saved)
+        gone = [saved.key for saved in ranked if saved.key not in kept]
+        before = self._top_k_before if self._top_k_before != -1 else math.inf
+        if gone and 0 <= self.save_top_k < before and self.keep is None and trainer.is_global_zero:
+            warn_user(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}) keeps fewer than the run before: its next save deletes "
+                f"{', '.join(gone)}. Give the former save_top_k, or move them away, to have them still"
+            )
 
     def _owns(self, trainer: Trainer, saved: Saved) -> bool:
         here = self.own_folder or trainer.run_folder.checkpoints
@@ -473,7 +501,10 @@ class ModelCheckpoint(Callback):
         bad = score is not None and math.isnan(score)  # judged, but no better than nothing: the newest, without a rank
         new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
-        wanted = self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
+        # A resumed run may validate and rank once more what it had saved before it was broken off.
+        again = [] if last else [one for one in self.saved if one.step == new.step]
+        others = [one for one in self.saved if one not in again]
+        wanted = self.save_last or self.keep is not None or self.policy.takes(new, others)
         wanted = wanted or (bad and newest is None and self.keeps_newest)
         self._last_step_saved = trainer.global_step
         if self.monitor is None or score is not None:
@@ -485,7 +516,7 @@ class ModelCheckpoint(Callback):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
         weights_only = self.save_weights_only and not full
-        to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
+        to_delete = trainer.agree([one.key for one in again] + self.policy.to_delete([*others, new]))
         if trainer.newest is not None and not weights_only:
             to_delete += [key for key in trainer.newest.superseded(self, new.step) if key not in to_delete]
         what: dict[str, Any] = {

@@ -266,16 +266,18 @@ class Saver:
         self.saved_at = run.step
         if judged or given.monitor is None:
             self.judged_at = run.step
-        wanted = bool(given.save_last) or new in self.to_keep([*self.kept, new])
+        again = [] if end else [one for one in self.kept if one.step == run.step]  # before the run was broken off
+        others = [one for one in self.kept if one not in again]
+        wanted = bool(given.save_last) or new in self.to_keep([*others, new])
         wanted = wanted or (nan and newest is None and not given.saves_nothing and given.save_last is not False)
         if end and not wanted and newest is not None:
             newest.save_if_moved(run)
         if wanted or (end and newest is None):
-            self.add(run, new)
+            self.add(run, new, again)
 
-    def add(self, run: Run, new: Saved) -> None:
-        """Save the new one; delete those that are kept no longer."""
-        keep = self.to_keep([*self.kept, new])
+    def add(self, run: Run, new: Saved, again: Sequence[Saved] = ()) -> None:
+        """Save the new one; delete those that are kept no longer, and those of the same step that it stands for."""
+        keep = self.to_keep([*(one for one in self.kept if one not in again), new])
         gone = [one for one in self.kept if one not in keep]
         if new.state is not None:
             gone += run.superseded_by(self, new)

@@ -8,12 +8,19 @@ from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.logs import Log
 from tests.model.run import Case, Settings
+from tests.model.stopping import Stopping
 
 
 def saver_of(given: Checkpoints) -> str:
     """Write the ModelCheckpoint of a case."""
     arguments = changed(replace(given, folder="checkpoints")).partition("(")[2]
-    return f"ModelCheckpoint(tempfile.mkdtemp(), {arguments}"
+    return f"ModelCheckpoint(root + '/{given.folder}', {arguments}"
+
+
+def stopping_of(given: Stopping) -> str:
+    """Write the EarlyStopping of a case."""
+    options = changed(replace(given, monitor="val")).partition("(")[2]
+    return f"EarlyStopping({given.monitor!r}, {options}"
 
 
 def changed(thing: object) -> str:
@@ -137,8 +144,14 @@ def script(case: Case) -> str:
         if objects
         else "",
         imports="import torch, torchmetrics" if objects else "import torch",
-        values=list(case.values),
-        saver="Callback()" if case.checkpoints is None else saver_of(case.checkpoints),
+        values=repr(list(case.values)).replace("nan", "torch.nan"),
+        number=len(case.values),
+        callbacks=", ".join(
+            [
+                *([] if case.stopping is None else [stopping_of(case.stopping)]),
+                *(saver_of(given) for given in (case.checkpoints, case.second) if given is not None),
+            ]
+        ),
     )
 
 
@@ -150,22 +163,22 @@ class Stop(Callback):
 """
 _SCRIPT = """\
 # {case}
-import tempfile
-{imports}
+{imports}, tempfile
 from torch.utils.data import DataLoader, IterableDataset
 from instep import Callback, Trainer, TrainModule
-from instep.callbacks import ModelCheckpoint
+from instep.callbacks import EarlyStopping, ModelCheckpoint
 
 class Module(TrainModule):
     def __init__(self):
         super().__init__()
         self.weights = torch.nn.ParameterList(torch.zeros({samples}) for _ in range({optimizers}))
-        self.automatic_optimization = {automatic}{objects}
+        self.validations, self.automatic_optimization = -1, {automatic}{objects}
+    def on_validation_model_zero_grad(self): self.validations += 1
     def training_step(self, batch, batch_idx):
         print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
 {training_logs}{training}
     def validation_step(self, batch, batch_idx):
-        self.log("val", {values}[0])
+        self.log("val", {values}[self.validations % {number}])
 {validation_logs}        print("validation_step", batch.tolist(), batch_idx, dict(self.trainer.callback_metrics))
 {other_logs}    def on_before_optimizer_step(self, optimizer):
         print("weights", [weights.grad for weights in self.weights], "rate", optimizer.param_groups[0]["lr"])
@@ -174,8 +187,9 @@ class Module(TrainModule):
         {configured}
 
 {stop}{data}
+root = tempfile.mkdtemp()
 trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-    default_root_dir=tempfile.mkdtemp(), callbacks=[{stopping}(), {saver}])
+    default_root_dir=root, callbacks=[{stopping}(), {callbacks}])
 trainer.fit(Module(), train, val)
 print("kept", [callback.saved for callback in trainer.checkpoint_callbacks], dict(trainer.callback_metrics))
 """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -14,10 +17,11 @@ from tests.model.data import Data
 from tests.model.logs import Log
 from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
+from tests.model.stopping import Stopping
 from tests.model_runs import compare
 from tests.model_runs.compare import difference
 from tests.model_runs.draw import allowed, cases, processes
-from tests.model_runs.processes import Process, difference_after_a_break, differences
+from tests.model_runs.processes import Process, difference_after_a_break, difference_over_processes, differences
 from tests.model_runs.record import record
 from tests.model_runs.script import script
 
@@ -51,6 +55,41 @@ CHOSEN = {
     ),
     "the best and the newest": Case(
         Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_last=True), values=(1.0, 2.0)
+    ),
+    "a save by steps waits for the validation of its step": Case(
+        Settings(max_epochs=1, val_check_interval=2),
+        Data(8, 1),
+        VAL,
+        checkpoints=Checkpoints(monitor="val", every_n_train_steps=2, filename="{step}-{val:.1f}"),
+        values=(5.0, 1.0, 4.0, 3.0),
+    ),
+    "a name with a metric waits for it too": Case(
+        Settings(max_epochs=2),
+        Data(4, 1),
+        VAL,
+        checkpoints=Checkpoints(every_n_train_steps=4, save_top_k=-1, filename="{epoch}-{val:.2f}"),
+        values=(2.0, 1.0),
+    ),
+    "nan takes no place among the best": Case(
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_top_k=2), values=(2.0, nan)
+    ),
+    "a verdict that falls before the minimum": Case(
+        Settings(max_epochs=8, min_epochs=5),
+        Data(2),
+        VAL,
+        stopping=Stopping(patience=2),
+        values=(1.0, 2.0, 2.0, 0.5, 0.4),
+    ),
+    "a verdict that stands at the minimum": Case(
+        Settings(max_epochs=8, min_steps=7, val_check_interval=1), Data(4), VAL, stopping=Stopping(patience=1)
+    ),
+    "two savers in one folder": Case(
+        Settings(max_epochs=3),
+        Data(4, 1),
+        VAL,
+        checkpoints=Checkpoints(monitor="val", filename="best"),
+        second=Checkpoints(every_n_train_steps=2, save_last=True),
+        values=(2.0, 3.0, 1.0),
     ),
     "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
     "two optimizers by hand": Case(
@@ -128,6 +167,39 @@ def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkp
     settings = Settings(max_epochs=3, log_every_n_steps=1, accumulate_grad_batches=2)
     case = Case(settings, Data(7, 2, shuffle=True), VAL, (Scheduler("step"),), values=(1.0, 3.0, 2.0))
     case = Case(**{**vars(case), "logs": (Log(on_epoch=True),), "checkpoints": checkpoints})
+    found = difference_after_a_break(case, place)
+    assert found is None, found
+
+
+SAVING = Case(
+    Settings(max_epochs=3),
+    Data(3, 1),
+    VAL,
+    values=(2.0, 1.0, 3.0),
+    checkpoints=Checkpoints(monitor="val", save_top_k=2),
+)
+IN_TURN = {
+    "the best in three processes": (Process(None, asks=("best", "last")), Process("best", asks=("best", "last"))),
+    "gone back by a path": (Process(None), Process(0, more=1, asks=("best", "last")), Process("last", more=2)),
+    "the same script twice": (Process(None), Process(None, asks=("best", "last"))),
+    "a finished run goes on": (Process("auto"), Process("auto", more=2, asks=("best",)), Process("auto", more=2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+@pytest.mark.parametrize("what", [{}, {"save_weights_only": True}, {"save_last": True, "mode": "max"}], ids=str)
+def test_one_process_after_another_in_one_folder(name: str, what: dict[str, Any]) -> None:
+    assert SAVING.checkpoints is not None
+    found = difference_over_processes(replace(SAVING, checkpoints=replace(SAVING.checkpoints, **what)), IN_TURN[name])
+    assert found is None, found
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("settings", [Settings(max_steps=2), Settings(max_steps=3, val_check_interval=1)], ids=str)
+def test_a_run_that_is_broken_off_behind_its_last_step_ends_its_epoch(settings: Settings, place: float) -> None:
+    case = Case(
+        settings, Data(3, 1), VAL, checkpoints=Checkpoints(every_n_train_steps=1), stopping=Stopping(patience=9)
+    )
     found = difference_after_a_break(case, place)
     assert found is None, found
 
