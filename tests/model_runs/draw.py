@@ -96,7 +96,7 @@ def settings(draw: st.DrawFn, train: Data, val: Data | None, ranks: int = 1) -> 
         num_sanity_val_steps=draw(sometimes(0, st.integers(-1, 3))),
         accumulate_grad_batches=draw(sometimes(1, st.integers(2, 4))),
         gradient_clip_val=draw(rarely(None, st.sampled_from((0.1, 0.3, 0.6)))),
-        gradient_clip_algorithm=draw(st.sampled_from(("norm", "value"))),
+        gradient_clip_algorithm=draw(sometimes("norm", st.just("value"))),
         log_every_n_steps=draw(st.sampled_from((50, 0, 1, 2, 3))),
         uneven=uneven,
     )
@@ -256,6 +256,8 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
     asked = draw(settings(train, val, ranks))
     if asked.max_epochs is None and optimization.never_steps:  # without an end
         asked = replace(asked, max_epochs=2)
+    if optimization.manual is not None and draw(st.integers(0, 9)):  # else it is refused
+        asked = replace(asked, accumulate_grad_batches=1, gradient_clip_val=None)
     given = st.lists(schedulers(optimization), min_size=1, max_size=3).map(tuple)
     calls = draw(sometimes((), st.lists(logs(), min_size=1, max_size=4).map(together)))
     saver = draw(st.one_of(st.none(), checkpoints(calls, ranks), checkpoints(calls, ranks)))
