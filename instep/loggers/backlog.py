@@ -119,7 +119,7 @@ class RowKey(NamedTuple):
         """Return the key of the row that a record becomes."""
         own_step = record.args[0].get("step", record.step) if record.hook == "_log_metrics" else record.step
         names = (name if name.isascii() else in_utf8(name) for name in record.names() if name != "step")
-        return RowKey(float(own_step), frozenset(names))
+        return RowKey(float(own_step or 0), frozenset(names))
 
 
 def in_utf8(name: str) -> str:
