@@ -280,12 +280,12 @@ class Saver:
         keep = self.to_keep([*(one for one in self.kept if one not in again), new])
         gone = [one for one in self.kept if one not in keep]
         if new.state is not None:
-            gone += run.superseded_by(self, new)
+            gone += superseded_by(run, self, new)
         new = run.save(new)
         self.kept.append(new)
         self.last, self.place = new, run.place
         self.find_best()
-        run.delete(gone, self)
+        delete(run, gone, self)
         if new.state is not None and run.newest is not None:
             run.newest.step, run.newest.place = run.step, run.place
 
@@ -372,3 +372,23 @@ def name_of(given: Checkpoints, run: Run) -> str:
         else:
             parts.append(part)
     return "".join(parts)
+
+
+def superseded_by(run: Run, by: Saver, new: Saved) -> list[Saved]:
+    """Return what a newer state makes needless: the newest one before, and what is kept elsewhere as the newest."""
+    if run.newest is None:
+        return []
+    gone = list(run.newest.kept)
+    for saver in run.savers:
+        if saver is not by and saver.given.monitor is not None and not saver.given.save_last:
+            keep = saver.to_keep([*saver.kept, new])
+            gone += [one for one in saver.kept if one not in keep]
+    return gone
+
+
+def delete(run: Run, gone: list[Saved], by: Saver) -> None:
+    """Delete checkpoints. Where the newest of a saver goes, a newer one is there."""
+    run.start.disk.delete(gone)
+    for saver in [by] if run.newest is None else run.all_savers():
+        saver.kept = [one for one in saver.kept if one not in gone]
+        saver.last = by.last if run.newest is not None and saver.last in gone else saver.last

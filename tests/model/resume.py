@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from tests.model.checkpoints import Disk, Line, Saved, Saver, best_first
+from tests.model.checkpoints import Disk, Line, Newest, Saved, Saver, best_first
+from tests.model.stopping import Stopper
 from tests.model.trace import Event, Refused
+
+if TYPE_CHECKING:
+    from tests.model.run import Run
 
 BEFORE = "on_train_start"
 
@@ -63,6 +69,46 @@ def find(
     if not own and meant != "auto":
         raise Refused("CheckpointNotFoundError", f"{meant}: there is none", early=True)
     return own[-1] if own else None
+
+
+def find_checkpoint(run: Run) -> Saved | None:
+    """Begin a run, or go on with the one that `ckpt_path` means; nothing is left to be done twice."""
+    case, start = run.case, run.start
+    run.stopper = None if case.stopping is None else Stopper(case.stopping)
+    run.savers = [Saver(given) for given in (case.checkpoints, case.second) if given is not None]
+    if any(saver.given.save_last == "link" for saver in run.savers):
+        raise Refused("SettingError", "'last' is found by a look at the disk, so there is no link", early=True)
+    if len({saver.given.key for saver in run.savers}) < len(run.savers):
+        raise Refused("SettingError", "two ModelCheckpoints with one key", early=True)
+    if start.ckpt_path in ("auto", "last") and any(saver.keeps_newest for saver in run.savers):
+        run.newest = Newest(run.savers[0].given.folder)
+    folders = [saver.given.folder for saver in run.savers]
+    found = find(start.disk, start.ckpt_path, run.savers, to_train=True)
+    if found is None:
+        run.line = start.disk.begin(folders)
+        return None
+    run.line = start.disk.go_on(found, folders)
+    assert found.state is not None
+    vars(run).update(deepcopy(found.state))
+    if start.ckpt_path != "auto":
+        run.rows = []  # another run folder, in which the rows of the first one are not
+    run.epochs_seen = run.epoch
+    if run.ranks != case.ranks:
+        run.move()
+    return found
+
+
+def ask(run: Run) -> None:
+    """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
+    line = run.line if run.step else None
+    for name, of in (("validate", line), ("validate again", None)):
+        for meant in run.start.asks:
+            try:
+                found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
+            except Refused as refused:
+                run.events.append(Event("-", name, (meant, refused.kind), 0, 0))
+            else:
+                run.events.append(Event("-", name, (meant, found and found.name), 0, 0))
 
 
 def broken_off(whole: list[Event], at: int) -> list[Event]:

@@ -19,7 +19,7 @@ from tests.model.optimization import (
     step_all,
     train_by_hand,
 )
-from tests.model.resume import Line, Start, find
+from tests.model.resume import Line, Start, ask, find_checkpoint
 from tests.model.stopping import Stopper, Stopping
 from tests.model.trace import Event, Refused, rounded
 
@@ -119,7 +119,7 @@ def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | No
     try:
         it.fit()
         it.read_rows()
-        it.ask()
+        ask(it)
     except Broken:
         pass
     except Refused as refused:
@@ -251,7 +251,7 @@ class Run:
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
-        resumed = self.find_checkpoint()
+        resumed = find_checkpoint(self)
         if self.rank == 0:
             self.module("prepare_data")
         self.both("setup", "fit")
@@ -304,32 +304,6 @@ class Run:
 
     # ---- checkpoints
 
-    def find_checkpoint(self) -> Saved | None:
-        """Begin a run, or go on with the one that `ckpt_path` means; nothing is left to be done twice."""
-        case, start = self.case, self.start
-        self.stopper = None if case.stopping is None else Stopper(case.stopping)
-        self.savers = [Saver(given) for given in (case.checkpoints, case.second) if given is not None]
-        if any(saver.given.save_last == "link" for saver in self.savers):
-            raise Refused("SettingError", "'last' is found by a look at the disk, so there is no link", early=True)
-        if len({saver.given.key for saver in self.savers}) < len(self.savers):
-            raise Refused("SettingError", "two ModelCheckpoints with one key", early=True)
-        if start.ckpt_path in ("auto", "last") and any(saver.keeps_newest for saver in self.savers):
-            self.newest = Newest(self.savers[0].given.folder)
-        folders = [saver.given.folder for saver in self.savers]
-        found = find(start.disk, start.ckpt_path, self.savers, to_train=True)
-        if found is None:
-            self.line = start.disk.begin(folders)
-            return None
-        self.line = start.disk.go_on(found, folders)
-        assert found.state is not None
-        vars(self).update(deepcopy(found.state))
-        if start.ckpt_path != "auto":
-            self.rows = []  # another run folder, in which the rows of the first one are not
-        self.epochs_seen = self.epoch
-        if self.ranks != case.ranks:
-            self.move()
-        return found
-
     def move(self) -> None:
         """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
         train, before = self.case.train, self.ranks
@@ -346,18 +320,6 @@ class Run:
             size = train.batch_size * self.ranks
             self.samples = train.samples if over else self.samples
             self.batch = len(self.deal_epoch(0, 0)) if over else self.samples // size
-
-    def ask(self) -> None:
-        """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
-        line = self.line if self.step else None
-        for name, of in (("validate", line), ("validate again", None)):
-            for meant in self.start.asks:
-                try:
-                    found = find(self.start.disk, meant, self.savers, to_train=False, line=of)
-                except Refused as refused:
-                    self.events.append(Event("-", name, (meant, refused.kind), 0, 0))
-                else:
-                    self.events.append(Event("-", name, (meant, found and found.name), 0, 0))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
@@ -391,24 +353,6 @@ class Run:
         if new.state is not None:
             self.note("S", "saved", self.step, self.samples == 0)
         return new
-
-    def superseded_by(self, by: Saver, new: Saved) -> list[Saved]:
-        """Return what a newer state makes needless: the newest one before, and what is kept elsewhere as the newest."""
-        if self.newest is None:
-            return []
-        gone = list(self.newest.kept)
-        for saver in self.savers:
-            if saver is not by and saver.given.monitor is not None and not saver.given.save_last:
-                keep = saver.to_keep([*saver.kept, new])
-                gone += [one for one in saver.kept if one not in keep]
-        return gone
-
-    def delete(self, gone: list[Saved], by: Saver) -> None:
-        """Delete checkpoints. Where the newest of a saver goes, a newer one is there."""
-        self.start.disk.delete(gone)
-        for saver in [by] if self.newest is None else self.all_savers():
-            saver.kept = [one for one in saver.kept if one not in gone]
-            saver.last = by.last if self.newest is not None and saver.last in gone else saver.last
 
     def sanity_check(self) -> None:
         """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
