@@ -56,10 +56,13 @@ def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
 
     A wish to stop is no part of a checkpoint, so such a run is not broken off.
     """
+    return difference_over_processes(case, processes) if goes_through_processes(case, processes) else difference(case)
+
+
+def goes_through_processes(case: Case, processes: tuple[Process, ...]) -> bool:
+    """Return whether a case is run by one process after another."""
     again = any(call.hook in AGAIN for call in case.logs)
-    if processes and case.checkpoints is not None and case.stop_at is None and not again:
-        return difference_over_processes(case, processes)
-    return difference(case)
+    return bool(processes) and case.checkpoints is not None and case.stop_at is None and not again
 
 
 def difference_after_a_break(case: Case, place: float) -> str | None:
