@@ -143,6 +143,7 @@ class Run:
     epoch: int = 0  # the present one, or the one to come
     batch: int = 0  # batches of it that are done
     samples: int = 0  # that these had, on all ranks
+    over: bool = False  # other ranks have come to the end of the epoch's data
     due: bool = False  # a validation follows the last window
     epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
     epochs_done: int = 0  # that came to their end
@@ -313,13 +314,13 @@ class Run:
         if not self.samples:
             return
         limit = limit_in_batches(self.wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
-        over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
-        if train.kind != "map" and not over:
+        self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
+        if train.kind != "map" and not self.over:
             raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
         if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
             size = train.batch_size * self.ranks
-            self.samples = train.samples if over else self.samples
-            self.batch = len(self.deal_epoch(0, 0)) if over else self.samples // size
+            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.limit])
+            self.batch = self.batch if self.over else self.samples // size
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
@@ -423,6 +424,8 @@ class Run:
         s, train = self.case.settings, self.case.train
         # overfit_batches takes the data in sequence.
         order = (self.order if train.shuffle and not s.overfit_batches else train.in_sequence)(self.epoch)
+        if self.over:
+            return [Dealt((), ())] * batch
         if train.kind != "map":
             return train.deal(order, self.ranks, s.uneven)[: self.limit]
         end = len(order) if self.limit is None else self.limit * train.batch_size * self.ranks
@@ -520,7 +523,7 @@ class Run:
             self.epochs_done += 1
             self.epoch += 1
             self.batches_before += self.batch
-            self.batch = self.samples = 0
+            self.batch, self.samples, self.over = 0, 0, False
             if self.stopper is not None:
                 self.stopper.after_epoch(self)
             for saver in self.savers:
