@@ -445,8 +445,11 @@ class Run:
         state = self.folder.get(-1 if self.start.load is None else self.start.load) or [*self.folder.values()][-1]
         self.restored, self.next_epoch = state.place, state.place.epoch
         if state.ranks != self.start.ranks:  # batches are counted as if they had all been of this number of ranks
-            done = state.place.samples // (self.case.train.batch_size * self.start.ranks)
-            self.restored = state.place._replace(done=done)
+            epoch, _, samples = state.place
+            place = Place(epoch, samples // (self.case.train.batch_size * self.start.ranks), samples)
+            is_over = samples and not self.deal(self.case.train, self.order(epoch)[samples:])  # with drop_last
+            self.restored = Place(epoch + 1) if is_over else place
+            self.next_epoch = self.restored.epoch
         self.epoch, self.done, self.at_end, self.total = state.epoch, state.done, state.at_end, state.total
         self.step, self.rate_steps = state.step, state.rate_steps
         self.run, self.origins = state.run, state.origins
