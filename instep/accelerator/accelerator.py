@@ -419,8 +419,8 @@ class Accelerator(ProcessMethods):
         Args:
             loss: 0-dim floating tensor: the mean over this rank's micro-batch.
             num_items: over how many items (tokens, say) the loss is a mean. With it the window's gradient is that of
-                the mean over all items of all its micro-batches and ranks, as of one big batch. Without it samples
-                are counted.
+                the mean over all items of all its micro-batches and ranks, as of one big batch; those of a batch that a
+                rank repeats do not count. Without it samples are counted.
             kwargs: passed to `Tensor.backward`.
 
         Raises:

@@ -46,7 +46,7 @@ class AcceleratedLoader:
             stepped after them. None in a pass where neither has happened yet.
         trains: whether either has happened in this pass or an earlier one.
         full_batches: batches with a lower number weigh the same.
-        reliable: whether the number of batches was known when the pass began.
+        reliable: whether the sizes of the windows were known when the pass began.
         opening: the pass's first batches, of which none was used yet; else None.
         reads_ahead: whether the script was always ahead of its use, in the pass before.
     """
@@ -138,8 +138,8 @@ class AcceleratedLoader:
             *(other for other in gradient.dataloader_references if other is not self),
             self,
         ]
-        offers = batches is None and self._restore_position == "auto"
-        self.opening = opening = Opening(self, self._uses, iter(self.source), place, offers)
+        goes_on, offers = batches is None and self._restore_position is not False, self._restore_position == "auto"
+        self.opening = opening = Opening(self, self._uses, iter(self.source), place, goes_on, offers)
         try:
             for self.batch_idx, batch in opening.batches():
                 self._show()
@@ -203,7 +203,6 @@ class AcceleratedLoader:
         self.batches_done = None
         self._ahead = 0
         self.set_windows(self._gradient.num_steps)
-        self.reliable = source.plan.exact
         return place
 
     def _check(self, this: object) -> None:
@@ -227,7 +226,9 @@ class AcceleratedLoader:
         """Prepare for windows of so many batches."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
         self.source.history = num_steps + max(read_ahead, self._held - 1)  # a checkpoint goes back to a window's begin
-        self.full_batches = self.source.plan.full_batches(num_steps)
+        plan = self.source.plan
+        self.full_batches = plan.full_batches(num_steps)
+        self.reliable = num_steps == 1 or not plan.corrects
 
     def _show(self) -> None:
         """Let the gradient state speak of this loader: with every batch, since a loop may have been left early."""

@@ -136,7 +136,8 @@ class Opening:
         loader: whose pass it is.
         uses: what reports uses.
         raw: the pass's batches, before they are moved to the device.
-        place: the restored place that the pass begins at; None where there is none.
+        place: the restored place; None where there is none.
+        goes_on: whether the pass begins there, and not where the script says.
         offers: whether the script may pass over what is done.
 
     Attributes:
@@ -149,7 +150,13 @@ class Opening:
     """
 
     def __init__(
-        self, loader: AcceleratedLoader, uses: Uses, raw: Iterator[Any], place: RestoredPlace | None, offers: bool
+        self,
+        loader: AcceleratedLoader,
+        uses: Uses,
+        raw: Iterator[Any],
+        place: RestoredPlace | None,
+        goes_on: bool,
+        offers: bool,
     ) -> None:
         self.rest = loader.moved(raw)
         self.used = self.evaluates = False
@@ -157,7 +164,9 @@ class Opening:
         self.always_ahead: bool | None = None
         self.outlasts = False
         self._loader, self._uses, self._raw, self._place = loader, uses, raw, place
-        self._offers = offers and place is not None and place.batches > 0
+        self._goes_on = goes_on and place is not None and place.batches > 0
+        self._offers = offers and self._goes_on
+        self._warns = offers and goes_on and place is not None
         self._given: list[list[weakref.ref[Any]]] = []
         self._before: list[list[weakref.ref[Any]]] = []  # what was given until all that is done was passed over
         self._skipped = False
@@ -227,7 +236,7 @@ class Opening:
             )
         passed = sum(not _is_alive(batch) for batch in self._given[:-1])
         passed += len(self._before) if passed else 0
-        if passed and self._offers:
+        if passed and self._warns:
             warn_user(
                 f"after load_state the script passed over {passed} batches before it used one, and {place.batches} "
                 f"batches of the epoch were done when the state was saved. {_ADVICE}"
@@ -311,7 +320,7 @@ class Opening:
             self.outlasts = self.held > 1 and self._group > 0
         elif self._place is None:
             return
-        elif self.evaluates and not self._skipped:
+        elif self.evaluates and self._goes_on and not self._skipped:
             yield from self._before_place(self._place.batches)
         else:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
@@ -366,6 +375,7 @@ class Opening:
 
     def _give(self, batch: Any) -> Any:
         if not self.used:
+            batch = map_leaves(_alias, batch)  # data that keeps its batches does not hold this one
             self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch
 
@@ -399,6 +409,10 @@ def most_kept(num_steps: int, held: int) -> int:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
 def _is_alive(batch: list[weakref.ref[Any]]) -> bool:

@@ -187,8 +187,11 @@ class Window:
             )
         if self._plain:
             raise _mixed()
+        loader = self.loader
+        replays = loader is not None and loader.source.share.mine == 0  # a batch that comes again counts nowhere
         if self._items_of_batch is None:
             count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
+            count = 0.0 if replays else count
             self._items = count if self._items is None else self._items + count
             self._items_of_batch = num_items
         elif self._items_of_batch is not num_items and self._items_of_batch != num_items:
@@ -196,9 +199,9 @@ class Window:
                 "backward(num_items=...) got two different numbers for one micro-batch. Give the same number with "
                 "each of its losses."
             )
-        if self.loader is not None:
-            self._mark_done(self.loader)
-        return num_items
+        if loader is not None:
+            self._mark_done(loader)
+        return 0.0 if replays else num_items
 
     def weigh_plainly(self) -> float:
         """Return the factor of a loss that came without a number of items."""
@@ -373,7 +376,7 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
-        self._told = False
+        self._ends = 0  # calls of `step` after the last rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizer has; with `adjust_scheduler` by as many batches as the window had."""
@@ -388,11 +391,14 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _ended(self) -> bool:
-        """Tell whether a OneCycleLR is over, and warn once: torch would end the run with an error."""
-        if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps:
+        """Return whether a OneCycleLR has its last rate, which it keeps; warn once where a loop goes on after it.
+
+        torch takes one step more, to a rate that rises again or is below 0, and raises an error at the next.
+        """
+        if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps - 1:
             return False
-        if not self._told:
-            self._told = True
+        self._ends += 1
+        if self._ends == 2:  # the first is the call after the last optimizer step of the cycle
             warn_user(
                 f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"

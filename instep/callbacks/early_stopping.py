@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
+WORD = "EarlyStopping: "  # that the reasons of its stops begin with
 _THRESHOLD = or_none(Check(is_number, "a number, or None"))
 _CHECKS = {
     "monitor": METRIC,
@@ -103,8 +104,9 @@ class EarlyStopping(Callback):
     """Stop training when a monitored metric stops improving.
 
     The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. The
-    stop is a trigger, so all ranks leave the loop at the same step whichever of them decided; `min_epochs` and
-    `min_steps` of the Trainer are kept.
+    stop is a trigger, so all ranks leave the loop at the same step whichever of them decided. `min_epochs` and
+    `min_steps` of the Trainer are kept: once they are reached the last verdict counts, so that a metric that has become
+    better in the meantime lets the run go on.
 
     NaN never becomes the best value and never resets the patience. The best value, the count of checks and the reason
     survive a restart; the options are those of the new run.
@@ -210,7 +212,7 @@ class EarlyStopping(Callback):
         reason = self.stopping_reason
         patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:
-            trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
+            trainer.set_trigger("stop", reason=f"{WORD}{self.stopping_reason_message}")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if acts_now(trainer, self.check_on_train_epoch_end, after_validation=True):
@@ -230,13 +232,16 @@ class EarlyStopping(Callback):
         value = float(metrics[self.monitor])
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
-        if reason is not EarlyStoppingReason.NOT_STOPPED:
-            self.stopping_reason = reason
+        self.stopping_reason = reason
+        if reason is EarlyStoppingReason.NOT_STOPPED:  # an earlier verdict that waits for min_epochs or min_steps falls
+            self.stopping_reason_message, self.stopped_epoch = None, 0
+        else:
             self.stopping_reason_message = self._words(reason, value)
             self.stopped_epoch = trainer.current_epoch
-            trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
+            trainer.set_trigger("stop", reason=f"{WORD}{self.stopping_reason_message}")
             self._say(trainer, f"{self.stopping_reason_message} Stopping.")
-        elif self.wait_count == 0:
+            return
+        if self.wait_count == 0:
             by = f", better by {abs(before - value):.4g} than {before:.6g}" if math.isfinite(before) else ""
             self._say(trainer, f"{self.monitor} = {value:.6g}{by}.")
 

@@ -92,8 +92,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: leave out what only a resumed run needs.
         mode: "min" or "max".
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
-        every_n_train_steps: save every so many optimizer steps; while the monitored metric is not there yet, after the
-            next validation.
+        every_n_train_steps: save every so many optimizer steps. A save that ranks, or is named after a metric, waits
+            for a validation that is due at the same step; one that ranks, for the first one too.
         train_time_interval: save every so much time (by the main process's clock).
         every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
             when none of the three is given; 0 turns it off.
@@ -202,6 +202,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = self._last_step_judged = -1  # judged: ranked, or kept without a rank
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
+        self._top_k_before = 0  # of the run that this one goes on with
         self._deferred = False  # a save by steps waits for the validation that gives its metric
         self._run_folder: Any = None  # the Trainer's
 
@@ -230,6 +231,7 @@ class ModelCheckpoint(Callback):
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
             "deferred": self._deferred,
+            "save_top_k": self.save_top_k,
             "saved": [[saved.key, saved.step, saved.score] for saved in self.saved],
         }
 
@@ -239,11 +241,13 @@ class ModelCheckpoint(Callback):
         for checkpoint in saved:
             check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
-        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state", {"deferred": flag})
+        may_lack = {"deferred": flag, "save_top_k": number}
+        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state", may_lack)
         self.saved = saved
         self.best_model_score = _tensor(state_dict["best_model_score"])
         self.best_model_path = state_dict["best_model_path"]
         self._deferred = state_dict.get("deferred", False)
+        self._top_k_before = state_dict.get("save_top_k", 0)
         self.last_model_path = state_dict["last_model_path"]
 
     @property
@@ -317,7 +321,8 @@ class ModelCheckpoint(Callback):
         self._forget_missing(trainer)
         if trainer.resumed_from is not None:
             self._add_committed(trainer, trainer.resumed_from)
-            self._position_saved = trainer.position.state_dict()
+            self._warn_of_fewer(trainer)
+            self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
             if about.get("saver") == self.state_key:  # else its own may still be due
                 self._last_step_saved = trainer.global_step
@@ -336,11 +341,34 @@ class ModelCheckpoint(Callback):
         """
         known = {*(saved.key for saved in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
+        ranked = [saved for saved in self.saved if saved.key in there and saved.score is not None]
         self.saved = [saved for saved in self.saved if saved.key in there and self._owns(trainer, saved)]
+        apart = [saved.key for saved in ranked if saved not in self.saved and saved.step <= trainer.global_step]
+        resumed = trainer.resumed_from  # whose list does not have itself
+        about = {} if resumed is None else resumed.manifest.info
+        if resumed is not None and about.get("saver") == self.state_key and about.get("score") is not None:
+            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
+        if apart and self.own_folder is not None and trainer.is_global_zero:
+            warn_user(
+                f"ModelCheckpoint(monitor={self.monitor!r}) ranks anew: what it kept so far lies in another folder and "
+                f"stays there ({', '.join(apart)}). Give the same dirpath to rank on"
+            )
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
             self._find_best()
+
+    def _warn_of_fewer(self, trainer: Trainer) -> None:
+        """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` deletes at its next save."""
+        ranked = [saved for saved in self.saved if saved.score is not None]
+        kept = self.policy.kept(self.saved)
+        gone = [saved.key for saved in ranked if saved.key not in kept]
+        before = self._top_k_before if self._top_k_before != -1 else math.inf
+        if gone and 0 <= self.save_top_k < before and self.keep is None and trainer.is_global_zero:
+            warn_user(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}) keeps fewer than the run before: its next save deletes "
+                f"{', '.join(gone)}. Give the former save_top_k, or move them away, to have them still"
+            )
 
     def _owns(self, trainer: Trainer, saved: Saved) -> bool:
         here = self.own_folder or trainer.run_folder.checkpoints
@@ -360,11 +388,9 @@ class ModelCheckpoint(Callback):
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score")
+            score = about.get("score")  # None of nan
             if not about.get("ranked") or about.get("monitor") != self.monitor:
                 score = None
-            elif score is None:
-                score = math.nan
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
@@ -380,8 +406,10 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            waits = self.monitor is not None and trainer.enable_validation
-            self._deferred = waits and trainer.agree(self.monitor not in _values(trainer))
+            # The weights of a step are ranked by, and named after, what the validation of this very step gives.
+            waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
+            first = not waits and self.monitor is not None and trainer.enable_validation
+            self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))
             self._want_newest(trainer)
             if not self._deferred:
                 self._save(trainer)
@@ -438,7 +466,7 @@ class ModelCheckpoint(Callback):
         if due:
             self._start_clock(trainer)
         there = self.last_model_path != "" and self._path(self.last_model_path).is_dir()
-        saved = there and self._position_saved == trainer.position.state_dict()
+        saved = there and self._position_saved == trainer.position.reached
         if trainer.agree(saved and (due or not self.save_weights_only)):
             return self._path(self.last_model_path)
         self._save(trainer, last=True, full=not due, at_once=final, must=final)
@@ -470,9 +498,14 @@ class ModelCheckpoint(Callback):
         self._finish_pending(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
-        new = Saved("", trainer.global_step, score)
+        bad = score is not None and math.isnan(score)  # judged, but no better than nothing: the newest, without a rank
+        new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
-        wanted = self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
+        # A resumed run may validate and rank once more what it had saved before it was broken off.
+        again = [] if last else [one for one in self.saved if one.step == new.step]
+        others = [one for one in self.saved if one not in again]
+        wanted = self.save_last or self.keep is not None or self.policy.takes(new, others)
+        wanted = wanted or (bad and newest is None and self.keeps_newest)
         self._last_step_saved = trainer.global_step
         if self.monitor is None or score is not None:
             self._last_step_judged = trainer.global_step
@@ -483,7 +516,7 @@ class ModelCheckpoint(Callback):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
         weights_only = self.save_weights_only and not full
-        to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
+        to_delete = trainer.agree([one.key for one in again] + self.policy.to_delete([*others, new]))
         if trainer.newest is not None and not weights_only:
             to_delete += [key for key in trainer.newest.superseded(self, new.step) if key not in to_delete]
         what: dict[str, Any] = {
@@ -491,7 +524,7 @@ class ModelCheckpoint(Callback):
             "saver": self.state_key,
             "monitor": self.monitor,
             "mode": self.mode,
-            "score": None if score is None or math.isnan(score) else score,
+            "score": new.score,
             "ranked": score is not None,
         }
         name = self._name(trainer)
@@ -504,7 +537,7 @@ class ModelCheckpoint(Callback):
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
             return
-        self._position_saved = trainer.position.state_dict()
+        self._position_saved = trainer.position.reached
         if trainer.newest is not None and not weights_only:
             trainer.newest.note(trainer, self)
 
@@ -594,6 +627,9 @@ class ModelCheckpoint(Callback):
         if self.filename is None:
             return None
         return trainer.agree(format_name(self.filename, _values(trainer), self.auto_insert_metric_name))
+
+
+_METRIC_IN_NAME = re.compile(r"\{(?!(?:epoch|step)[:}])[^{}]").search
 
 
 def _values(trainer: Trainer) -> dict[str, float]:

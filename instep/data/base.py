@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from instep.data.plan import Plan, Share
@@ -11,6 +12,8 @@ from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
 _LISTED = 16  # samples of a batch in a message
+_UNKNOWN = -1
+_KEPT = 1024  # batches beyond the longest window, of which the samples are remembered
 OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
 
 
@@ -31,8 +34,9 @@ class BatchSource(ABC):
         first_batch: number of the first batch of this pass.
         epoch: what `set_epoch` was last called with.
         rank_state: the state differs per rank and fits the same world size only.
-        history: how many batches back from the last given one `state_dict` can be asked for. Set it to the window's
-            size before a pass if states are taken within windows; matters for loaders with a state of their own only.
+        history: how many batches back from the last given one `state_dict` can be asked for, and from 2 on whether the
+            samples of the given ones are remembered, to weigh the batches of a window by. Set it to the window's size
+            before a pass; matters for data whose sizes are not known beforehand, or with a state of its own.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -59,6 +63,8 @@ class BatchSource(ABC):
         self.first_batch = 0
         self.epoch = 0
         self.cycle = 0
+        self._given = 0  # batches of the epoch so far, where they are counted
+        self._seen = array("q")  # samples of all ranks in each of the last ones, or _UNKNOWN
         self._pending = False  # a position was loaded that no pass has used yet
         self._plan: Plan | None = None  # of the position that the source stands at
 
@@ -133,7 +139,24 @@ class BatchSource(ABC):
 
     def _begin(self, first_batch: int) -> None:
         self.first_batch = first_batch
-        self.share, self._plan = Share(), None
+        self.share, self._plan, self._seen = Share(), None, array("q")
+
+    def _give(self, share: Share) -> None:
+        """Count the next batch as given, and remember its samples."""
+        self.share = share
+        self._given += 1
+        if self.history > 1:
+            self._seen.append(_UNKNOWN if share.all is None else share.all)
+            if len(self._seen) > 2 * (kept := _KEPT + self.history):
+                del self._seen[:-kept]
+
+    def _seen_between(self, start: int, stop: int) -> Sequence[int]:
+        """Return the samples of given batches, as `Plan.seen`; those that are unknown count as the first one's."""
+        first = self._given - len(self._seen)
+        seen = self._seen[start - first : stop - first] if start >= first else ()
+        if not seen or seen[0] == _UNKNOWN:
+            return ()
+        return [seen[0] if samples == _UNKNOWN else samples for samples in seen] if _UNKNOWN in seen else seen
 
 
 class DataShard(NamedTuple):
@@ -181,7 +204,6 @@ class PreparedLoader(BatchSource):
         self.rank = shard.rank
         self.seed = shard.seed
         self.frozen = frozen
-        self._given = 0  # batches of the epoch so far, where they are counted
         self._set_epochs = _set_epoch_methods(loader)
 
     def reseed(self, seed: int) -> None:

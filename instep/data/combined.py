@@ -67,8 +67,7 @@ class CombinedLoader(BatchSource):
 
     The Trainer prepares the loaders for their ranks. Iterated directly, they are prepared as for one process.
 
-    The ranks weigh by their samples in all loaders' parts of a batch; the batches of an optimizer window weigh the
-    same.
+    The ranks, and the batches of an optimizer window, weigh by their samples in all loaders' parts.
 
     Args:
         iterables: loaders in dicts, lists and tuples, nested as you like. A list of plain numbers or texts is a loader.
@@ -106,7 +105,6 @@ class CombinedLoader(BatchSource):
         self._limits: list[int | float] | None = None
         self._limit: int | None = None
         self._tracks: list[_Track] = []
-        self._given = 0
         self._finished = False
 
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
@@ -320,13 +318,16 @@ class CombinedLoader(BatchSource):
                 total = self.first_batch + max(running, default=0)
         if (most := self._most()) is not None:
             total = most if total is None else min(total, most)
-        even = 0 if self.mode == "sequential" else sys.maxsize
-        for source in self._sources:
-            plan = source.plan
-            if not plan.uniform:
-                even = min(even, self.first_batch + plan.even - plan.first)
-        exact = all(track.source.plan.exact for track in self._tracks)
-        return Plan(self.first_batch, total, even=even if total is None or not exact else min(even, total), exact=exact)
+        plans = [source.plan for source in self._sources]
+        even = [0 if self.mode == "sequential" else sys.maxsize]
+        even += [self.first_batch + plan.even - plan.first for plan in plans if not plan.uniform]
+        if self.mode == "max_size":  # a part is missing from where its loader has ended
+            even += [self.first_batch + number for number in known]
+        exact = all(plan.exact for plan in plans)
+        if exact and total is not None:
+            even.append(total)
+        alike = all(plan.alike for plan in plans)
+        return Plan(self.first_batch, total, even=min(even), exact=exact, alike=alike, seen=self._seen_between)
 
     def _most(self) -> int | None:
         """Return the most batches that the limits leave of an epoch; None when they leave all."""
@@ -423,8 +424,7 @@ class CombinedLoader(BatchSource):
             given = [
                 track.source.share for track, batch in zip(self._tracks, batches, strict=True) if batch is not _END
             ]
-            self.share = _together(given, over or number + 1 == most)
-            self._given = number + 1
+            self._give(_together(given, over or number + 1 == most))
             parts = [None if batch is _END else batch for batch in batches]
             yield map_leaves(parts.__getitem__, self._places)
             if self.share.last:
@@ -471,8 +471,7 @@ class CombinedLoader(BatchSource):
                 number = self._given
                 later = any(other.source.num_batches != 0 for other in self._tracks[index + 1 :])
                 last = (track.run_end is not None and not later) or number + 1 == self._limit
-                self.share = track.source.share._replace(last=last)
-                self._given = number + 1
+                self._give(track.source.share._replace(last=last))
                 yield batch, track.own(number), index
                 if self.share.last:
                     return

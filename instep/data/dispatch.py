@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
 _UNKNOWN = -1
-_KEPT = 1024  # steps beyond the longest window, of which the samples are remembered
 _ALIGN = 16  # bytes; so that any dtype can be seen in the middle of a buffer
 
 
@@ -86,6 +84,8 @@ class DispatchLoader(PreparedLoader):
         DataError: a batch cannot be sliced.
     """
 
+    history: int = 2  # its batches' samples are remembered, if nobody says that windows have one batch
+
     def __init__(
         self,
         loader: Any,
@@ -109,11 +109,9 @@ class DispatchLoader(PreparedLoader):
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
-        self._given = 0
         self._pulled = 0  # batches of the epoch that the reader gave
         self._totals: _BatchSizes | None = None
         self._first = 0  # the reader's batch that the pass begins with
-        self._seen = array("q")  # samples of all ranks in each of the last steps, or _UNKNOWN
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
         self._parts: list[Any] = []  # by rank: the step's structure, with a _TensorSpec for each tensor
         self._sent = b""
@@ -141,7 +139,6 @@ class DispatchLoader(PreparedLoader):
         _, first, total, known = _receive_head(head, error, "position", "preparing the data on rank 0")
         self._totals = broadcast_object(totals) if known else None
         self._pulled = self._first = first
-        self._seen = array("q")
         self._begin(-(-first // self._group))
         self._given = self.first_batch
         left = math.ceil((total - first) / self._group)
@@ -173,11 +170,6 @@ class DispatchLoader(PreparedLoader):
         weights = [int(count != 0) for count in rows] if unknown else rows
         units = (weights[self.rank], sum(weights)) if any(weights) else None
         return Share(None if mine == _UNKNOWN else mine, None if unknown else sum(rows), last, units)
-
-    def _seen_between(self, start: int, stop: int) -> Sequence[int]:
-        first = self._given - len(self._seen)
-        seen = self._seen[start - first : stop - first]
-        return () if _UNKNOWN in seen else seen
 
     def _rows(self, batch_idx: int) -> list[int]:
         """Return the samples of each rank in a step, before it was read."""
@@ -225,11 +217,7 @@ class DispatchLoader(PreparedLoader):
         while step is not None and not self._over(step):
             following = None if self._even else next(steps, None)
             last = step.last or (following is not None and self._over(following))
-            self.share = self._share_of(step.rows, last)
-            self._given += 1
-            self._seen.append(_UNKNOWN if self.share.all is None else self.share.all)
-            if len(self._seen) > 2 * (kept := _KEPT + self.history):
-                del self._seen[:-kept]
+            self._give(self._share_of(step.rows, last))
             yield step.batch
             step = next(steps, None) if self._even else following
 

@@ -40,11 +40,12 @@ class Plan:
         first: number of the pass's first batch.
         total: number of the epoch's batches on this rank, limit applied; None when unknown.
         even: batches with a lower number have as many samples as each other, on every rank; `sys.maxsize`: all have.
+        alike: the ranks have as many samples as each other in every batch, as one rank has.
         exact: `total` decides where the pass ends; else the data does, and `total` is an estimate.
         longest: `total` of the rank that has most batches, where some ranks end earlier.
         at: gives the share of any batch by its number; None where only that of the batch in hand is known.
-        seen: gives the samples of all ranks in each of the batches from one number to another that were given already;
-            where batches of a window are weighed by samples that are not known before.
+        seen: gives the samples of all ranks in each of the batches from one number to another that were given already,
+            where they are known only then; nothing where the batches weigh the same.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Plan:
         *,
         even: int,
         exact: bool,
+        alike: bool = False,
         longest: int | None = None,
         at: Callable[[int], Share] | None = None,
         seen: Callable[[int, int], Sequence[int]] | None = None,
@@ -62,6 +64,7 @@ class Plan:
         self.total = total
         self.even = even
         self.exact = exact
+        self.alike = alike
         self.longest = total if longest is None else longest
         self.at = at
         self.seen = seen
@@ -74,6 +77,8 @@ class Plan:
 
     def full_batches(self, accumulate: int, origin: int = 0) -> int:
         """Return the number below which each batch has a `window_scale` of exactly `1 / accumulate`."""
+        if accumulate == 1 and self.alike:
+            return sys.maxsize
         if self.first > origin and (self.first - origin) % accumulate:
             return 0
         return self.even if self.even == sys.maxsize else origin + (self.even - origin) // accumulate * accumulate
@@ -85,6 +90,11 @@ class Plan:
         if self.exact and self.longest is not None:
             stop = min(stop, self.longest)
         return max(start, self.first), stop
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `gradient_correction` is needed at the end of a window of several batches."""
+        return not self.exact or self.seen is not None
 
     def window_units(self, start: int, stop: int) -> int:
         """Return the units of all ranks in the batches from `start` to `stop`."""
@@ -119,9 +129,9 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
     """Return the factor for this rank's mean loss in a batch of an optimizer window.
 
     A loss that is a mean over this rank's batch, multiplied by it, gives after averaging gradients over ranks and
-    adding them up over the window the mean over all samples of the window. Where sample numbers are unknown all batches
-    of the window weigh the same. Where the end is unknown too, the window counts as full, and `gradient_correction`
-    corrects the gradients at its end.
+    adding them up over the window the mean over all samples of the window. Where they are not known beforehand the
+    batches are weighed against the window's first one, which counts as full, and `gradient_correction` corrects the
+    gradients at its end. Batches that have no samples to count weigh the same.
 
     Args:
         source: its batch with that number is in hand.
@@ -153,17 +163,16 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
     """Return what the gradients must be multiplied by after this batch, before the optimizer's step.
 
-    Not 1 only where sizes were unknown when `window_scale` was asked: in the last batch of data without a length, and
-    where a window's batches were weighed against its first one.
+    Not 1 only where sizes were unknown when `window_scale` was asked, and the window is shorter or its batches differ.
     """
     plan = source.plan
-    if plan.exact:
+    if not plan.corrects:
         return 1.0
     start, stop = plan.window_of(batch_idx, accumulate, origin)
     seen = plan.seen_in_window(start, batch_idx)
     if any(seen):
         return (stop - start) * max(1, seen[0]) / sum(seen)
-    return (stop - start) / (batch_idx + 1 - start) if source.share.last else 1.0
+    return (stop - start) / (batch_idx + 1 - start) if source.share.last and not plan.exact else 1.0
 
 
 # ---- a global batch of given size

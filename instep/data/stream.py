@@ -115,7 +115,7 @@ class StreamLoader(PreparedLoader):
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
-        self._compare = compare  # until the first batch was
+        self._compare = compare and length is None  # until the first batch was
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
@@ -129,7 +129,13 @@ class StreamLoader(PreparedLoader):
         self._resume: StateDict | None = None
         self._ever_gave = False
         self._counted = False  # what uneven="stop" leaves out
+        self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
+
+    @property
+    def _end(self) -> int:
+        """Batches that an epoch has at most."""
+        return self._limit if self._length is None else self._length
 
     def _reset(self) -> None:
         self._given = 0  # batches of the epoch given so far
@@ -142,9 +148,14 @@ class StreamLoader(PreparedLoader):
     def plan(self) -> Plan:
         if self._plan is None:
             length = self._length
-            even = length if length is not None else sys.maxsize if self.world_size == 1 else 0
-            total = self._estimate if length is None else length
-            self._plan = Plan(self.first_batch, total, even=even, exact=length is not None)
+            self._plan = Plan(
+                self.first_batch,
+                self._estimate if length is None else length,
+                even=0,
+                exact=length is not None,
+                alike=self.world_size == 1,
+                seen=self._seen_between,
+            )
         return self._plan
 
     def _enter(self, epoch: int, cycle: int) -> None:
@@ -252,19 +263,21 @@ class StreamLoader(PreparedLoader):
     def __iter__(self) -> Iterator[Any]:
         self._start_pass()
         resume = self._resume
-        if (resume is not None and resume["finished"]) or self._given >= self._limit:
+        if (resume is not None and resume["finished"]) or self._given >= self._end:
             return
-        if self._length is not None and isinstance(self.loader, Sequence):
+        alone = self.world_size == 1 or self.uneven == OWN_END
+        alone = alone or (self._length is not None and not dist.is_initialized())  # a rank's part, asked for by itself
+        if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._length, lambda: self.loader[self._given])
             return
         try:
             self._open()
-            if self._length is not None:
-                yield from self._give_sized(self._length, self._pull)
-            elif self.world_size == 1 or self.uneven == OWN_END:
-                yield from self._give_alone()
-            else:
+            if not alone:
                 yield from self._give_together()
+            elif self._length is not None:
+                yield from self._give_sized(self._length, self._pull)
+            else:
+                yield from self._give_alone()
         except Exception:
             self.close()
             raise
@@ -295,6 +308,7 @@ class StreamLoader(PreparedLoader):
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
+        self._end_is_unread = self._end_is_unread or state is not None
         if not getattr(self.loader, "persistent_workers", False):
             end_workers(self._started)  # of a pass that was left, and is still held by somebody
         with self._random.at("start"):
@@ -333,8 +347,9 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if self._own_ends:
                     self._own_end = number
-                    return
-                raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+                elif "kind" in (self._resume or {}):  # a state; by `start_at` all of an epoch may be left out
+                    raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+                return
             self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
@@ -350,8 +365,11 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
+                if batch is _END and not number and self._end_is_unread:  # that of the pass before: it begins again now
+                    self._iterator, self._started = start_workers(self.loader)
+                    batch = next(self._iterator, _END)
             self._note_draws(number)
-        self._pulled = number + 1
+        self._pulled, self._end_is_unread = number + 1, batch is not _END
         return batch
 
     def _check_not_used_up(self) -> None:
@@ -382,15 +400,17 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if not number:
                     self._check_not_used_up()
-                raise DataError(
-                    f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
-                    "__len__, or take it away: data without a length is welcome"
-                )
+                raise self._too_short(number)
             self._ever_gave = True
-            if number == length - 1:
-                self.share = Share(last=True)
-            self._given = number + 1
+            self._give_own(batch, number == length - 1)
             yield batch
+
+    def _too_short(self, number: int) -> DataError:
+        return DataError(
+            f"{type(self.loader).__name__} has a length of {self._length} batches but gave only {number}. Mend its "
+            "__len__, or take it away: data without a length is welcome. If it goes on where the pass before was left, "
+            "let its __iter__ begin anew"
+        )
 
     def _give_alone(self) -> Iterator[Any]:
         batch = self._pull()
@@ -399,16 +419,23 @@ class StreamLoader(PreparedLoader):
         while batch is not _END:
             self._ever_gave = True
             following = _END if self._pulled >= self._limit else self._pull()
-            if following is _END:
-                self.share = Share(last=True)
-            self._given += 1
+            self._give_own(batch, following is _END)
             yield batch
             batch = following
 
+    def _give_own(self, batch: Any, last: bool) -> None:
+        """Give a batch whose sizes the ranks do not agree on; one process counts them where they are asked for."""
+        if self.history > 1 and self.world_size == 1:
+            self._give(Share(None, find_batch_size(batch), last))
+            return
+        if last:
+            self.share = Share(last=True)
+        self._given += 1
+
     def _give_together(self) -> Iterator[Any]:
-        number = self._given
+        number, end = self._given, self._end
         slots: deque[_ReadAhead] = deque()
-        for ahead in range(number, min(number + 2, self._limit)):
+        for ahead in range(number, min(number + 2, end)):
             slots.append(self._look_ahead(ahead))
         ranks, _ = slots[0].agreed.read()
         if not number and not ranks:
@@ -420,7 +447,7 @@ class StreamLoader(PreparedLoader):
         _warn_of_copies(self, slots[0].agreed.marks)
         while more:
             slot = slots.popleft()
-            if number + 2 < self._limit:
+            if number + 2 < end:
                 slots.append(self._look_ahead(number + 2))
             more = bool(slots) and self._goes_on(number + 1, slots[0])
             ranks, total = slot.agreed.read()
@@ -428,10 +455,9 @@ class StreamLoader(PreparedLoader):
             units = (int(slot.batch is not _END), ranks)
             if total is not None and local is not None:
                 units = (local, total)
-            self.share = Share(local, total, not more, units)
+            self._give(Share(local, total, not more, units))
             batch = self._replay if slot.batch is _END else slot.batch
             number += 1
-            self._given = number
             yield batch
         if slots and slots[0].agreed.read()[0] and not self._counted:
             self._counted = True
@@ -483,6 +509,8 @@ class StreamLoader(PreparedLoader):
         batch = _END
         if self._own_end is None:
             batch = self._pull()
+            if batch is _END and self._length is not None:
+                raise self._too_short(number)
             if batch is _END:
                 self._own_end = number
             elif self.uneven == "join":

@@ -238,6 +238,12 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
         4
     """
+    if type(data) is torch.Tensor and data.ndim:  # as most batches are, or begin
+        return data.shape[0]
+    if type(data) in (list, tuple, dict) and data:
+        first = next(iter(data.values() if type(data) is dict else data))
+        if type(first) is torch.Tensor and first.ndim:
+            return first.shape[0]
     for _, leaf in iter_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return leaf.shape[0]

@@ -108,6 +108,25 @@ class Row(NamedTuple):
     time_s: float
 
 
+class RowKey(NamedTuple):
+    """Step and names of a row in a file, by which it is known again."""
+
+    step: float
+    names: frozenset[str]
+
+    @staticmethod
+    def of_record(record: Record) -> RowKey:
+        """Return the key of the row that a record becomes."""
+        own_step = record.args[0].get("step", record.step) if record.hook == "_log_metrics" else record.step
+        names = (name if name.isascii() else in_utf8(name) for name in record.names() if name != "step")
+        return RowKey(float(own_step or 0), frozenset(names))
+
+
+def in_utf8(name: str) -> str:
+    """Escape what UTF-8 does not have in a name."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 class Backlog:
     """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
 

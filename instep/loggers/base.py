@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from instep.loggers.appended import AppendedFile
-    from instep.loggers.backlog import Record, Row
+    from instep.loggers.backlog import Record, Row, RowKey
     from instep.loggers.delivery import Delivery, Marks
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
@@ -168,8 +168,6 @@ class Logger:
     _LOCAL: bool = True
     """Whether the subclass, on a resume, takes back what it wrote after the checkpoint. False: what was given to the
     tracker stays there, and a resumed run does not send it a second time."""
-    _ROWS: bool = False
-    """Whether each record is one row of one file, which `_row_count` counts."""
     _OWN_FOLDERS: bool = False
     """Whether the tracker's package names the places of its runs: such a logger never decides the run folder."""
     _PATHS: Mapping[str, str | None] = {}
@@ -778,10 +776,13 @@ class Logger:
     def _delivered(self) -> Mapping[str, int] | None:
         """Return the last step that the tracker has of each metric; None where it cannot be asked.
 
-        Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`. One that is says
-        what it has kept of what came after the checkpoint.
+        Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`.
         """
         return None
+
+    def _kept_rows(self) -> Iterable[RowKey]:
+        """Return the rows of a file that `_start` has kept of what came after the checkpoint."""
+        return ()
 
     def _sync_arguments(self) -> dict[str, Any]:
         """Return what `instep runs sync` gives to the constructor: `_SYNC`."""
@@ -949,7 +950,7 @@ class Logger:
         is_new = not self._resumed
         if self._resumed or self._marks is None:
             at_checkpoint = dict(self._logged) if self._resumed and not self._sends_rest else None
-            self._marks = Marks(at_checkpoint, whole=self._ROWS, exact=self._LOCAL)
+            self._marks = Marks(at_checkpoint, exact=self._LOCAL)
         number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
         folder = self._run_dir.absolute() / "loggers"
         backlog = Backlog(folder / f"{type(self).__name__}{number}{rank}.jsonl")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.loggers.appended import AppendedFile
-from instep.loggers.backlog import Record, Row
+from instep.loggers.backlog import Record, Row, RowKey
 from instep.loggers.base import Logger
 from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
 from instep.types import PathLike
@@ -53,7 +53,7 @@ class CSVLogger(Logger):
     """
 
     NAME_HPARAMS_FILE = NAME
-    _ROWS, _writers = True, frozenset({"_appended"})
+    _writers = frozenset({"_appended"})
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CSVLogger(Logger):
         self._columns_in_file = 0
         self._rows_in_file = 0
         self._rows_to_keep: int | None = None
-        self._has: dict[str, int] = {}  # of what came after the checkpoint
+        self._later_rows: list[RowKey] = []  # of what came after the checkpoint
         self._resumed_step = -1  # later rows go on from here; `_last_step` may be of a user's own axis
         self._flushed_step: int | None = None
 
@@ -98,6 +98,7 @@ class CSVLogger(Logger):
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._columns = {"step": None}
         self._columns_in_file = self._rows_in_file = 0
+        self._later_rows = []
         self._had_rows, self._flushed_step = (0, frozenset()), None
         path = self._log_dir.absolute() / "metrics.csv"
         self._appended = AppendedFile(path)  # a folder that cannot be written is an error before the first step
@@ -117,7 +118,8 @@ class CSVLogger(Logger):
             front = self._rows_to_keep
             later = {i: row for i, row in enumerate(rows) if i >= front and float(row[0] or 0) <= self._resumed_step}
             for row in later.values():
-                self._has |= {name: int(float(row[0])) for name, cell in zip(header, row, strict=False) if cell}
+                names = (name for name, cell in zip(header[1:], row[1:], strict=False) if cell)
+                self._later_rows.append(RowKey(float(row[0] or 0), frozenset(names)))
         kept = [*rows[:front], *later.values()]
         if len(kept) < len(rows) or whole != text:
             _write_table(self._appended, header, kept)
@@ -126,8 +128,8 @@ class CSVLogger(Logger):
         self._rows_in_file = len(kept)
         self._had_rows = front, frozenset(later)
 
-    def _delivered(self) -> dict[str, int]:
-        return self._has
+    def _kept_rows(self) -> list[RowKey]:
+        return self._later_rows
 
     def _row_count(self) -> int | None:
         return None if self._appended is None or self._appended.is_shared else self._rows_in_file

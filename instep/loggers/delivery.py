@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
 from contextlib import suppress
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from instep.errors import InstepError
-from instep.loggers.backlog import BATCH, Backlog, Record, Row, read_note
+from instep.loggers.backlog import BATCH, Backlog, Record, Row, RowKey, in_utf8, read_note
 from instep.loggers.trust import seal_of, sent_in, signed, version_in, why_not
 from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
@@ -373,29 +373,31 @@ class Marks:
 
     Args:
         at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
-        whole: a record is sent whole where the tracker lacks one of its metrics: it is one row of a file.
         exact: what an earlier process left has been held against what the tracker has, record by record.
     """
 
-    def __init__(
-        self, at_checkpoint: Mapping[str, int] | None = None, whole: bool = False, exact: bool = False
-    ) -> None:
+    def __init__(self, at_checkpoint: Mapping[str, int] | None = None, exact: bool = False) -> None:
         self.sent: dict[str, int] = {}
         """The last step by name that was sent."""
-        self._whole, self._exact = whole, exact
+        self._exact = exact
         self._at_checkpoint = at_checkpoint
         self._has: Mapping[str, int] = {}
+        self._rows = Counter[RowKey]()
         self._left_over = 0
 
-    def resume(self, sent: Mapping[str, int], has: Mapping[str, int] | None, left_over: int) -> None:
+    def resume(
+        self, sent: Mapping[str, int], has: Mapping[str, int] | None, left_over: int, rows: Iterable[RowKey] = ()
+    ) -> None:
         """Take up those of an earlier process.
 
         Args:
             sent: what it noted.
             has: what the tracker says of its metrics; None: it does not say.
             left_over: records in front that the earlier process could not send.
+            rows: those that a file has kept of what came after the checkpoint. Each stands for one record that is
+                about to come again. A row counts as a whole: several of one step may have a metric in common.
         """
-        self.sent = dict(sent)
+        self.sent, self._rows = dict(sent), Counter(rows)
         self._has = sent if has is None else {**{name: at for name, at in sent.items() if ":" in name}, **has}
         self._left_over = left_over
 
@@ -410,7 +412,7 @@ class Marks:
 
     def missing(self, records: list[Record]) -> list[Record]:
         """Return the parts of the next records that the tracker lacks."""
-        if not self._has:
+        if not self._has and not self._rows:
             return records
         parts = [self._missing(record, index < self._left_over) for index, record in enumerate(records)]
         return [part for part in parts if part is not None]
@@ -420,9 +422,12 @@ class Marks:
         if step is None or low is None or (left_over and self._exact):
             return record
         names = record.names()
+        if self._rows:
+            key = RowKey.of_record(record)
+            is_kept = self._rows[key] > 0
+            self._rows[key] -= is_kept
+            return None if is_kept else record
         there = {name for name in names if low.get(name, -1) < step <= self._has.get(name, -1)}
-        if self._whole and len(there) < len(names):
-            return record
         if not there or record.hook != "_log_metrics":
             return None if there else record
         left = {name: value for name, value in record.args[0].items() if name not in there}
@@ -459,7 +464,8 @@ class LoggerSide:
             self.is_started = True
         if logger._resumed:
             sent = {} if logger._LOCAL else sent_in(read_note(self.note_path))
-            self._marks.resume(sent, self._delivered(), self._left_over)
+            rows = logger._kept_rows() if logger._x_axis == "step" else ()
+            self._marks.resume(sent, self._delivered(), self._left_over, rows)
         logger._resumed = False
         self.rest()
 
@@ -514,7 +520,7 @@ class LoggerSide:
     def _in_utf8(self, record: Record) -> Record:
         """Escape what UTF-8 does not have in the names of metrics: one would cost the whole file."""
         names = [name for name in record.names() if not name.isascii()] if record.hook == "_log_metrics" else []
-        changed = {name: name.encode("utf-8", "backslashreplace").decode() for name in names}
+        changed = {name: in_utf8(name) for name in names}
         wrong = [name for name, text in changed.items() if name != text]
         if not wrong:
             return record

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.loggers.appended import AppendedFile, check_no_link
-from instep.loggers.backlog import Row
+from instep.loggers.backlog import Row, RowKey
 from instep.loggers.base import Logger
 from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
 from instep.types import PathLike
@@ -50,7 +50,7 @@ class JSONLinesLogger(Logger):
         0.5
     """
 
-    _ROWS, _writers = True, frozenset({"_appended"})
+    _writers = frozenset({"_appended"})
 
     NAME_HPARAMS_FILE = NAME
 
@@ -64,7 +64,7 @@ class JSONLinesLogger(Logger):
         super().__init__(save_dir, name, version, **options)
         self._lines = 0
         self._lines_to_keep: int | None = None
-        self._has: dict[str, int] = {}  # of what came after the checkpoint
+        self._later_rows: list[RowKey] = []  # of what came after the checkpoint
         self._resumed_step = -1
 
     @property
@@ -89,7 +89,7 @@ class JSONLinesLogger(Logger):
         assert self._log_dir is not None
         self._log_dir.mkdir(parents=True, exist_ok=True)
         path, self._lines = self._log_dir.absolute() / FILE, 0
-        self._had_rows = 0, frozenset()
+        self._had_rows, self._later_rows = (0, frozenset()), []
         self._appended = AppendedFile(path)
         with self._appended.turn():
             if path.stat().st_size:
@@ -106,8 +106,7 @@ class JSONLinesLogger(Logger):
         if self._lines_to_keep is not None:
             front = self._lines_to_keep
             later = {i: line for i, line in enumerate(lines) if i >= front and _step(line) <= self._resumed_step}
-            for line in later.values():
-                self._has |= dict.fromkeys(json.loads(line), int(_step(line)))
+            self._later_rows = [_key(line) for line in later.values()]
         kept = [*lines[:front], *later.values()]
         if len(kept) < len(lines) or whole != content:
             with self._appended.replacing() as part:
@@ -115,8 +114,8 @@ class JSONLinesLogger(Logger):
         self._lines = len(kept)
         self._had_rows = front, frozenset(later)
 
-    def _delivered(self) -> dict[str, int]:
-        return self._has
+    def _kept_rows(self) -> list[RowKey]:
+        return self._later_rows
 
     def _row_count(self) -> int | None:
         return None if self._appended is None or self._appended.is_shared else self._lines
@@ -203,6 +202,14 @@ def _number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _key(line: bytes) -> RowKey:
+    """Return the key of the record that became a line."""
+    row: dict[str, Any] = json.loads(line)
+    if "kind" in row and isinstance(row.get("name"), str):
+        return RowKey(row["step"], frozenset({f"_log_{row['kind']}:{row['name']}"}))
+    return RowKey(row["step"], frozenset(row) - {"step", "time"})
 
 
 def _step(line: bytes) -> float:

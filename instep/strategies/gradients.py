@@ -155,7 +155,9 @@ class Gradients:
             The norm before, 0-dim; None where there is none to return.
         """
         if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, value)
+            with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+            if with_gradient:  # torch raises without any
+                nn.utils.clip_grad_value_(with_gradient, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 

@@ -131,9 +131,13 @@ class Position:
         global_step: optimizer steps done.
         earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
+        validation_due: of a position that was saved, whether one was due there: the batches are counted otherwise where
+            the run goes on with other ranks. None: it is to be counted.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
+        closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
+        batches_without_loss: batches for which `training_step` returned None.
         loaded_step: `global_step` when the training loader was asked for last, with
             `reload_dataloaders_every_n_epochs`; `val_loaded_step` likewise of validation's.
     """
@@ -144,9 +148,12 @@ class Position:
     global_step: int = 0
     earlier_batches: int = 0
     validated: bool = False
+    validation_due: bool | None = None
     epoch_ended: bool = False
     skipped_rest: bool = False
+    closed_step: int = -1
     nonfinite_steps: int = 0
+    batches_without_loss: int = 0
     loaded_step: int = 0
     val_loaded_step: int = 0
 
@@ -156,6 +163,7 @@ class Position:
         self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
         self.validated = self.epoch_ended = self.skipped_rest = False
+        self.validation_due = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position at the end of the last optimizer window, where a resumed run goes on."""
@@ -164,6 +172,18 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for entry in fields(self):
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
+        if "closed_step" not in state_dict:  # of an earlier instep, which did not say it
+            self.closed_step = self.global_step
+
+    @property
+    def reached(self) -> dict[str, Any]:
+        """What has been trained and validated so far: where two are equal, one checkpoint does for both."""
+        return {name: value for name, value in self.state_dict().items() if name != "closed_step"}
+
+    @property
+    def owes_end(self) -> bool:
+        """Whether the epoch, or the run's end within it, is still to come, with its validation and hooks."""
+        return self.batch > 0 and not self.epoch_ended and self.closed_step != self.global_step
 
 
 class Progress:
@@ -262,6 +282,7 @@ class RunContext:
         counted_at_start: updates of metric objects, by their `id`, from before the fit: those are not the training's.
         counted_outside: what metric objects had counted before the validation that runs; None where none runs.
         validation: when fit validates.
+        stop_waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
         why: why the fit came to its end; empty until it has.
@@ -270,7 +291,6 @@ class RunContext:
         manual_steps: optimizer steps of the batch in hand, in manual optimization.
         last_hand_over: step whose values were handed to the loggers last; a manual step may take several batches.
         batches_at_start: training batches done, over all epochs, when this fit began.
-        batches_without_loss: batches of this fit for which `training_step` returned None.
         last_without_loss: epoch and batch of the last of them.
         restore_rest: restores log sums and random generators, once the hooks before the first step have run.
         resumed: the checkpoint that is loaded, until all of it is restored; None for a file of weights.
@@ -326,6 +346,7 @@ class RunContext:
     counted_at_start: dict[int, int] = field(default_factory=dict)
     counted_outside: dict[str, Any] | None = None
     validation: ValidationPlan = field(default_factory=ValidationPlan)
+    stop_waits: bool = False
     deferred: list[Trigger] = field(default_factory=list)
     preempted: bool = False
     why: str = ""
@@ -338,7 +359,6 @@ class RunContext:
     manual_steps: int = 0
     last_hand_over: int = 0
     batches_at_start: int = 0
-    batches_without_loss: int = 0
     last_without_loss: tuple[int, int] = (-1, -1)
     restore_rest: Callable[[], None] | None = None
 

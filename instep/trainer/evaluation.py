@@ -83,6 +83,7 @@ def evaluate(
         outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
+        trainer.metrics.keep(log)  # the bar's step values that are in no row
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
         outer_counts.note_logged()
@@ -90,7 +91,7 @@ def evaluate(
         outer_counts.put_back()  # now, since a hook may save
         if stage != "sanity_check":
             trainer.metrics.log_steps([*arrived, *more])
-            trainer.metrics.put_epoch(epoch_metrics)
+        trainer.metrics.put_epoch(epoch_metrics, final=stage != "sanity_check")
         hooks.call(f"on_{name}_end")
     _call_own(module, f"on_{name}_model_train")
     return _by_loader(epoch_metrics, len(sources))
@@ -120,8 +121,6 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
         gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         ctx.switch_log(outer_log)
         trainer.state.stage, progress.stage = outer_stage, outer_progress
-        if stage == "sanity_check":
-            trainer.metrics.forget()
 
 
 def _batch_loop(

@@ -185,6 +185,11 @@ class Accumulator:
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
 
     @property
+    def shown(self) -> tuple[str, ...]:
+        """The names under which callbacks see a step value; the plain one until the epoch's value takes its place."""
+        return (self.step_name, self.full_name) if self.on_epoch else (self.full_name,)
+
+    @property
     def names(self) -> set[str]:
         """The names under which loggers get its values."""
         return {*[self.step_name] * self.on_step, *[self.epoch_name] * self.on_epoch}
@@ -411,7 +416,8 @@ class MetricLog:
             accumulator.last = value
             accumulator.fresh = True
             if accumulator.on_step:
-                self.step_values[accumulator.step_name] = value
+                for name in accumulator.shown:
+                    self.step_values[name] = value
         self.buffer.clear()
 
     def _weight(self, batch_size: int | None) -> float:
@@ -489,7 +495,8 @@ class MetricLog:
         op = reduction(known.name, options.reduce_fx)
         if op != known.op:
             known.clear()
-        self.step_values.pop(known.step_name, None)
+        for name in known.shown:
+            self.step_values.pop(name, None)
         known.options, known.op, known.from_checkpoint = options, op, False
         known.on_step, known.on_epoch = self._defaults(known.name, options)
         return known
@@ -601,14 +608,19 @@ class MetricLog:
             mine = {one.step_name: metrics[one.step_name] for one in fresh if self._counts and one.options.sync_dist}
             groups = {one.step_name: one.options.group for one in fresh}
             by_rank = gather_object(mine)
-            for name, values in _by_name(by_rank).items():
+            by_name = _by_name(by_rank)
+            for name, values in by_name.items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 metrics[name] = sum(values) / len(values)
-        self.step_values.update(metrics)
+            for one in self._all():
+                if one.on_step and one.step_name in by_name:
+                    one.last = metrics[one.step_name]  # what is shown, and saved, from now on
         if not metrics:
             return []
-        options = {one.step_name: one.options for one in self._all() if one.on_step}
+        ours = {one.step_name: one for one in self._all() if one.on_step}
+        self.step_values.update({name: value for key, value in metrics.items() for name in ours[key].shown})
+        options = {name: one.options for name, one in ours.items()}
         logged = {name: value for name, value in metrics.items() if options[name].logger is not False}
         return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if options[name].prog_bar})]
 
@@ -708,7 +720,7 @@ class MetricLog:
                 "weight": accumulator.weight,
                 "last": None if accumulator.last is None or not accumulator.on_step else float(accumulator.last),
                 "fresh": accumulator.fresh,
-                "replaced": accumulator.step_name not in self.step_values,
+                "shown": [name for name in accumulator.shown if name in self.step_values],
                 "metric": names.get(id(accumulator.metric)),
             }
             for (hook, dataloader_idx), accumulators in self._accumulators.items()
@@ -716,6 +728,11 @@ class MetricLog:
             if (accumulator.metric is None or id(accumulator.metric) in names)
             and (accumulator.weight or accumulator.total is not None or accumulator.last is not None)
         ]
+
+    @staticmethod
+    def last_steps(state_dict: list[dict[str, Any]]) -> dict[str, float]:
+        """Return the last step values of a state by name, less those whose name a later epoch value has taken."""
+        return {name: one["last"] for one in state_dict if one["last"] is not None for name in one.get("shown", ())}
 
     def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
         """Restore the sums of an epoch that was interrupted.
@@ -739,8 +756,7 @@ class MetricLog:
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
                 accumulator.last, accumulator.fresh = saved["last"], saved["fresh"]
-                if not saved.get("replaced"):
-                    self.step_values[accumulator.step_name] = accumulator.last
+                self.step_values.update(dict.fromkeys(saved.get("shown", ()), accumulator.last))
         self._hook, self._dataloader_idx = "", None
         self._select()
 
@@ -825,6 +841,9 @@ def _by_name(parts: Iterable[dict[K, Any]]) -> dict[K, list[Any]]:
     return names
 
 
+_ENDS, _MOST_NAN = ("_step", "_epoch"), 8
+
+
 class Metrics:
     """Last values of all logged names; new ones are sent to the loggers.
 
@@ -837,6 +856,8 @@ class Metrics:
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.bar: dict[str, float] = {}
+        self.nan_since: dict[str, int] = {}
+        """Names whose last known value is nan, and the step at which that was seen first."""
         self._eval_steps: dict[str, int] = {}
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
@@ -844,6 +865,7 @@ class Metrics:
         for metrics, step, bar in arrived:
             if self._trainer.state.stage == "train":
                 self.callback.update(metrics)
+                self._look_for_nan(metrics, step)
             self.bar.update(bar)
             if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
@@ -851,7 +873,9 @@ class Metrics:
 
     def keep(self, log: MetricLog) -> None:
         """Keep the step values of a log that another one replaces: callbacks may watch them."""
-        self.callback.update({name: float(value) for name, value in log.callback_values.items()})
+        values = {name: float(value) for name, value in log.callback_values.items()}
+        self.callback.update(values)
+        self._look_for_nan(values, self._trainer.global_step)
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
@@ -861,6 +885,7 @@ class Metrics:
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
         for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
+            self._look_for_nan({name: value, plain: value}, self._trainer.global_step)
             for log in logs:
                 log.step_values.pop(name, None)
                 log.step_values.pop(plain, None)
@@ -871,6 +896,27 @@ class Metrics:
         if final and to_log:
             self.logged.update(to_log)
             self._send(to_log, self._trainer.global_step)
+
+    def _look_for_nan(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            if math.isnan(value):
+                self.nan_since.setdefault(name, step)
+            elif self.nan_since:
+                self.nan_since.pop(name, None)
+
+    def describe_nan(self) -> str:
+        """Return in words which values are nan and since when; "" where none is. Its step values must be kept first."""
+        since = self.nan_since
+        plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
+        by_step: dict[int, list[str]] = {}
+        for name in plain:
+            by_step.setdefault(since[name], []).append(name)
+        parts = []
+        for step, names in sorted(by_step.items()):
+            *others, last = names if len(names) <= _MOST_NAN else [*names[:_MOST_NAN], f"{len(names) - _MOST_NAN} more"]
+            parts.append(f"{', '.join(others)} and {last} are" if others else f"{last} is")
+            parts[-1] += f" nan since step {step:,}"
+        return "; ".join(parts)
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
@@ -891,17 +937,20 @@ class Metrics:
         self.callback.clear()
         self.logged.clear()
         self.bar.clear()
+        self.nan_since.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "callback": dict(self.callback),
             "logged": dict(self.logged),
             "bar": dict(self.bar),
+            "nan_since": dict(self.nan_since),
             "eval_steps": dict(self._eval_steps),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
+        self.nan_since = dict(state_dict.get("nan_since", {}))
         self._eval_steps = dict(state_dict["eval_steps"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from instep.data import BatchSource
-from instep.distributed import Trigger
+from instep.distributed import Trigger, gather_object
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
@@ -45,21 +45,23 @@ def fit(ctx: RunContext) -> None:
     check_saving(ctx)
     agree_on_triggers(ctx)
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
-    progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
+    progress, beats, validation, buffer = trainer.progress, ctx.heartbeat.numbers, ctx.validation, ctx.log.buffer
     batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
     max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or MOST_HELD
 
     while not is_finished(ctx):
         begin_epoch(ctx)
         source, step = ctx.source, make_step(ctx)
-        complete = False
-        for batch in rest_of_epoch(ctx):
+        complete, over = False, ends_here(ctx)
+        for batch in () if over else rest_of_epoch(ctx):
             batch_idx = progress.batch_idx = at.batch
             log.batch, log.weight = batch, source.share.mine
             if batch_start and skips_rest(ctx, batch_start, batch, batch_idx):
                 complete = at.skipped_rest = True
                 break
             output = step(batch, batch_idx)
+            if buffer:  # what was logged after the forward
+                log.drain()
             beats[BATCH], beats[STEP] = batch_idx, at.global_step
             if batch_end:
                 outputs = detached_outputs(output)
@@ -80,7 +82,7 @@ def fit(ctx: RunContext) -> None:
                 complete = source.share.last
                 break
         else:
-            complete = True
+            complete = not over or is_last_batch(ctx)
             import_module("instep.trainer.no_batches").check_epoch(ctx)
         end_epoch(ctx, complete)
 
@@ -179,6 +181,7 @@ def check_sanity(ctx: RunContext) -> None:
         steps = None if limit == -1 else limit
         if once or not sources or evaluate(ctx, "sanity_check", sources, steps) is not None:
             ctx.hooks.call("on_sanity_check_end")
+    ctx.trainer.metrics.forget()
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
     agree_on_triggers(ctx)
@@ -220,19 +223,52 @@ def check_saving(ctx: RunContext) -> None:
 def is_finished(ctx: RunContext) -> bool:
     """Return whether training is over."""
     at, s = ctx.position, ctx.settings
-    if s.max_steps != -1 and at.global_step >= s.max_steps:
+    if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
-    if s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs:
-        return True
-    return s.train_limit == 0 or is_stopping(ctx)
+    if ctx.restore_rest is not None and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
+        return False  # resumed behind the last step, but before the validation and the hooks that follow it
+    return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
+
+
+def ends_here(ctx: RunContext) -> bool:
+    """Return whether a run that is resumed within an epoch has no step left to do, but only the epoch's end."""
+    at = ctx.position
+    return at.batch > 0 and (at.global_step == ctx.settings.max_steps or is_stopping(ctx))
+
+
+def is_last_batch(ctx: RunContext) -> bool:
+    """Return whether the epoch's data ends behind the position; nothing more is read from it than to know that."""
+    return ctx.position.skipped_rest or next(iter(ctx.source), None) is None
 
 
 def is_stopping(ctx: RunContext) -> bool:
     """Return whether a stop was agreed and the minimum of steps and epochs is reached."""
-    at, s = ctx.position, ctx.settings
-    if not ctx.trainer._stop_agreed:
+    if not ctx.trainer._stop_agreed or is_below_minimum(ctx):
         return False
-    return at.global_step >= (s.min_steps or 0) and at.epoch + at.epoch_ended >= (s.min_epochs or 0)
+    return not ctx.stop_waits or still_stops(ctx)
+
+
+def is_below_minimum(ctx: RunContext) -> bool:
+    """Return whether `min_steps` or `min_epochs` holds a stop up."""
+    at, s = ctx.position, ctx.settings
+    return at.global_step < (s.min_steps or 0) or at.epoch + at.epoch_ended < (s.min_epochs or 0)
+
+
+def still_stops(ctx: RunContext) -> bool:
+    """Ask, once the minimum is reached, whether a stop that has waited for it is still wanted. Collective.
+
+    The metric that EarlyStopping watches may be better by now; its last verdict counts. Any other stop stands.
+    """
+    from instep.callbacks.early_stopping import WORD  # late: few runs have a minimum to wait for
+
+    trainer, ctx.stop_waits = ctx.trainer, False
+    verdicts = [each for each in trainer.early_stopping_callbacks if each.stopping_reason.value]
+    others = [why for why in trainer._own_stops if not why.startswith(WORD)]
+    if any(gather_object(bool(verdicts or others))):
+        return True
+    trainer._stop_agreed, trainer.stop_reason = False, ""
+    trainer._own_stops.clear()
+    return False
 
 
 def begin_epoch(ctx: RunContext) -> None:
@@ -317,6 +353,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     ctx.heartbeat.enter("epoch")
     ctx.loaders.in_epoch = False
     check_losses(ctx)
+    check_steps(ctx)
     check_finite(ctx)
     stopped = not complete and is_stopping(ctx)
     if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
@@ -341,21 +378,34 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         at.epoch_ended = True
         for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
             hook()
-    elif not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-        save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
+    else:
+        at.closed_step = at.global_step
+        if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
+            save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
     trainer._epoch_over = True
     agree_on_triggers(ctx)
 
 
 def check_losses(ctx: RunContext) -> None:
     """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
-    done = ctx.position.earlier_batches + ctx.position.batch - ctx.batches_at_start
-    if ctx.optimizers and ctx.batches_without_loss and ctx.batches_without_loss == done:
-        name = type(ctx.module).__name__
+    at, name = ctx.position, type(ctx.module).__name__
+    done = at.earlier_batches + at.batch
+    if ctx.optimizers and at.batches_without_loss and at.batches_without_loss == done:
         raise HookError(
             f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
             "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
             "__init__; if nothing is to be trained, return None from configure_optimizers."
+        )
+
+
+def check_steps(ctx: RunContext) -> None:
+    """Warn at the end of the first epoch where manual optimization has not stepped: such a run trains nothing."""
+    at, module = ctx.position, ctx.module
+    if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
+        warn_user(
+            f"{type(module).__name__} has automatic_optimization = False, and no optimizer stepped in the first epoch "
+            f"({at.batch} batches): nothing was trained. In training_step call self.manual_backward(loss), then step() "
+            "of an optimizer that self.optimizers() returns. The Trainer does not see the steps of other optimizers."
         )
 
 
@@ -385,6 +435,9 @@ def print_why_it_ended(ctx: RunContext) -> None:
         why = f"max_epochs={s.max_epochs} reached"
     ctx.why = why.rstrip(".")
     trainer.print(f"fit ended at step {at.global_step}: {ctx.why}.")
+    trainer.metrics.keep(ctx.log)
+    if bad := trainer.metrics.describe_nan():
+        trainer.print(f"{bad}. Trainer(nonfinite='stop') ends a run at the first loss or gradient that is not finite.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:
@@ -451,13 +504,20 @@ def waits_for_end(ctx: RunContext) -> bool:
     return plan.next_batch <= batches
 
 
+def validates_now(ctx: RunContext) -> bool:
+    """Return whether a planned validation runs at this very step: after its batch, or at the end of its epoch."""
+    plan = ctx.validation
+    return plan.enabled and (ctx.position.batch >= plan.next_batch or (ctx.source.share.last and waits_for_end(ctx)))
+
+
 def plan_next_validation(ctx: RunContext) -> None:
     """Set the batch after which the next validation is due, where batches are counted."""
     every, at = ctx.validation.every, ctx.position
     if every is not None:
         before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
         done = before + at.batch
-        due_now = at.batch > 0 and done % every == 0 and not at.validated
+        due_now = done % every == 0 if at.validation_due is None else at.validation_due
+        due_now = due_now and at.batch > 0 and not at.validated
         ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
 
 
@@ -532,6 +592,7 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
     """Do what the ranks agreed on, all at the same step."""
     for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
         if trigger.name == "stop":
+            ctx.stop_waits = is_below_minimum(ctx)
             ctx.trainer._stop_agreed = True
             ctx.trainer.stop_reason = trigger.reason or ctx.trainer.stop_reason
         elif trigger.name == "save":

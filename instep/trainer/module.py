@@ -102,7 +102,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             optimizer_idx: where optimizers take turns: the index of the one that steps. May be left out too.
 
         Returns:
-            The loss as a 0-dim tensor, a dict with the loss under "loss", or None to skip the batch (one process only).
+            The loss as a 0-dim tensor, a dict with the loss under "loss", or None to skip the batch (one process only):
+            it counts as a batch, and its optimizer step counts as a step, but it gives no gradient.
         """
         raise HookError(f"{type(self).__name__} has no training_step; fit needs one")
 

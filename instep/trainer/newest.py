@@ -73,7 +73,7 @@ class NewestState(ModelCheckpoint):
             The newest full checkpoint.
         """
         self._holder._finish_pending(trainer)
-        if self._position != trainer.position.state_dict():
+        if self._position != trainer.position.reached:
             self._save(trainer, last=True, at_once=at_once, must=must)
         self.due = False
         return self.path
@@ -94,7 +94,7 @@ class NewestState(ModelCheckpoint):
         """Record that the full state of this step is there, or under way; or, with None, that it was not saved."""
         self._holder = holder or self
         self._step = -1 if holder is None else trainer.global_step
-        self._position = None if holder is None else trainer.position.state_dict()
+        self._position = None if holder is None else trainer.position.reached
 
     def superseded(self, by: ModelCheckpoint, step: int) -> list[str]:
         """Return what a newer full state replaces: the last of this saver, and what others kept as the newest alone.

@@ -125,7 +125,10 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
         "seed": trainer.seed,
         "precision": ctx.precision.name,
         "strategy": strategy.name,
-        "position": ctx.position.state_dict(),
+        "position": {
+            **ctx.position.state_dict(),
+            "validation_due": ctx.position.window_batch >= ctx.validation.next_batch,
+        },
         "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
         "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
         "resumed_with": ctx.resumed_with,
@@ -663,6 +666,8 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     if own is None:
         log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
+    trainer.metrics.callback.update(ctx.log.last_steps(log))  # what callback_metrics showed when it was saved
+
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
@@ -709,6 +714,10 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
     data = state.get("data", None if own is None else own.get("data"))
     if data is None and at.epoch_ended:
         return  # the next epoch starts at its beginning
+    if data is None:
+        by_rank = [each.get("data") or {} for each in saved.ranks()]
+        if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):  # at its end, or at its beginning
+            data = by_rank[0]
     if data is None:
         raise CheckpointError(
             f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes, each with its own "

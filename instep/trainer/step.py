@@ -137,7 +137,7 @@ def window_step(ctx: RunContext, turn: Turn) -> Step:
             output, stepped = module_step(batch, batch_idx), True
         else:
             output = train(batch, batch_idx)
-            stepped = finish() if ctx.window_count else False  # it returned None for the whole window
+            stepped = finish()
         ctx.window_count = 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1
@@ -197,13 +197,13 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
         if buffer:
             log.drain()
         loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, ctx)
+        if not trains:
+            return None if loss is None else output
+        if accumulate == 1 or (batch_idx - origin) % accumulate == 0:
+            zero_grad()
         if loss is None:
             return None
-        if not trains:
-            return output
         weight = weight_of_full if batch_idx < full_batches else scale(source, batch_idx, accumulate, origin)
-        if ctx.window_count == 0:
-            zero_grad()
         if weight != 1.0:  # 0: run to keep step with the other ranks, and nothing comes of it, not even of a nan
             loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
@@ -439,10 +439,14 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
     plain = plain and ctx.trainer.profiler.off and len(optimizers) == 1
     step_plain = _graph_of_step(ctx, optimizer, plain)
-    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
+    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
     must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
+    # Where all batches of a window were skipped, the optimizers step without a gradient; these cannot.
+    needs_loss = scaler is not None or guard is not None or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
+        if needs_loss and not ctx.window_count:
+            return
         strategy.gradients.unscale_together(optimizers)
         rescale = gradient_correction(source, at.batch, accumulate, origin)
         for each in optimizers:
@@ -456,6 +460,8 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
             clip()
 
     def finish() -> bool:
+        if needs_loss and not ctx.window_count:
+            return True
         if must_prepare:
             prepare()
         if plain:
@@ -489,11 +495,7 @@ def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[
             ctx.window_count = before  # L-BFGS asks several times: each time the gradients are made anew
             output = train(batch, batch_idx)
             outputs.append(output)
-            if ctx.window_count:
-                prepare()
-            else:
-                for optimizer in turn.optimizers:
-                    optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
+            prepare()
             found = None if output is None else _loss_of(output, ctx)
             if searches and found is not None:  # by its own loss each rank would evaluate another number of times
                 weight = ctx.strategy.loss_weight()
@@ -682,7 +684,7 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
         place = ctx.position.epoch, ctx.position.batch
-        ctx.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
+        ctx.position.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
         ctx.last_without_loss = place
         warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
         return None

@@ -32,7 +32,7 @@ from instep.trainer.evaluation import evaluate, forward_training_data, predict
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
-from instep.trainer.loop import fit
+from instep.trainer.loop import fit, validates_now
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import change_in_run, check_data, check_module, default_callbacks, need_loaders
@@ -223,6 +223,7 @@ class Trainer:
         self.resume_report: ResumeReport | None = None
         self.run_summary: RunSummary | None = None
         self.stop_reason = ""
+        self._own_stops: set[str] = set()  # for which reasons this rank has asked for a stop
         self._stop_agreed = self._epoch_over = False  # the epoch's end hooks have run
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
@@ -475,7 +476,7 @@ class Trainer:
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         self.model, self.resume_report, self.run_summary = model, None, None
-        self._stop_agreed, self.stop_reason = False, ""
+        self._stop_agreed, self.stop_reason, self._own_stops = False, "", set()
         self._epoch_over = self.position.epoch_ended
 
     def __getstate__(self) -> dict[str, Any]:
@@ -582,6 +583,9 @@ class Trainer:
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
     )
 
+    _validates_now: ReadOnly[bool] = ReadOnly(lambda t: validates_now(t._run))
+    """Whether a planned validation runs right after this training batch."""
+
     newest: ReadOnly[NewestState | None] = ReadOnly(
         lambda t: t._ctx and t._ctx.newest, "Saver of the running fit's newest full state; None where it keeps none."
     )
@@ -601,6 +605,8 @@ class Trainer:
             name: what is asked for.
             reason: for people.
         """
+        if name == "stop":
+            self._own_stops.add(reason)
         self._run.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
@@ -654,6 +660,8 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
+        if self._log is not None and self._log.buffer:
+            self._log.drain()  # what the hook that asks has logged itself
         return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(

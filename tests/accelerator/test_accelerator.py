@@ -469,7 +469,7 @@ def test_a_one_cycle_that_is_over_is_warned_of_once(make: Any) -> None:
         with pytest.warns(UserWarning, match="has taken its 3 steps") if step == 4 else nullcontext():
             for each in schedulers:
                 each.step()
-    assert (cycle.last_epoch, longer.last_epoch) == (3, 5)
+    assert (cycle.last_epoch, longer.last_epoch) == (2, 5)
 
 
 def test_rows_of_a_whole_batch_are_cut_in_the_last_one(make: Any) -> None:
@@ -513,11 +513,14 @@ def test_a_schedule_that_is_over_stays_where_it_is(make: Any) -> None:
     model, optimizer = linear()
     schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = []
     for _ in range(2):
         accelerator.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
+        rates += schedule.get_last_lr()
         schedule.step()
     last = schedule.get_last_lr()
+    assert last == rates[-1:]
     with pytest.warns(UserWarning, match="OneCycleLR has taken its 2 steps"):
         schedule.step()
     schedule.step()  # a second warning would be an error

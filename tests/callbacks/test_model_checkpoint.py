@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,12 @@ def names(folder: Path) -> list[str]:
         ([3, 1, 2], {"monitor": "score", "save_last": True}, [1, 2], 1),
         ([1, 2, 3], {"monitor": "score", "save_last": True, "save_top_k": 2}, [0, 1, 2], 0),
         ([3, 1, 2], {"monitor": "score", "save_last": True, "save_top_k": 0}, [2], None),
-        ([NAN, 2, NAN], {"monitor": "score"}, [1], 1),
-        ([NAN, NAN], {"monitor": "score"}, [0], None),
+        ([NAN, 2, NAN], {"monitor": "score"}, [1, 2], 1),  # nan takes no place: it is the newest, until the next save
+        ([NAN, 2, NAN], {"monitor": "score", "save_last": False}, [1], 1),
+        ([NAN, NAN], {"monitor": "score"}, [1], None),
+        ([2, NAN, NAN], {"monitor": "score", "save_top_k": 2}, [0, 2], 0),
+        ([2, NAN, 3], {"monitor": "score", "save_top_k": 2}, [0, 2], 0),
+        ([2, NAN, NAN], {"monitor": "score", "save_top_k": -1}, [0, 1, 2], 0),
         ([0.0, -0.0, 1.0], {"monitor": "score"}, [0], 0),
         ([INF, -INF, 1.0], {"monitor": "score"}, [1], 1),
         ([1, INF], {"monitor": "score", "mode": "max"}, [1], 1),
@@ -478,3 +483,32 @@ def test_what_is_saved_before_the_validation_of_its_epoch_is_ranked_by_it(tmp_pa
     assert saver.best_model_score == 1.0
     assert Path(saver.best_model_path).name.startswith("step-")
     assert Path(saver.best_model_path).is_dir()
+
+
+@pytest.mark.parametrize(("before", "now", "gone"), [(3, 1, 2), (2, 1, 1), (-1, 2, 2), (2, 2, 0), (1, 3, 0)])
+def test_a_resumed_run_that_keeps_fewer_says_which_go(before: int, now: int, gone: int, tmp_path: Path):
+    kept = {"monitor": "score", "dirpath": tmp_path / "kept"}
+    run(tmp_path, ModelCheckpoint(**kept, save_top_k=before), module=Scored([4, 3, 2, 1, 0]), max_epochs=4)
+    trainer = quiet(
+        max_epochs=5,
+        callbacks=ModelCheckpoint(**kept, save_top_k=now),
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scored([4, 3, 2, 1, 0]), loader(), loader(3), ckpt_path="last")
+    (text,) = [str(one.message) for one in caught if "its next save deletes" in str(one.message)] or [""]
+    assert text.count("step-") == gone
+
+
+def test_a_resumed_run_with_another_folder_says_that_it_ranks_anew(tmp_path: Path):
+    run(tmp_path, saver := ModelCheckpoint(tmp_path / "one", monitor="score"), module=Scored([2, 1]), max_epochs=1)
+    trainer = quiet(
+        max_epochs=2,
+        callbacks=ModelCheckpoint(tmp_path / "two", monitor="score"),
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    with pytest.warns(UserWarning, match="ranks anew: what it kept so far lies in another folder.*one/step-"):
+        trainer.fit(Scored([2, 1]), loader(), loader(3), ckpt_path=saver.best_model_path)

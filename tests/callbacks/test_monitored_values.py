@@ -49,9 +49,9 @@ def run(folder: Path, values: list[float], mode: str, epochs: int, **fit: Any) -
     )
     trainer.fit(Watched(values, mode), loader(), loader(3), **fit)
     return {
-        # Less the newest state, which a resumed run keeps beside the best.
+        # Less the newest state, which is kept beside the best: in a resumed run, and where its value is nan.
         "kept": sorted(
-            info.step - 1 for info in CheckpointStore(folder).scan() if info.manifest.info["saver"] != "newest"
+            info.step - 1 for info in CheckpointStore(folder).scan() if info.manifest.info["score"] is not None
         ),
         "best": saver.best_model_path and int(Path(saver.best_model_path).name.split("-")[1]) - 1,
         "score": saver.best_model_score,
@@ -63,8 +63,8 @@ def run(folder: Path, values: list[float], mode: str, epochs: int, **fit: Any) -
 TABLE: list[tuple[str, list[float], list[int], int | None, int, int]] = [
     # mode, the values, what is kept (the two best), the best, checks without improvement since it, and in all
     ("min", [1.0, NAN, 0.5], [0, 2], 2, 0, 1),
-    ("min", [NAN, NAN, 1.0, NAN], [0, 2], 2, 1, 3),
-    ("min", [NAN, NAN], [0, 1], None, 2, 2),
+    ("min", [NAN, NAN, 1.0, NAN], [2], 2, 1, 3),
+    ("min", [NAN, NAN], [], None, 2, 2),
     ("min", [1.0, 0.0, 0.5], [1, 2], 1, 1, 1),
     ("min", [0.0, 1.0, NAN], [0, 1], 0, 2, 2),
     ("min", [0.0, -0.0, 0.0], [0, 1], 0, 2, 2),

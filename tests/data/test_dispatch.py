@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from instep.data import CombinedLoader, PreparedLoader, dispatch, prepare_loader
+from instep.data import CombinedLoader, PreparedLoader, base, prepare_loader
 from instep.data.plan import gradient_correction, rank_weight, window_scale
 from instep.distributed import gather_object
 from instep.errors import DataError, DistributedError, RemoteError, SettingError
@@ -443,7 +443,7 @@ def test_checked_mode_names_what_rank_0_sends() -> None:
 def _long_pass() -> list[Any]:
     found = []
     for kept in (4, 10_000):
-        dispatch._KEPT = kept
+        base._KEPT = kept
         source = prepare([torch.arange(2 + number % 3) for number in range(90)], split_batches=True)
         source.history = 3
         weights = []

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.errors import CorruptCheckpointError, InstepError, SettingError
-from instep.loggers import CSVLogger
+from instep.loggers import CSVLogger, JSONLinesLogger
 from instep.loggers import csv as module
 
 
@@ -112,6 +112,35 @@ def test_what_was_logged_at_the_checkpoints_step_after_it_is_kept(tmp_path):
     resumed.start(tmp_path)
     resumed.finalize()
     assert read(tmp_path) == [{"step": 50, "a": 1.0}, {"step": 70, "test": 2.0}]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
+@pytest.mark.parametrize("before", [{"epoch": 0.0, "val": 1.0}, {"epoch": 0.0}, {"other": 1.0}])
+def test_a_row_of_the_checkpoints_step_that_comes_again_is_there_once(kind, before, tmp_path):
+    after = [{"loss": 2.0, "epoch": 0.0}, {"loss": 3.0, "epoch": 0.0}, {"rate": 0.5}]  # two rows with the same names
+    logger = kind()
+    logger.start(tmp_path)
+    logger.log_metrics(before, step=4)
+    state = logger.state_dict() | {"global_step": 4}
+    for row in after:
+        logger.log_metrics(row, step=4)
+    logger.finalize()
+    resumed = kind()
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    for row in [*after, {"loss": 4.0, "epoch": 0.0}]:
+        resumed.log_metrics(row, step=4)
+    resumed.finalize()
+    assert rows_in(resumed.path) == [before, *after, {"loss": 4.0, "epoch": 0.0}]
+
+
+def rows_in(path):
+    """Read the rows of a CSV file or of JSON lines, without their steps and times."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file)) if path.suffix == ".csv" else [json.loads(line) for line in file]
+    return [
+        {name: float(row[name]) for name in row if row[name] != "" and name not in ("step", "time")} for row in rows
+    ]
 
 
 def test_a_metric_called_step_does_not_keep_rows_that_come_again(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.model.data import Batch
-from tests.model.logs import Name, mean_of
+from tests.model.data import Dealt
+from tests.model.logs import Book, Name, send_epoch_values
 from tests.model.trace import Refused
 
 if TYPE_CHECKING:
@@ -71,34 +71,49 @@ class Plan:
         return batches // self.every < self.expected // self.every
 
 
-def evaluate(run: Run, batches: list[Batch], sanity: bool) -> None:
+def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
     """Run one validation, or the sanity check, whose values are forgotten at its end."""
-    logged = {
-        "val": Name("val", on_step=False, on_epoch=True),
-        **({} if run.case.val_log is None else {"val_seen": Name.of("val_seen", run.case.val_log, training=False)}),
-    }
+    run.evaluation = book = Book()
+    val = book.names["", "val"] = Name("val", on_step=False, on_epoch=True)
     if not sanity:
         run.module("on_validation_model_zero_grad")
     run.module("on_validation_model_eval")
     run.both("on_validation_start")
     run.both("on_validation_epoch_start")
-    for batch_idx, batch in enumerate(batches):
+    for batch_idx, dealt in enumerate(batches):
+        batch = dealt.batches[run.rank]
         run.transfer(batch)
+        run.dealt, run.batch_idx = dealt, batch_idx
         run.both("on_validation_batch_start", batch, batch_idx)
+        val.add_all(run.case.values[run.validations % len(run.case.values)], dealt)
         run.module("validation_step", batch, batch_idx)
-        logged["val"].add(batch, run.case.values[run.validations % len(run.case.values)])
-        if "val_seen" in logged:
-            logged["val_seen"].add(batch, mean_of(batch))
         run.both("on_validation_batch_end", batch, batch_idx)
-    if batches:
-        run.show_epoch_values(logged.values())
+        send_step_values_of(run, book, batch_idx, sanity)
+    if not batches:
+        del book.names["", "val"]
+    run.shown.epoch_values(book, run.rank)
     run.both("on_validation_epoch_end")
-    if batches and not sanity:
-        run.send({name.epoch_name: name.epoch_value() for name in logged.values()})
-        run.validations += 1
+    run.shown.epoch_values(book, run.rank)
+    if not sanity:
+        send_epoch_values(run, book)
+        run.validations += bool(batches)
     run.both("on_validation_end")
-    if run.saver is not None and not sanity:
-        run.saver.after_validation(run)
-    if sanity:
-        run.metrics.clear()
+    run.evaluation = None
+    if not sanity:
+        run.validated = True
+        if run.stopper is not None:
+            run.stopper.after_validation(run)
+        for saver in run.savers:
+            saver.after_validation(run)
+        run.settle_newest()
     run.module("on_validation_model_train")
+
+
+def send_step_values_of(run: Run, book: Book, batch_idx: int, sanity: bool) -> None:
+    """Send a validation's step values every `log_every_n_steps` of its batches. Such rows have a count of their own."""
+    every = run.case.settings.log_every_n_steps
+    if every and (batch_idx + 1) % every == 0:
+        row = book.step_row(run)
+        if not sanity:
+            run.evaluated_rows += 1
+            run.send(row, run.evaluated_rows)

@@ -2,9 +2,113 @@
 
 from __future__ import annotations
 
-from tests.model.trace import Event
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.model.checkpoints import Disk, Line, Newest, Saved, Saver, best_first
+from tests.model.stopping import Stopper
+from tests.model.trace import Event, Refused
+
+if TYPE_CHECKING:
+    from tests.model.run import Run
 
 BEFORE = "on_train_start"
+
+
+@dataclass
+class Start:
+    """What a process starts with, and where it is broken off.
+
+    Attributes:
+        disk: the checkpoints that it finds.
+        ckpt_path: what it goes on from: None, "auto", "last", "best", or a checkpoint.
+        breaks_at: the number of the event that raises an exception.
+        asks: with which `ckpt_path` it calls `validate` after the fit.
+    """
+
+    disk: Disk = field(default_factory=Disk)
+    ckpt_path: str | Saved | None = None
+    breaks_at: int | None = None
+    asks: tuple[str, ...] = ()
+
+
+def find(
+    disk: Disk, meant: str | Saved | None, savers: Sequence[Saver], to_train: bool, line: Line | None = None
+) -> Saved | None:
+    """Return the checkpoint that is meant; None to begin afresh.
+
+    "last" is what was saved last, in the folders of all ModelCheckpoints; a fit takes a whole one. "auto" is the same,
+    or nothing. "best" is the best by the first ModelCheckpoint's metric, in its folder; without a metric the newest.
+
+    Args:
+        disk: the checkpoints that are there.
+        meant: as `Start.ckpt_path`.
+        savers: the ModelCheckpoints.
+        to_train: whether a fit goes on from it, which needs the whole state.
+        line: the run that the Trainer has trained, whose checkpoints are meant. Without one it is the run that held the
+            folder last.
+    """
+    if meant is None or isinstance(meant, Saved):
+        if meant is not None and to_train and meant.state is None:
+            raise Refused("CheckpointError", "weights alone cannot be gone on from", early=True)
+        return meant
+    folders = [saver.given.folder for saver in savers]
+    ranks = meant == "best" and savers and savers[0].given.monitor is not None
+    if meant == "best":
+        folders = folders[:1]
+    there = [one for one in disk.saved if one.folder in folders and (one.state is not None or not to_train)]
+    if line is None and there:
+        held = [one for one in there if one.line.run == disk.held.get(folders[0])]
+        line = (held or there)[-1].line
+    own = [one for one in there if line is not None and line.has(one)]
+    if ranks:
+        given = savers[0].given
+        own = best_first([one for one in own if one.metric == (given.monitor, given.mode)], given.mode)[:1]
+    if not own and meant != "auto":
+        raise Refused("CheckpointNotFoundError", f"{meant}: there is none", early=True)
+    return own[-1] if own else None
+
+
+def find_checkpoint(run: Run) -> Saved | None:
+    """Begin a run, or go on with the one that `ckpt_path` means; nothing is left to be done twice."""
+    case, start = run.case, run.start
+    run.stopper = None if case.stopping is None else Stopper(case.stopping)
+    run.savers = [Saver(given) for given in (case.checkpoints, case.second) if given is not None]
+    if any(saver.given.save_last == "link" for saver in run.savers):
+        raise Refused("SettingError", "'last' is found by a look at the disk, so there is no link", early=True)
+    if len({saver.given.key for saver in run.savers}) < len(run.savers):
+        raise Refused("SettingError", "two ModelCheckpoints with one key", early=True)
+    if start.ckpt_path in ("auto", "last") and any(saver.keeps_newest for saver in run.savers):
+        run.newest = Newest(run.savers[0].given.folder)
+    folders = [saver.given.folder for saver in run.savers]
+    found = find(start.disk, start.ckpt_path, run.savers, to_train=True)
+    if found is None:
+        run.line = start.disk.begin(folders)
+        return None
+    run.line = start.disk.go_on(found, folders)
+    assert found.state is not None
+    vars(run).update(deepcopy(found.state))
+    if start.ckpt_path != "auto":
+        run.rows = []  # another run folder, in which the rows of the first one are not
+    run.epochs_seen = run.epoch
+    if run.ranks != case.ranks:
+        run.move()
+    return found
+
+
+def ask(run: Run) -> None:
+    """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
+    line = run.line if run.step else None
+    for name, of in (("validate", line), ("validate again", None)):
+        for meant in run.start.asks:
+            try:
+                found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
+            except Refused as refused:
+                run.events.append(Event("-", name, (meant, refused.kind), 0, 0))
+            else:
+                run.events.append(Event("-", name, (meant, found and found.name), 0, 0))
 
 
 def broken_off(whole: list[Event], at: int) -> list[Event]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.model.checkpoints import Checkpoints, Saver
-from tests.model.data import Batch, Data, Order, expected_batches, limit_in_batches
+from tests.model.checkpoints import Checkpoints, Newest, Saved, Saver
+from tests.model.data import Batch, Data, Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import Plan, evaluate
-from tests.model.logs import Log, Name, mean_of
-from tests.model.optimization import Rate, Scheduler, sample_weights
+from tests.model.logs import NOWHERE, Book, Log, Shown, send_epoch_values, send_step_values
+from tests.model.optimization import (
+    ByHand,
+    Optimization,
+    Rates,
+    Scheduler,
+    check_manual,
+    step_all,
+    train_by_hand,
+)
+from tests.model.resume import Line, Start, ask, find_checkpoint
+from tests.model.stopping import Stopper, Stopping
 from tests.model.trace import Event, Refused, rounded
 
 
@@ -29,7 +39,10 @@ class Settings:
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
     log_every_n_steps: int = 50
+    uneven: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -40,45 +53,79 @@ class Case:
         settings: the Trainer's.
         train: the training data.
         val: the validation data; None: there is none.
-        scheduler: or None.
+        schedulers: those that `configure_optimizers` returns, in their order.
+        ranks: how many processes run it.
         stop_at: `trainer.should_stop` is set in `on_train_batch_end` once so many optimizer steps are done.
+        stop_on: the rank that sets it; None: all do. It is the same, since they agree.
         values: what the validations log as "val", one after the other, and again from the first.
-        log: what `training_step` logs as "seen"; None: nothing.
-        val_log: what `validation_step` logs as "val_seen", in epoch values.
+        logs: what the module logs beside "val".
+        rate_monitor: `logging_interval` of a LearningRateMonitor, "each" for its default; None: there is none.
+        optimization: what the module does about optimization.
         checkpoints: of a ModelCheckpoint; None: there is none.
+        second: of another one beside it.
+        stopping: of EarlyStopping; None: there is none.
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
     settings: Settings = field(default_factory=Settings)
     train: Data = field(default_factory=lambda: Data(4))
     val: Data | None = None
-    scheduler: Scheduler | None = None
+    schedulers: tuple[Scheduler, ...] = ()
+    ranks: int = 1
     stop_at: int | None = None
+    stop_on: int | None = None
     values: tuple[float, ...] = (1.0,)
-    log: Log | None = None
-    val_log: Log | None = None
+    logs: tuple[Log, ...] = ()
+    rate_monitor: str | None = None
+    optimization: Optimization = field(default_factory=Optimization)
     checkpoints: Checkpoints | None = None
+    second: Checkpoints | None = None
+    stopping: Stopping | None = None
     watch: str = "all"
 
 
 LOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_fit_end")
 """The hooks in which the callback looks which checkpoints are there."""
+VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
+"""The hooks in which the callback looks at `logged_metrics` and `progress_bar_metrics`, where something is logged."""
 
 
-def run(case: Case, order: Order | None = None) -> list[Event]:
-    """Return all that is seen of a fit.
+NOT_SAVED = (
+    *("case", "order", "start", "rank", "events", "line", "newest"),
+    *("max_epochs", "trains", "wanted", "limit", "val_batches", "plan"),  # of the settings
+    *("asked_to_stop", "noted", "agreed"),
+    "by_hand",  # gradients that are accumulated by hand begin anew
+)
+"""What of a Run is no part of a checkpoint."""
+
+
+class Broken(Exception):
+    """What breaks a run off."""
+
+
+def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | None = None) -> list[Event]:
+    """Return all that is seen of a fit on one rank.
+
+    All ranks do the same at the same time. They differ in the batches they see and in the values they log; rank 0 alone
+    has loggers, and prepares data.
 
     Args:
         case: the run.
         order: the order of the training samples where they are shuffled. It is drawn; here it is given.
+        rank: which one's events.
+        start: what the process finds on the disk, what it is told to go on from, and where it is broken off.
     """
-    it = Run(case, order or case.train.in_sequence)
-    it.saver = None if case.checkpoints is None else Saver(case.checkpoints)
+    it = Run(case, order or case.train.in_sequence, start or Start(), rank, case.ranks)
     try:
         it.fit()
+        it.read_rows()
+        ask(it)
+    except Broken:
+        pass
     except Refused as refused:
         it.callback("on_exception", refused.kind)
         it.both("teardown", "fit")
+        it.read_rows()
         it.note("-", "error", refused.kind, refused.early)
     return it.events
 
@@ -89,34 +136,64 @@ class Run:
 
     case: Case
     order: Order
+    start: Start
+    rank: int = 0  # the one that is watched
+    ranks: int = 1
     events: list[Event] = field(default_factory=list)
-    epoch: int = 0  # the present one
+    epoch: int = 0  # the present one, or the one to come
+    batch: int = 0  # batches of it that are done
+    samples: int = 0  # that these had, on all ranks
+    over: bool = False  # other ranks have come to the end of the epoch's data
+    due: bool = False  # a validation follows the last window
     epochs_seen: int = 0  # `current_epoch`: it goes up when the epoch's hooks have run, also where it was cut short
     epochs_done: int = 0  # that came to their end
     step: int = 0
     batches_before: int = 0  # of earlier epochs
+    closed: int = -1  # the step at which the run's end has ended its epoch early
     validated: bool = False  # since the last optimizer step
     validations: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    saver: Saver | None = None
-    logged: Name | None = None  # what this epoch's training steps have logged
+    shown: Shown = field(default_factory=Shown)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)  # of the loggers: the step, and the values
+    book: Book = field(default_factory=Book)  # what was logged in training
+    evaluation: Book | None = None  # the same of a validation that runs
+    dealt: Dealt = field(default_factory=lambda: Dealt((), ()))  # the batches of the step that runs
+    batch_idx: int = 0
+    sent_at: int = 0  # the step whose step values were sent last
+    evaluated_rows: int = 0  # rows of step values of validations
+    monitored_at: int = -1  # the step whose rates were logged last
+    had_loss: bool = False  # a batch was not skipped
+    by_hand: ByHand = field(default_factory=ByHand)
+    savers: list[Saver] = field(default_factory=list)
+    newest: Newest | None = None
+    stopper: Stopper | None = None
+    line: Line = field(default_factory=Line)
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
     agreed: bool = False  # the loop knows of the wish
 
     # ---- events
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `callback_metrics` shows."""
+        return self.shown.callback
+
     def note(self, owner: str, name: str, *args: Any) -> None:
         self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
+        if len(self.events) - 1 == self.start.breaks_at:
+            raise Broken
 
     def callback(self, hook: str, *args: Any) -> None:
         self.note("C", hook, *args)
-
-        if hook in LOOKS and self.saver is not None:
-            self.note("D", "disk", tuple(one.step for one in self.saver.kept), self.saver.best, self.saver.last)
+        if hook in LOOKS and self.rank == 0:
+            for saver in self.savers:
+                self.note("D", "disk", *saver.seen(self.start.disk))
+        if hook in VIEWS and self.case.logs:
+            self.note("V", hook, rounded(self.shown.logged), rounded(self.shown.bar))
 
     def module(self, hook: str, *args: Any) -> None:
         self.note("M", hook, *args)
+        self.log(hook)
 
     def both(self, hook: str, *args: Any) -> None:
         """Call a hook that callbacks and modules have: the callback's comes first."""
@@ -130,48 +207,69 @@ class Run:
 
     # ---- logs
 
-    def log_training(self, batch: Batch) -> None:
-        """Log a training step's value. A step value shows at once, an epoch value when the epoch ends."""
-        if self.case.log is None:
-            return
-        if self.logged is None:
-            self.logged = Name.of("seen", self.case.log, training=True)
-        self.logged.add(batch, mean_of(batch))
-        if self.logged.on_step:
-            self.metrics[self.logged.step_name] = mean_of(batch)
+    def log(self, hook: str) -> None:
+        """Log what a method of the module logs. Step values of training show at once, others are reduced later."""
+        if hook in NOWHERE and any(call.hook == hook for call in self.case.logs):
+            raise Refused("LogError", f"nothing can be logged in {hook}")
+        book = self.book if self.evaluation is None else self.evaluation
+        for name in book.log(hook, self.case.logs, self.dealt, self.batch_idx, self.step, self.case.ranks):
+            if name.on_step and self.rank in name.fresh:
+                self.shown.step_value(name, name.fresh[self.rank], training=self.evaluation is None)
 
-    def send_step_values(self) -> None:
-        """Send the last batch's step values to the loggers, every `log_every_n_steps` optimizer steps."""
+    def send(self, values: dict[str, float], step: int) -> None:
+        """Send a row to the loggers: the values and the epoch."""
+        if values:
+            self.shown.logged.update(values)
+            self.send_row({**values, "epoch": self.epochs_seen}, step)
+
+    def send_row(self, values: dict[str, float], step: int) -> None:
+        """Send a row as it is. Rank 0 has the loggers."""
+        if self.rank == 0:
+            self.rows.append((step, rounded(values)))
+            self.note("L", "log", *self.rows[-1])
+
+    def read_rows(self) -> None:
+        """Read the CSV file: its rows are the loggers', also after a resume."""
+        self.events.append(Event("F", "csv", tuple(self.rows) if self.rank == 0 else (), 0, 0))
+
+    def monitor_rates(self, now: str) -> None:
+        """Log the learning rates as a LearningRateMonitor does: its row has no epoch."""
+        given = self.case.rate_monitor
+        values = {} if given is None else self.rates.monitored(None if given == "each" else given, now)
+        if values:
+            self.shown.callback.update(values)
+            self.send_row(values, self.step)
+
+    def monitor_rates_by_step(self) -> None:
+        """Log the rates before the first batch of an optimizer step, every `log_every_n_steps` steps."""
         every = self.case.settings.log_every_n_steps
-        if every and self.step % every == 0 and self.logged is not None and self.logged.on_step:
-            self.send({self.logged.step_name: self.metrics[self.logged.step_name]})
-
-    def show_epoch_values(self, names: Iterable[Name]) -> None:
-        """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
-        for name in names:
-            self.metrics[name.name] = self.metrics[name.epoch_name] = name.epoch_value()
-
-    def send(self, values: dict[str, float]) -> None:
-        """Send a row to the loggers: the values and the epoch, at the present step."""
-        self.note("L", "log", self.step, rounded({**values, "epoch": self.epochs_seen}))
+        if self.case.rate_monitor != "epoch" and every and self.step % every == 0 and self.step != self.monitored_at:
+            self.monitored_at = self.step
+            self.monitor_rates("step")
 
     # ---- the whole
 
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
-        self.module("prepare_data")
+        resumed = find_checkpoint(self)
+        if self.rank == 0:
+            self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
         self.module("configure_optimizers")
         self.both("on_fit_start")
-        self.sanity_check()
+        if resumed is None:
+            self.sanity_check()
         self.both("on_train_start")
+        if resumed is not None:
+            for saver in self.all_savers():
+                saver.take_up(self, resumed)
         while not self.is_finished():
             self.train_epoch()
         self.both("on_train_end")
-        if self.saver is not None:
-            self.saver.after_training(self)
+        for saver in self.savers:
+            saver.after_training(self)
         self.both("on_fit_end")
         self.both("teardown", "fit")
 
@@ -187,19 +285,75 @@ class Run:
         if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
             raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
         # overfit_batches stands in place of both limits.
-        limit = s.overfit_batches or s.limit_train_batches
+        self.wanted = limit = s.overfit_batches or s.limit_train_batches
         self.trains = limit != 0
-        self.limit = limit_in_batches(limit, train, "limit_train_batches")
-        if train.length == 0 and self.trains:
+        length = train.length(self.case.ranks, s.uneven)
+        self.limit = limit_in_batches(limit, length, "limit_train_batches")
+        if length == 0 and self.trains:
             raise Refused("DataError", "the training data says that it has no batch", early=True)
-        self.val_batches: list[Batch] | None = None
+        self.val_batches: list[Dealt] | None = None
         val_limit = s.overfit_batches or s.limit_val_batches
         if val is not None and val_limit != 0:
-            limit = limit_in_batches(val_limit, val, "limit_val_batches")
-            self.val_batches = val.batches(val.in_sequence())[:limit]
+            # An evaluation leaves no sample out: a rank that has no more waits for the others.
+            limit = limit_in_batches(val_limit, val.length(self.case.ranks, "join"), "limit_val_batches")
+            self.val_batches = val.deal(val.in_sequence(), self.case.ranks, "join")[:limit]
             if self.trains:
-                self.plan = Plan(s, expected_batches(train, self.limit))
-        self.rate = Rate(self.case.scheduler)
+                self.plan = Plan(s, expected_batches(length, self.limit))
+        self.rates = Rates(self.case.schedulers, self.case.optimization.optimizers)
+        if self.case.optimization.manual is not None:
+            check_manual(s)
+
+    # ---- checkpoints
+
+    def move(self) -> None:
+        """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
+        train, before = self.case.train, self.ranks
+        self.ranks = self.case.ranks
+        for name in self.book.names.values():  # what was rank 0's shows on all ranks
+            name.fresh = dict.fromkeys(range(self.ranks), name.fresh[0]) if 0 in name.fresh else {}
+        if not self.samples:
+            return
+        limit = limit_in_batches(self.wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
+        self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
+        if train.kind != "map" and not self.over:
+            raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
+        if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
+            size = train.batch_size * self.ranks
+            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.limit])
+            self.batch = self.batch if self.over else self.samples // size
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
+        return deepcopy({name: value for name, value in vars(self).items() if name not in NOT_SAVED})
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last batch."""
+        return self.epoch - 1 if self.samples == 0 and self.epoch else self.epoch
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return (self.epoch, self.samples, self.step, self.validated)
+
+    def all_savers(self) -> list[Saver]:
+        return self.savers if self.newest is None else [*self.savers, self.newest]
+
+    def want_newest(self, saver: Saver) -> Newest | None:
+        """Ask for the newest state, and return who saves it; None where nobody does, or the ModelCheckpoint may not."""
+        newest = self.newest if saver.keeps_newest else None
+        if newest is not None:
+            newest.due = True
+        return newest
+
+    def settle_newest(self) -> None:
+        if self.newest is not None:
+            self.newest.settle(self)
+
+    def save(self, new: Saved) -> Saved:
+        new = self.start.disk.add(new)
+        if new.state is not None:
+            self.note("S", "saved", self.step, self.samples == 0)
+        return new
 
     def sanity_check(self) -> None:
         """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
@@ -209,21 +363,23 @@ class Run:
         self.callback("on_sanity_check_start")
         evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
         self.callback("on_sanity_check_end")
+        self.shown.forget()
 
     # ---- the end
 
     def is_finished(self) -> bool:
         s = self.case.settings
-        if s.max_steps != -1 and self.step >= s.max_steps:
+        if not self.trains or (self.max_epochs != -1 and self.epochs_done >= self.max_epochs):
             return True
-        if self.max_epochs != -1 and self.epochs_done >= self.max_epochs:
-            return True
-        return not self.trains or self.is_stopping()
+        if self.batch and self.closed != self.step and (self.step <= s.max_steps or s.max_steps == -1):
+            return False  # resumed behind the last step, but before the epoch's end
+        return (s.max_steps != -1 and self.step >= s.max_steps) or self.is_stopping()
 
     def is_stopping(self) -> bool:
         """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
         s = self.case.settings
-        return self.agreed and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+        wished = self.agreed or (self.stopper is not None and self.stopper.stops)
+        return wished and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
 
     def agree_at_window_end(self) -> None:
         """Agree on what was asked for when the last window ended, as with `Trainer(trigger_every=1)`."""
@@ -237,101 +393,145 @@ class Run:
     # ---- epochs
 
     def train_epoch(self) -> None:
-        s, train = self.case.settings, self.case.train
-        # overfit_batches takes the data in sequence.
-        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
-        batches = train.batches(order(self.epoch))[: self.limit]
-        self.both("on_train_epoch_start")
+        s = self.case.settings
+        batches = self.deal_epoch(self.batch, self.samples)
+        self.callback("on_train_epoch_start")
+        if self.case.rate_monitor != "step":
+            self.monitor_rates("epoch")
+        self.module("on_train_epoch_start")
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
-        complete, end = True, 0
-        for begin in range(0, len(batches), s.accumulate_grad_batches):
+        complete, over = True, False
+        if self.samples:  # the run goes on within the epoch, behind the training of a window
+            over = self.end_window()
+            complete = self.batch == len(batches) if over else True
+        for begin in range(self.batch, len(batches) if not over else 0, s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
-            end = begin + len(window)
-            due = self.val_batches is not None and self.plan.due_after_window(
-                self.epoch, self.batches_before, begin, end
-            )
-            self.train_window(begin, window)
-            if self.saver is not None:
-                self.saver.after_window(self, due or self.is_due_at_epoch_end(end, len(batches)))
-            self.send_step_values()
-            if due:
-                self.validate()
-            self.agree_at_window_end()
-            if self.step == s.max_steps or self.is_stopping():
-                complete = end == len(batches)
+            self.train_window(begin, window, begin + len(window) == len(batches))
+            self.batch = begin + len(window)
+            self.samples += sum(len(dealt.samples) for dealt in window)
+            self.due = self.is_due(begin, self.batch)
+            for saver in self.savers:
+                saver.after_window(self, self.due or self.is_due_at_epoch_end(self.batch, len(batches)))
+            self.settle_newest()
+            if self.end_window():
+                complete = self.batch == len(batches)
                 break
-        self.end_epoch(complete, end)
-        self.batches_before += end
+        self.end_epoch(complete)
 
-    def plan_at_end(self, end: int, batches: int) -> bool:
-        """Return whether this batch is the epoch's last, and a validation waits for it."""
-        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+    def deal_epoch(self, batch: int, samples: int) -> list[Dealt]:
+        """Return the epoch's batches. So many of them, with so many samples, are done; by other ranks perhaps."""
+        s, train = self.case.settings, self.case.train
+        # overfit_batches takes the data in sequence.
+        order = (self.order if train.shuffle and not s.overfit_batches else train.in_sequence)(self.epoch)
+        if self.over:
+            return [Dealt((), ())] * batch
+        if train.kind != "map":
+            return train.deal(order, self.ranks, s.uneven)[: self.limit]
+        end = len(order) if self.limit is None else self.limit * train.batch_size * self.ranks
+        return [Dealt((), ())] * batch + train.deal(order[samples:end], self.ranks, s.uneven)
+
+    def end_window(self) -> bool:
+        """Log, validate and agree on what was asked for, after an optimizer step; return whether the run ends."""
+        send_step_values(self)
+        if self.due and not self.validated:
+            self.validate()
+        self.agree_at_window_end()
+        return self.step == self.case.settings.max_steps or self.is_stopping()
+
+    def is_due(self, begin: int, end: int) -> bool:
+        """Return whether a validation is planned after a window."""
+        return self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
         """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
         return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
 
-    def train_window(self, begin: int, window: list[Batch]) -> None:
-        """Train on the batches of one optimizer step."""
-        for place, batch in enumerate(window):
-            batch_idx = begin + place
+    def train_window(self, begin: int, window: list[Dealt], last: bool) -> None:
+        """Train on the batches of one optimizer step; in manual optimization on one batch.
+
+        Args:
+            begin: the number of the first batch.
+            window: the batches.
+            last: they are the epoch's last.
+        """
+        given = self.case.optimization
+        skipped = [given.skipped(begin + place) for place in range(len(window))]
+        for place, dealt in enumerate(window):
+            batch, batch_idx = dealt.batches[self.rank], begin + place
             self.transfer(batch)
-            self.both("on_train_batch_start", batch, batch_idx)
+            self.dealt, self.batch_idx = dealt, batch_idx
+            self.callback("on_train_batch_start", batch, batch_idx)
+            self.monitor_rates_by_step()
+            self.module("on_train_batch_start", batch, batch_idx)
             self.module("training_step", batch, batch_idx)
-            self.log_training(batch)
-            if place == 0:
+            if given.manual is not None:
+                train_by_hand(self, dealt, batch_idx, last)
+            else:
+                self.backward(place == 0, batch_idx, skipped[place])
+                if place == len(window) - 1:
+                    step_all(self, batch_idx, window, skipped)
+            outputs = given.outputs(batch_idx)
+            self.callback("on_train_batch_end", outputs, batch, batch_idx)
+            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+            self.module("on_train_batch_end", outputs, batch, batch_idx)
+
+    def backward(self, first: bool, batch_idx: int, skipped: bool) -> None:
+        """Zero the gradients where a window begins, and compute those of a batch, if it is not skipped."""
+        if first:
+            for _ in range(self.case.optimization.optimizers):
                 self.both("on_before_zero_grad")
                 self.module("optimizer_zero_grad", self.epoch, batch_idx)
+        if not skipped:
             self.both("on_before_backward")
             self.module("backward")
             self.both("on_after_backward")
-            if place == len(window) - 1:
-                self.step_optimizer(batch_idx, window)
-            self.callback("on_train_batch_end", batch, batch_idx)
-            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
-            self.module("on_train_batch_end", batch, batch_idx)
+            self.had_loss = True
 
-    def step_optimizer(self, batch_idx: int, window: list[Batch]) -> None:
-        self.both("on_before_optimizer_step")
-        self.module("configure_gradient_clipping")
-        self.note("O", "step", sample_weights(window), self.rate.now)
-        self.module("optimizer_step", self.epoch, batch_idx)
-        self.step += 1
-        self.validated = False
-        self.step_scheduler("step", self.step)
-
-    def step_scheduler(self, interval: str, count: int) -> None:
-        args = self.rate.step_after(interval, count, self.metrics)
-        if args is not None:
-            self.module("lr_scheduler_step", *args)
+    def step_schedulers(self, interval: str, count: int) -> None:
+        """Step the schedulers that are due after a step or an epoch. In manual optimization the module does it."""
+        if self.case.optimization.manual is not None:
+            return
+        for number in self.rates.due(interval, count):
+            args = self.rates.step(number, self.metrics)
+            if args is not None:
+                self.module("lr_scheduler_step", *args)
 
     def validate(self) -> None:
         assert self.val_batches is not None
         evaluate(self, self.val_batches, sanity=False)
-        self.validated = True
         self.agree_now()
 
-    def end_epoch(self, complete: bool, batches: int) -> None:
+    def end_epoch(self, complete: bool) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
+        if self.case.optimization.manual is None and not self.had_loss:
+            raise Refused("HookError", "every batch so far was skipped: nothing was trained")
         if self.val_batches is not None and not self.validated:
-            due = self.plan.due_at_epoch_end(self.epoch, batches) if complete else self.is_stopping()
+            due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
-        names = [self.logged] if self.logged is not None and self.logged.on_epoch else []
-        self.show_epoch_values(names)
+        self.shown.epoch_values(self.book, self.rank)
         self.both("on_train_epoch_end")
-        if names:
-            self.send({name.epoch_name: name.epoch_value() for name in names})
-        self.logged = None
+        self.shown.epoch_values(self.book, self.rank)
+        send_epoch_values(self, self.book)
+        manual = self.case.optimization.manual
+        if manual is not None and manual.schedulers == "epoch":
+            self.rates.halve_all()
         if complete:
-            self.step_scheduler("epoch", self.epoch + 1)
+            self.book.begin_epoch()
+            self.step_schedulers("epoch", self.epoch + 1)
             self.epochs_done += 1
-        if self.saver is not None:
-            if complete:
-                self.saver.after_epoch(self)
-            else:
-                self.saver.after_cut_epoch(self)
+            self.epoch += 1
+            self.batches_before += self.batch
+            self.batch, self.samples, self.over = 0, 0, False
+            if self.stopper is not None:
+                self.stopper.after_epoch(self)
+            for saver in self.savers:
+                saver.after_epoch(self)
+        else:
+            self.closed = self.step
+            for saver in self.savers[:1]:
+                saver.after_cut_epoch(self)
+        self.settle_newest()
         self.epochs_seen += 1
-        self.epoch += 1
         self.agree_now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any, NamedTuple
 
 
@@ -11,7 +12,7 @@ class Event(NamedTuple):
 
     Attributes:
         owner: "C" a callback, "M" the module, "O" the optimizer, "L" the loggers, "D" the disk, "S" a checkpoint of the
-            newest state, "-" the run itself.
+            newest state, "V" what the Trainer shows of logged values, "F" the CSV file, "-" the run itself.
         name: of the hook or method; "error" for what ends the run.
         args: batches as tuples of sample numbers, indices, rates, metrics; of an error the class's name.
         step: `trainer.global_step` at that moment: optimizer steps that are done.
@@ -24,15 +25,20 @@ class Event(NamedTuple):
     args: tuple[Any, ...]
     step: int
     epoch: int
-    metrics: tuple[tuple[str, float], ...] = ()
+    metrics: tuple[tuple[str, float | str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}{self.args} at step {self.step}, epoch {self.epoch}, {dict(self.metrics)}"
 
 
-def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float | str], ...]:
     """Return named values so that they can be compared."""
-    return tuple((name, round(value, 3)) for name, value in sorted(values.items()))
+    return tuple((name, comparable(value)) for name, value in sorted(values.items()))
+
+
+def comparable(value: float) -> float | str:
+    """Return a value so that it can be compared: nan, which is equal to nothing, as a word."""
+    return "nan" if isnan(value) else round(value, 3)
 
 
 class Refused(Exception):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import MISSING, fields
 from pathlib import Path
 
-from tests.model.checkpoints import Checkpoints
-from tests.model.resume import broken_off, resumed
-from tests.model.run import Case, Settings, run
+from tests.model.data import Order
+from tests.model.run import Case, run
 from tests.model.trace import Event
-from tests.model_runs.record import arguments, is_recorded, record, shuffled
+from tests.model_runs.loaders import shuffled
+from tests.model_runs.pool import Failed, record_ranks
+from tests.model_runs.record import is_recorded
+from tests.model_runs.script import script
 
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A file system in memory, if there is one."""
@@ -19,20 +20,34 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SETUP = ("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start")
 
 
-def expected(case: Case) -> list[Event]:
-    """Return what the model says of a case, as far as the recorder sees it."""
-    order = shuffled(case.train) if case.train.shuffle else None
-    return [event for event in run(case, order) if event.owner != "S" and is_recorded(event, case.watch)]
+def order_of(case: Case) -> Order | None:
+    """Return the order of the training samples, where they are shuffled."""
+    return shuffled(case.train) if case.train.shuffle else None
+
+
+def expected(case: Case, rank: int = 0) -> list[Event]:
+    """Return what the model says of a case on one rank, as far as the recorder sees it."""
+    return [event for event in run(case, order_of(case), rank) if is_recorded(event, case.watch)]
 
 
 def difference(case: Case) -> str | None:
     """Run a case, and return the first difference from the model with a script that shows it; None without one."""
     folder = tempfile.mkdtemp(dir=FAST)
     try:
-        seen = record(case, folder)
+        by_rank = record_ranks(case, folder)
+    except Failed as failed:
+        return f"{failed}\n{script(case)}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    meant = expected(case)
+    for rank, seen in enumerate(by_rank):
+        found = difference_of(case, expected(case, rank), seen)
+        if found is not None:
+            return found if case.ranks == 1 else f"rank {rank} of {case.ranks}: {found}"
+    return None
+
+
+def difference_of(case: Case, meant: list[Event], seen: list[Event]) -> str | None:
+    """Return the first difference of what was seen from what the model says, with a script; None without one."""
     last = meant[-1]
     if last.name == "error" and last.args[1]:  # refused early: how far the run comes until then is left open
         ended = seen[-1]
@@ -43,6 +58,7 @@ def difference(case: Case) -> str | None:
     if last.name == "error":
         meant[-1] = last._replace(args=last.args[:1])
     meant, seen = without_metrics_after_an_error(meant), without_metrics_after_an_error(seen)
+    meant, seen = without_metrics_of_setup(meant), without_metrics_of_setup(seen)
     return first_difference(case, meant, seen)
 
 
@@ -59,69 +75,10 @@ def first_difference(case: Case, meant: list[Event], seen: list[Event]) -> str |
     return None
 
 
-def differences(case: Case, place: float | None) -> str | None:
-    """Compare a case, and where it has checkpoints and a place to be broken off at, its parts too.
-
-    A wish to stop is no part of a checkpoint, so such a run is not broken off.
-    """
-    found = difference(case)
-    if found is None and place is not None and case.checkpoints is not None and case.stop_at is None:
-        found = difference_after_a_break(case, place)
-    return found
-
-
-def difference_after_a_break(case: Case, place: float) -> str | None:
-    """Break a run off at a hook, start it again, and return the first difference of the parts from the whole.
-
-    Args:
-        case: the run, which must have checkpoints.
-        place: which hook: the part of the training that lies before it, from 0 to 1.
-    """
-    order = shuffled(case.train) if case.train.shuffle else None
-    whole = [event for event in run(case, order) if event.owner != "D"]
-    seen_of = [n for n, event in enumerate(whole) if event.owner != "S" and is_recorded(event, case.watch)]
-    hooks = [n for n in seen_of if whole[n].owner in "CM"]
-    begin = next((n for n in hooks if whole[n].name in ("training_step", "on_train_end")), None)
-    end = next((n for n, event in enumerate(whole) if event.name == "on_train_end"), None)
-    inside = [n for n in hooks if begin is not None and end is not None and begin <= n < end]
-    if not inside or whole[-1].name == "error":
-        return None
-    at = inside[int(place * (len(inside) - 1))]
-    folder = tempfile.mkdtemp(dir=FAST)
-    try:
-        first = record(case, folder, breaks_at=seen_of.index(at), ckpt_path="auto", look=False)
-        second = record(case, folder, ckpt_path="auto", look=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    where = f"broken off at event {seen_of.index(at)}, {whole[at]}"
-    parts = {
-        "until it was broken off": (broken_off(whole, at), first[: seen_of.index(at) + 1]),
-        "after it was resumed": (resumed(whole, at), second),
-    }
-    for part, (model, program) in parts.items():
-        meant = [event for event in model if event.owner != "S" and is_recorded(event, case.watch)]
-        found = first_difference(case, without_metrics_of_setup(meant), without_metrics_of_setup(program))
-        if found is not None:
-            return f"{where}; {part}\n{found}"
-    return None
-
-
 def without_metrics_of_setup(events: list[Event]) -> list[Event]:
-    """Leave open what is shown before the training goes on: a resume restores counters and metrics one by one.
-
-    The counters are compared once the set-up is over, the metrics once the epoch's first hook has run.
-    """
+    """Leave open what is shown during the set-up: a resume restores counters and metrics one by one."""
     begin = next((n for n, event in enumerate(events) if event.name not in SETUP), len(events))
-    first = ("on_train_start", "on_train_epoch_start")
-    goes_on = next((n for n, event in enumerate(events) if n >= begin and event.name not in first), begin)
-    return [
-        event._replace(step=0, epoch=0, metrics=())
-        if n < begin
-        else event._replace(metrics=())
-        if n < goes_on
-        else event
-        for n, event in enumerate(events)
-    ]
+    return [event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)]
 
 
 def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
@@ -134,92 +91,3 @@ def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
 def _text(case: Case, meant: list[Event], number: int, *lines: str) -> str:
     before = [f"  {event}" for event in meant[max(0, number - 3) : number]]
     return "\n".join([f"event {number} differs, after", *before, *lines, script(case)])
-
-
-def saver_of(given: Checkpoints) -> str:
-    """Write the ModelCheckpoint of a case."""
-    arguments = changed(given).partition("(")[2].replace("monitor=True", "monitor='val'")
-    return f"ModelCheckpoint(tempfile.mkdtemp(), {arguments}"
-
-
-def changed(thing: object) -> str:
-    """Write a dataclass as Python, without what is as it is by default."""
-    parts = []
-    for field in fields(thing):  # pyright: ignore[reportArgumentType]
-        value = getattr(thing, field.name)
-        default = field.default if field.default is not MISSING else None
-        if repr(value) != repr(default):
-            parts.append(f"{field.name}={changed(value) if hasattr(value, '__dataclass_fields__') else repr(value)}")
-    return f"{type(thing).__name__}({', '.join(parts)})"
-
-
-def script(case: Case) -> str:
-    """Return a program without the model that prints the hooks of the case's run."""
-    given = {name: value for name, value in arguments(case, "").items() if name in Settings.__dataclass_fields__} | {
-        "trigger_every": 1
-    }
-    data = []
-    for name in ("train", "val"):
-        one = getattr(case, name)
-        if one is None:
-            data.append(f"{name} = None")
-        elif one.kind == "list":
-            data.append(f"{name} = {[list(batch) for batch in one.batches(one.in_sequence())]}")
-            data.append(f"{name} = [torch.tensor(batch) for batch in {name}]")
-        elif one.kind == "map":
-            options = f"{one.batch_size}, shuffle={one.shuffle}, drop_last={one.drop_last}"
-            data.append(f"{name} = DataLoader(range({one.first}, {one.first + one.samples}), {options})")
-        else:
-            length = "" if one.claims is None else f', "__len__": lambda self: {one.claims}'
-            numbers = f"iter(range({one.first}, {one.first + one.samples}))"
-            data.append(
-                f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()'
-            )
-            data.append(f"{name} = DataLoader({name}, {one.batch_size}, drop_last={one.drop_last})")
-    return _SCRIPT.format(
-        case=changed(case),
-        data="\n".join(data),
-        settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
-        samples=max(1, case.train.samples),
-        stop=case.stop_at,
-        values=list(case.values),
-        saver="Callback()" if case.checkpoints is None else saver_of(case.checkpoints),
-    )
-
-
-_SCRIPT = """\
-# {case}
-import tempfile
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-from instep import Callback, Trainer, TrainModule
-from instep.callbacks import ModelCheckpoint
-
-class Module(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.weights = torch.nn.Parameter(torch.zeros({samples}))
-    def training_step(self, batch, batch_idx):
-        print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
-        return self.weights[batch].mean()
-    def validation_step(self, batch, batch_idx):
-        self.log("val", {values}[0])
-        print("validation_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
-    def on_before_optimizer_step(self, optimizer):
-        print("weights", self.weights.grad.tolist(), "rate", optimizer.param_groups[0]["lr"])
-    def on_train_epoch_end(self):
-        print("on_train_epoch_end")
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)  # and the scheduler of the case
-
-class Stop(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == {stop}:
-            trainer.should_stop = True
-
-{data}
-trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-    default_root_dir=tempfile.mkdtemp(), callbacks=[Stop(), {saver}])
-trainer.fit(Module(), train, val)
-print("kept", [callback.saved for callback in trainer.checkpoint_callbacks])
-"""

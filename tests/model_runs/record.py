@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from instep import Callback, Trainer, TrainModule
-from instep.callbacks import ModelCheckpoint
+from instep import Callback, Trainer
+from instep.callbacks import LearningRateMonitor
 from instep.callbacks.base import HOOKS
-from instep.data import ShardedBatchSampler
 from instep.errors import InstepError
-from instep.loggers import Logger
+from instep.loggers import CSVLogger, Logger
 from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
-from tests.model.data import Data
-from tests.model.optimization import RATE
-from tests.model.run import LOOKS, Case, Settings
-from tests.model.trace import Event, rounded
+from tests.model.run import LOOKS, VIEWS, Case, Settings
+from tests.model.trace import Event, comparable, rounded
+from tests.model_runs.loaders import SEED, loader
+from tests.model_runs.modules import Module
+from tests.model_runs.saving import ask, callbacks_of, looks_at_disk
 from tests.trainer.recorder import OPTIMIZATION
 
-SEED = 7
 _UNSEEN = {"on_save_checkpoint", "on_load_checkpoint"}
 _FEW = ("on_train_batch_end", "on_validation_end", "on_exception")
 _STEPS = ("training_step", "validation_step")
+_BATCHES = (*_STEPS, "on_train_batch_start", "on_validation_batch_start")
 _NO_ARGUMENTS = ("on_before_backward", "backward", "configure_gradient_clipping")
 
 
@@ -49,8 +48,12 @@ def module_hooks(watch: str) -> tuple[str, ...]:
 
 def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
-    if event.owner in "OL-":
+    if event.owner in "OLF-":
         return True
+    if event.owner == "S":
+        return False
+    if event.owner == "V":
+        return event.name in callback_hooks(watch)
     if event.owner == "D":
         return watch != "few"
     return event.name in (callback_hooks(watch) if event.owner == "C" else module_hooks(watch))
@@ -60,50 +63,95 @@ class Broken(Exception):
     """What breaks a run off."""
 
 
+def raise_broken(events: list[Event]) -> None:
+    raise Broken
+
+
 class Events(list[Event]):
-    """The events that were recorded; at the number `breaks_at` the hook raises an exception."""
+    """The events that were recorded; at the number `breaks_at` something breaks the run off."""
 
     breaks_at: int | None = None
-    look = True
+    views = False
+    how: Callable[[list[Event]], None] = staticmethod(raise_broken)
 
     def append(self, event: Event) -> None:
         super().append(event)
         if len(self) - 1 == self.breaks_at:
-            raise Broken
+            self.how(list(self))
+
+    def ask(self, name: str, trainer: Any, module: Any, ckpt_path: str) -> None:
+        """Record which checkpoint an evaluation takes, and nothing else of it."""
+        before = len(self)
+        found = ask(trainer, module, ckpt_path)
+        del self[before:]
+        self.append(Event("-", name, (ckpt_path, found), 0, 0))
 
 
 def record(
-    case: Case, folder: str, breaks_at: int | None = None, ckpt_path: str | None = None, look: bool = True
+    case: Case,
+    folder: str,
+    breaks_at: int | None = None,
+    ckpt_path: str | None = None,
+    asks: tuple[str, ...] = (),
+    rank: int = 0,
+    how: Callable[[list[Event]], None] = raise_broken,
+    loses_a_rank: bool = False,
 ) -> list[Event]:
-    """Run the case; its files go to the folder.
+    """Run the case; its files go to the folder. Of several ranks each must be a process that calls this.
 
     Args:
         case: the run.
         folder: where its files go.
-        breaks_at: the number of the event at which an exception breaks the run off.
+        breaks_at: the number of the event at which the run is broken off.
         ckpt_path: as `fit` takes it.
-        look: record which checkpoints are there.
+        asks: with which `ckpt_path` to call `validate` after the fit, and from another Trainer.
+        rank: this process's.
+        how: what breaks it off, given the events so far; by default an exception.
+        loses_a_rank: another rank is broken off: with which error this one ends is left open.
     """
     events = Events()
-    events.breaks_at, events.look = breaks_at, look
+    table = None
+    events.breaks_at, events.how, events.views = breaks_at, how, bool(case.logs)
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
         try:
-            train, val = loader(case.train), None if case.val is None else loader(case.val)
-            module = make_module(case, events)
-            rows = Rows(events)
-            callbacks = [make_callback(case, events), *checkpoint_callbacks(case, folder)]
+            train = loader(case.train, rank, case.ranks)
+            val = None if case.val is None else loader(case.val, rank, case.ranks)
+            module: Any = make_module(case, events)
+            rows = Rows(events if rank == 0 else [])
+            callbacks = [make_callback(case, events, rank), *rate_monitors(case), *callbacks_of(case, folder)]
             callbacks[0].module = module
-            trainer = Trainer(**arguments(case, folder), logger=rows, callbacks=callbacks)
+            table = CSVLogger()
+            trainer = Trainer(**arguments(case, folder), logger=[rows, table], callbacks=callbacks)
             module.recording_trainer = rows.trainer = trainer
             trainer.fit(module, train, val, ckpt_path=ckpt_path)
+            events.append(Event("F", "csv", rows_of(table), 0, 0))
+            for which in asks:
+                events.ask("validate", trainer, module, which)
+            for which in asks:
+                other = Trainer(**arguments(case, folder), logger=False, callbacks=callbacks_of(case, folder))
+                events.ask("validate again", other, module, which)
         except Broken:
             pass
-        except InstepError as error:
+        except Exception as error:
+            if not isinstance(error, InstepError) and not loses_a_rank:
+                raise
             last = events[-1] if events else Event("-", "", (), 0, 0)
+            events.append(Event("F", "csv", () if table is None else rows_of(table), 0, 0))
             events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))
     return events
+
+
+def rows_of(table: CSVLogger) -> tuple[Any, ...]:
+    """Read the rows of a CSV file: the step and the values of the cells that are filled."""
+    if table.path is None or not table.path.exists():
+        return ()
+    with table.path.open(newline="") as file:
+        return tuple(
+            (int(row.pop("step")), rounded({name: float(cell) for name, cell in row.items() if cell}))
+            for row in csv.DictReader(file)
+        )
 
 
 def arguments(case: Case, folder: str) -> dict[str, Any]:
@@ -113,7 +161,8 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     return {
         **given,
         "accelerator": "cpu",
-        "devices": 1,
+        "devices": case.ranks,
+        **({} if case.ranks == 1 else {"strategy": "ddp"}),
         "trigger_every": 1,
         "enable_checkpointing": case.checkpoints is not None,
         "enable_progress_bar": False,
@@ -122,159 +171,26 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     }
 
 
-def shuffled(data: Data) -> Any:
-    """Return the order of an epoch of shuffled data: instep's own, as docs/concepts/data_order.md shows it."""
-    sampler = ShardedBatchSampler(data.samples, batch_size=1, shuffle=True, seed=SEED)
-
-    def order(epoch: int) -> list[int]:
-        sampler.set_epoch(epoch)
-        drawn = [data.first + index for (index,) in sampler]
-        assert sorted(drawn) == data.in_sequence()
-        return drawn
-
-    return order
-
-
-# ---- data
-
-
-class Samples(Dataset[int]):
-    """Numbers from `first` on."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.samples
-
-    def __getitem__(self, index: int) -> int:
-        return self.data.first + index
-
-
-class Stream(IterableDataset[int]):
-    """The same numbers one after the other."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data.in_sequence())
-
-
-class ClaimingStream(Stream):
-    """The same with a length, which may be wrong."""
-
-    def __len__(self) -> int:
-        assert self.data.claims is not None
-        return self.data.claims
-
-
-def loader(data: Data) -> Any:
-    """Make the loader that a user would write."""
-    if data.kind == "list":
-        return [torch.tensor(batch) for batch in data.batches(data.in_sequence())]
-    if data.kind == "iterable":
-        stream = Stream(data) if data.claims is None else ClaimingStream(data)
-        return DataLoader(stream, data.batch_size, drop_last=data.drop_last)
-    return DataLoader(Samples(data), data.batch_size, shuffle=data.shuffle, drop_last=data.drop_last)
-
-
 # ---- module and callback
-
-
-class RecordingSGD(torch.optim.SGD):
-    """Records what each sample counts in an update: the gradient of its own weight."""
-
-    events: list[Event]
-    trainer: Any
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        gradient = self.param_groups[0]["params"][0].grad
-        weights = tuple((i, round(float(value), 5)) for i, value in enumerate(gradient) if value)
-        self.events.append(_event(self.trainer, "O", "step", weights, float(self.param_groups[0]["lr"])))
-        super().step()
-        return loss
-
-
-class Module(TrainModule):
-    """A weight for each sample. The loss is the mean of the batch's weights, so their gradients are what they count."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.weights = torch.nn.Parameter(torch.zeros(max(1, case.train.samples)))
-        self.validations = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (given := self.case.log) is not None:
-            self.log(
-                "seen", batch.float().mean(), on_step=given.on_step, on_epoch=given.on_epoch, reduce_fx=given.reduce_fx
-            )
-        return self.weights[batch].mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        values = self.case.values
-        self.log("val", values[self.validations % len(values)])
-        if (given := self.case.val_log) is not None:
-            on_step, on_epoch, reduce_fx = given.on_step, given.on_epoch, given.reduce_fx
-            self.log("val_seen", batch.float().mean(), on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = RecordingSGD(self.parameters(), lr=RATE)
-        optimizer.events, optimizer.trainer = self.events, self.trainer
-        given = self.case.scheduler
-        if given is None:
-            return optimizer
-        options = {"interval": given.interval, "frequency": given.frequency, "strict": given.strict}
-        if given.plateau:
-            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.0, eps=0.0)
-            options["monitor"] = "val"
-        else:
-            scheduler = LambdaLR(optimizer, lambda count: 0.5**count)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
-
-    events: list[Event]
-    recording_trainer: Any
 
 
 def make_module(case: Case, events: Events) -> Module:
     """Make the module, with as many of its hooks overridden and recorded as the case says."""
-    wrapped = {name: _recorded(Module, "M", name, events) for name in module_hooks(case.watch)}
-    module = type("RecordedModule", (Module,), wrapped)(case)
-    module.events = events
+    recorded = module_hooks(case.watch)
+    logs = {call.hook for call in case.logs} | {"training_step", "validation_step"}
+    wrapped = {name: _recorded(Module, "M", name, events if name in recorded else None) for name in (*recorded, *logs)}
+    module: Any = type("RecordedModule", (Module,), wrapped)(case)
+    module.record = lambda *args: events.append(_event(module.recording_trainer, *args))
     return module
 
 
-def checkpoint_callbacks(case: Case, folder: str) -> list[ModelCheckpoint]:
-    """Make the ModelCheckpoint of a case, if it has one."""
-    given = case.checkpoints
-    if given is None:
-        return []
-    options = {**vars(given), "monitor": "val" if given.monitor else None, "save_last": given.save_last or None}
-    if given.every_n_train_steps is not None:
-        del options["every_n_epochs"]
-    return [ModelCheckpoint(f"{folder}/checkpoints", **options)]
+def rate_monitors(case: Case) -> list[Callback]:
+    """Make the LearningRateMonitor of a case, if it has one."""
+    given: Any = case.rate_monitor
+    return [] if given is None else [LearningRateMonitor(None if given == "each" else given)]
 
 
-def look_at_disk(trainer: Trainer) -> tuple[Any, ...]:
-    """Return the steps of the checkpoints that are there in the order of their saving, of the best and of the last."""
-    callback = trainer.checkpoint_callback
-    assert callback is not None
-    there = [step_of(path.name) for path in Path(callback.dirpath or "").glob("step-*")]
-    return (
-        tuple(sorted(step or 0 for step in there)),
-        step_of(callback.best_model_path),
-        step_of(callback.last_model_path),
-    )
-
-
-def step_of(path: str) -> int | None:
-    """Return the step in a checkpoint's name; None where there is no name."""
-    return int(Path(path).name.split("-")[1]) if path else None
-
-
-def make_callback(case: Case, events: Events) -> Any:
+def make_callback(case: Case, events: Events, rank: int) -> Any:
     """Make the callback. It counts the validations, and asks to stop where the case says so."""
 
     class Acting(Callback):
@@ -287,7 +203,7 @@ def make_callback(case: Case, events: Events) -> Any:
             self.module.validations = state_dict["validations"]
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == case.stop_at:
+            if trainer.global_step == case.stop_at and case.stop_on in (None, rank):
                 trainer.should_stop = True
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -313,30 +229,51 @@ def _event(trainer: Any, owner: str, name: str, *args: Any) -> Event:
     if name == "configure_callbacks":  # where a checkpoint may set another position, none can be read
         return Event(owner, name, args, 0, 0)
     log = trainer._log  # what callback_metrics shows, without tensors, which cost half of the time
+    if log is not None and log.buffer:
+        log.drain()
     shown = {**trainer.metrics.callback, **({} if log is None else log.callback_values)}
     metrics = rounded({name: float(value) for name, value in shown.items()})
     return Event(owner, name, args, trainer.global_step, trainer.current_epoch, metrics)
 
 
-def _recorded(base: type, owner: str, name: str, events: Events) -> Any:
-    """Override a method by one that records its call, and then does what it does."""
+def _recorded(base: type, owner: str, name: str, events: Events | None) -> Any:
+    """Override a method by one that records its call, does what it does, and logs what the case logs in it.
+
+    Args:
+        base: the class that has the method.
+        owner: as in `Event`.
+        name: of the method.
+        events: where it is recorded; None: it only logs.
+    """
     function = getattr(base, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = args[0] if owner == "C" else self.recording_trainer
         seen = _plain(name, (*(args[2:] if owner == "C" else args), *kwargs.values()))
-        if name == "optimizer_step":  # the closure, with forward and backward, runs inside
-            result = function(self, *args, **kwargs)
+        first = name == "optimizer_step"  # the closure, with forward and backward, runs inside
+        result = function(self, *args, **kwargs) if first else None
+        if owner == "M" and name in _BATCHES:
+            self.batch, self.batch_idx = args[:2]
+        if events is not None:
             events.append(_event(trainer, owner, name, *seen))
-            return result
-        events.append(_event(trainer, owner, name, *seen))
-        if events.look and owner == "C" and name in LOOKS and trainer.checkpoint_callback is not None:
-            events.append(_event(trainer, "D", "disk", *look_at_disk(trainer)))
-        return function(self, *args, **kwargs)
+            looks = owner == "C" and name in LOOKS and trainer.is_global_zero
+            for look in looks_at_disk(trainer) if looks else ():
+                events.append(_event(trainer, "D", "disk", *look))
+            if owner == "C" and name in VIEWS and events.views:
+                events.append(_event(trainer, "V", name, *views(trainer)))
+        if owner == "M":
+            self.log_from(name)
+        return result if first else function(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
     method.__name__ = name
     return method
+
+
+def views(trainer: Trainer) -> tuple[Any, ...]:
+    """Return what `logged_metrics` and `progress_bar_metrics` show."""
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    return rounded({name: float(value) for name, value in trainer.logged_metrics.items()}), rounded(bar)
 
 
 def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -344,11 +281,11 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in _NO_ARGUMENTS:
         return ()
     if name == "lr_scheduler_step":
-        return (None if args[1] is None else float(args[1]),)
+        return (None if args[1] is None else comparable(float(args[1])),)
     if name.startswith("on_validation_batch"):
         args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):
-        args = args[1:]
+        args = (*([_shown(args[0])] if "train" in name else []), *args[1:])
     if "transfer" in name:
         args = args[:1]
     kept: list[Any] = []
@@ -360,3 +297,10 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         elif isinstance(arg, int | str):
             kept.append(arg)
     return tuple(kept)
+
+
+def _shown(outputs: Any) -> str:
+    """Return what a hook gets as outputs."""
+    if not isinstance(outputs, dict):
+        return str(outputs)
+    return ", ".join(name if name == "loss" else f"{name}={value}" for name, value in outputs.items())

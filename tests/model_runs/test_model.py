@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -12,12 +15,15 @@ import tests.model
 from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.logs import Log
-from tests.model.optimization import Scheduler
+from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
+from tests.model.stopping import Stopping
 from tests.model_runs import compare
-from tests.model_runs.compare import difference, difference_after_a_break, differences, script
-from tests.model_runs.draw import allowed, cases, places
+from tests.model_runs.compare import difference
+from tests.model_runs.draw import allowed, cases, processes
+from tests.model_runs.processes import Process, difference_after_a_break, difference_over_processes, differences
 from tests.model_runs.record import record
+from tests.model_runs.script import script
 
 VAL = Data(3, 2, first=100)
 CHOSEN = {
@@ -29,14 +35,14 @@ CHOSEN = {
     "validations across epochs": Case(
         Settings(max_epochs=3, val_check_interval=4, check_val_every_n_epoch=None), Data(3, 1), VAL
     ),
-    "max_steps within an epoch": Case(Settings(max_steps=4), Data(3, 1), VAL, Scheduler("epoch")),
+    "max_steps within an epoch": Case(Settings(max_steps=4), Data(3, 1), VAL, (Scheduler("epoch"),)),
     "a stop that waits": Case(Settings(max_epochs=3, min_steps=5), Data(4, 1), VAL, stop_at=1),
-    "a stop within an epoch": Case(Settings(max_epochs=3), Data(9, 1), VAL, Scheduler("step", 2), stop_at=4),
+    "a stop within an epoch": Case(Settings(max_epochs=3), Data(9, 1), VAL, (Scheduler("step", 2),), stop_at=4),
     "data without a length": Case(Settings(max_epochs=2), Data(5, 2, kind="iterable"), VAL),
     "data that claims too little": Case(Settings(max_epochs=2), Data(5, 1, kind="iterable", claims=2), VAL),
     "a fraction of an unknown length": Case(Settings(limit_train_batches=0.5), Data(4, kind="iterable")),
     "no batch at all": Case(Settings(max_epochs=1), Data(0, kind="iterable")),
-    "plateau": Case(Settings(max_epochs=5), Data(2), VAL, Scheduler("epoch", plateau=True), values=(2.0, 3.0, 1.0)),
+    "plateau": Case(Settings(max_epochs=5), Data(2), VAL, (Scheduler("epoch", plateau=True),), values=(2.0, 3.0, 1.0)),
     "saves by steps": Case(
         Settings(max_steps=7), Data(5, 1), checkpoints=Checkpoints(every_n_train_steps=2, save_top_k=-1)
     ),
@@ -44,13 +50,102 @@ CHOSEN = {
         Settings(max_epochs=5),
         Data(2),
         VAL,
-        checkpoints=Checkpoints(monitor=True, save_top_k=2),
+        checkpoints=Checkpoints(monitor="val", save_top_k=2),
         values=(2.0, 3.0, 1.0, 2.0),
     ),
     "the best and the newest": Case(
-        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor=True, save_last=True), values=(1.0, 2.0)
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_last=True), values=(1.0, 2.0)
+    ),
+    "a save by steps waits for the validation of its step": Case(
+        Settings(max_epochs=1, val_check_interval=2),
+        Data(8, 1),
+        VAL,
+        checkpoints=Checkpoints(monitor="val", every_n_train_steps=2, filename="{step}-{val:.1f}"),
+        values=(5.0, 1.0, 4.0, 3.0),
+    ),
+    "a name with a metric waits for it too": Case(
+        Settings(max_epochs=2),
+        Data(4, 1),
+        VAL,
+        checkpoints=Checkpoints(every_n_train_steps=4, save_top_k=-1, filename="{epoch}-{val:.2f}"),
+        values=(2.0, 1.0),
+    ),
+    "nan takes no place among the best": Case(
+        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_top_k=2), values=(2.0, nan)
+    ),
+    "a verdict that falls before the minimum": Case(
+        Settings(max_epochs=8, min_epochs=5),
+        Data(2),
+        VAL,
+        stopping=Stopping(patience=2),
+        values=(1.0, 2.0, 2.0, 0.5, 0.4),
+    ),
+    "a verdict that stands at the minimum": Case(
+        Settings(max_epochs=8, min_steps=7, val_check_interval=1), Data(4), VAL, stopping=Stopping(patience=1)
+    ),
+    "two savers in one folder": Case(
+        Settings(max_epochs=3),
+        Data(4, 1),
+        VAL,
+        checkpoints=Checkpoints(monitor="val", filename="best"),
+        second=Checkpoints(every_n_train_steps=2, save_last=True),
+        values=(2.0, 3.0, 1.0),
     ),
     "no checkpoint at all": Case(Settings(max_steps=3), Data(2), checkpoints=Checkpoints(save_top_k=0)),
+    "two optimizers by hand": Case(
+        Settings(max_epochs=2, log_every_n_steps=1),
+        Data(5, 2),
+        VAL,
+        (Scheduler(), Scheduler(optimizer=1)),
+        logs=(Log(on_epoch=True),),
+        optimization=Optimization(2, Manual((1, 2), toggles=True, both=True, clip=0.3, schedulers="batch")),
+        checkpoints=Checkpoints(every_n_train_steps=2),
+    ),
+    "no optimizer steps": Case(
+        Settings(max_epochs=2, log_every_n_steps=1), Data(3), logs=(Log(),), optimization=Optimization(1, Manual((0,)))
+    ),
+    "three schedulers": Case(
+        Settings(max_epochs=3, gradient_clip_val=0.3),
+        Data(4, 2),
+        VAL,
+        (Scheduler("step", 2, name="rate"), Scheduler("epoch"), Scheduler("epoch", plateau=True, monitor="seen")),
+        logs=(Log(on_epoch=True),),
+        rate_monitor="each",
+        optimization=Optimization(2, returns="dict", calls_closure=True),
+    ),
+    "batches that are skipped": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1, gradient_clip_algorithm="value"),
+        Data(6),
+        schedulers=(Scheduler("step"),),
+        optimization=Optimization(skips=2),
+    ),
+    "every window is skipped but one": Case(
+        Settings(max_epochs=1), Data(3), schedulers=(Scheduler("step"),), optimization=Optimization(skips=2)
+    ),
+    "nothing but skipped batches": Case(Settings(max_epochs=2), Data(2), optimization=Optimization(skips=1)),
+    "objects under several names": Case(
+        Settings(max_epochs=2, log_every_n_steps=2),
+        Data(5, 2),
+        VAL,
+        logs=(
+            Log(name="a", metric="mean", on_epoch=True),
+            Log(name="b", metric="mean", on_step=False, on_epoch=True, logger=False),
+            Log("validation_step", "c", metric="mean", on_step=True, prog_bar=True),
+            Log("validation_step", metric="both"),
+        ),
+    ),
+    "logs of all kinds of hooks": Case(
+        Settings(max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=2),
+        Data(5, 1),
+        VAL,
+        logs=(
+            Log("optimizer_step", "a", on_epoch=True, every=2, prog_bar=True),
+            Log("on_train_epoch_end", "b", batch_size=3),
+            Log("on_validation_batch_end", "c", reduce_fx="max", nan_at=0),
+            Log("on_train_batch_end", "d", on_epoch=True, every=3, reduce_fx="sum"),
+        ),
+    ),
+    "a log where nothing can be logged": Case(Settings(max_epochs=1), Data(2), logs=(Log("on_train_end"),)),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
@@ -65,13 +160,46 @@ def test_a_chosen_run_is_as_the_model_says(name: str, watch: str) -> None:
 @pytest.mark.parametrize("place", [0.0, 0.35, 0.7, 1.0])
 @pytest.mark.parametrize(
     "checkpoints",
-    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor=True, save_on_train_epoch_end=False)],
+    [Checkpoints(), Checkpoints(every_n_train_steps=2), Checkpoints(monitor="val", save_on_train_epoch_end=False)],
     ids=["epochs", "steps", "validations"],
 )
 def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkpoints, place: float) -> None:
     settings = Settings(max_epochs=3, log_every_n_steps=1, accumulate_grad_batches=2)
-    case = Case(settings, Data(7, 2, shuffle=True), VAL, Scheduler("step"), values=(1.0, 3.0, 2.0))
-    case = Case(**{**vars(case), "log": Log(on_epoch=True), "checkpoints": checkpoints})
+    case = Case(settings, Data(7, 2, shuffle=True), VAL, (Scheduler("step"),), values=(1.0, 3.0, 2.0))
+    case = Case(**{**vars(case), "logs": (Log(on_epoch=True),), "checkpoints": checkpoints})
+    found = difference_after_a_break(case, place)
+    assert found is None, found
+
+
+SAVING = Case(
+    Settings(max_epochs=3),
+    Data(3, 1),
+    VAL,
+    values=(2.0, 1.0, 3.0),
+    checkpoints=Checkpoints(monitor="val", save_top_k=2),
+)
+IN_TURN = {
+    "the best in three processes": (Process(None, asks=("best", "last")), Process("best", asks=("best", "last"))),
+    "gone back by a path": (Process(None), Process(0, more=1, asks=("best", "last")), Process("last", more=2)),
+    "the same script twice": (Process(None), Process(None, asks=("best", "last"))),
+    "a finished run goes on": (Process("auto"), Process("auto", more=2, asks=("best",)), Process("auto", more=2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+@pytest.mark.parametrize("what", [{}, {"save_weights_only": True}, {"save_last": True, "mode": "max"}], ids=str)
+def test_one_process_after_another_in_one_folder(name: str, what: dict[str, Any]) -> None:
+    assert SAVING.checkpoints is not None
+    found = difference_over_processes(replace(SAVING, checkpoints=replace(SAVING.checkpoints, **what)), IN_TURN[name])
+    assert found is None, found
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("settings", [Settings(max_steps=2), Settings(max_steps=3, val_check_interval=1)], ids=str)
+def test_a_run_that_is_broken_off_behind_its_last_step_ends_its_epoch(settings: Settings, place: float) -> None:
+    case = Case(
+        settings, Data(3, 1), VAL, checkpoints=Checkpoints(every_n_train_steps=1), stopping=Stopping(patience=9)
+    )
     found = difference_after_a_break(case, place)
     assert found is None, found
 
@@ -81,15 +209,15 @@ def test_the_parts_of_a_run_that_is_broken_off_are_the_whole(checkpoints: Checkp
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
 )
-@given(cases(), places())
-def test_a_drawn_run_is_as_the_model_says(case: Case, place: float | None) -> None:
+@given(cases(), processes())
+def test_a_drawn_run_is_as_the_model_says(case: Case, in_turn: tuple[Process, ...]) -> None:
     assume(allowed(case))
-    found = differences(case, place)
+    found = differences(case, in_turn)
     assert found is None, found
 
 
 def test_the_model_is_plain_python() -> None:
-    allowed_modules = {"__future__", "collections", "dataclasses", "typing", "tests"}
+    allowed_modules = {"__future__", "collections", "copy", "dataclasses", "math", "typing", "tests"}
     for path in Path(tests.model.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -113,5 +241,5 @@ def test_a_script_that_shows_a_difference_is_short() -> None:
 def test_a_program_that_differs_is_found(change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     meant = Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(5, 2), VAL)
     other = Case(Settings(**{**vars(meant.settings), **change}), meant.train, meant.val)
-    monkeypatch.setattr(compare, "record", lambda case, folder: record(other, folder))
+    monkeypatch.setattr(compare, "record_ranks", lambda case, folder: [record(other, folder)])
     assert difference(meant) is not None

@@ -167,6 +167,29 @@ def test_what_the_bar_showed_last_stays_after_fit(tmp_path: Any):
     assert trainer.progress_bar_metrics == {"x": 3.0}
 
 
+def test_callback_metrics_show_what_the_same_step_has_logged(tmp_path: Any):
+    class Looks(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", float(batch_idx))
+            seen.append(float(self.trainer.callback_metrics["x"]))
+            return super().training_step(batch, batch_idx)
+
+    seen: list[float] = []
+    run(tmp_path, Looks())
+    assert seen == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("method", ["backward", "optimizer_step", "configure_gradient_clipping"])
+def test_what_is_logged_after_the_forward_belongs_to_its_own_batch(method: str, tmp_path: Any):
+    def log(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.log("x", float(self.trainer.progress.batch_idx), on_epoch=True)
+        return getattr(Toy, method)(self, *args, **kwargs)
+
+    trainer, logger = run(tmp_path, type("Logs", (Toy,), {method: log})(), train=loader(7, 2), log_every_n_steps=1)
+    assert logger.of("x_step") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert float(trainer.callback_metrics["x"]) == (2 * (0 + 1 + 2) + 3) / 7
+
+
 def test_by_epoch_only(tmp_path: Any):
     _, logger = run(tmp_path, logging_in("training_step", on_step=False, on_epoch=True), max_epochs=2)
     assert logger.of("x") == [(4, 1.5), (8, 5.5)]

@@ -648,6 +648,55 @@ def test_schedulers_are_left_to_manual_optimization():
     assert trainer.optimizers[0].param_groups[0]["lr"] == 2.0
 
 
+@pytest.mark.parametrize("steps", ["none", "bare"])
+def test_manual_optimization_that_never_steps_warns_once_in_the_first_epoch(steps: str):
+    class Forgets(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if steps == "bare":
+                self.optimizers(use_pl_optimizer=False).step()
+
+    with pytest.warns(UserWarning, match="no optimizer stepped in the first epoch") as seen:
+        quiet(max_epochs=3).fit(Forgets(), loader())
+    assert len([one for one in seen if "no optimizer stepped" in str(one.message)]) == 1
+
+
+def test_a_late_first_step_of_manual_optimization_is_no_reason_to_warn():
+    class Late(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if self.trainer.is_last_batch:
+                self.optimizers().step()
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Late(), loader())
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_an_optimizer_step_of_skipped_batches_alone_counts_and_changes_nothing(overridden: bool):
+    class Skips(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD(self.parameters(), lr=8.0, weight_decay=0.5)
+            return [sgd], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5), "interval": "step"}]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            weights.append([p.detach().clone() for p in self.parameters()])
+
+    if overridden:
+        Skips.optimizer_step = lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure=closure)
+    weights: list[list[torch.Tensor]] = []
+    trainer = quiet(max_epochs=1, limit_train_batches=2, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    with pytest.warns(UserWarning, match="the batch is skipped"):
+        trainer.fit(Skips(), loader())
+    assert trainer.global_step == 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 2.0
+    assert all(map(torch.equal, *weights))
+
+
 def test_hooks_of_manual_optimization():
     calls: list[str] = []
 

@@ -175,7 +175,7 @@ class Trial:
         ctx.hooks = HookTable(trainer, module, ())
         ctx.guard, ctx.deferred, ctx.validation = None, [], copy.copy(run.validation)
         ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
-        ctx.window_count = ctx.manual_steps = ctx.batches_without_loss = 0
+        ctx.window_count = ctx.manual_steps = 0
         ctx.log = MetricLog("train", run.world_size)
         ctx.log.buffer = NullBuffer()
         automatic = module.automatic_optimization

@@ -1,0 +1,470 @@
+"""The Accelerator's loop: a training that a user writes by hand, its states, and how scripts go on from them.
+
+A script is started several times, and killed each time but the last. `run` returns what is seen of all starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tests.model.data import Batch, Data, Dealt, Order
+from tests.model.optimization import RATE, sample_weights
+
+WAYS = ("nothing", "range", "skip_first_batches", "continue", "islice", "count")
+"""How a script goes on after `load_state`. It has saved its own counters: the epoch, and how many batches it has done.
+
+"nothing": `for epoch in range(loader.next_epoch, epochs)`, and nothing is skipped.
+"range": `for epoch in range(its epoch, epochs)`, and nothing is skipped.
+"skip_first_batches": its first epoch goes over `accelerator.skip_first_batches(loader, done)`.
+"continue": `if epoch == its epoch and index < done: continue`.
+"islice": its first epoch goes over `islice(loader, done, None)`.
+"count": it begins at epoch 0, and passes over as many batches as were done in the whole run.
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the script.
+
+    Attributes:
+        batches: it is killed after training on so many; None: it comes to its end.
+        load: None: load the newest state. A number: go back to the state that was saved as the so manieth, if it is
+            still there. Without any state the script begins anew.
+        way: one of WAYS.
+        before: what it does with the loader before it trains: "peek" takes one batch, "evaluate" goes over all of them
+            without gradients, "evaluate_rest" leaves out those that are done, by `skip_first_batches`, and "save" saves
+            the state again.
+        unaware: where a state was saved at the end of an epoch, its counters name this epoch and all its batches; else
+            they name the next epoch.
+        ranks: how many there are.
+    """
+
+    batches: int | None = None
+    load: int | None = None
+    way: str = "nothing"
+    before: tuple[str, ...] = ()
+    unaware: bool = False
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A script.
+
+    Attributes:
+        starts: how it is started.
+        train: the training data.
+        val: data that is evaluated; None: there is none.
+        epochs: how many it trains.
+        accumulate: `gradient_accumulation_steps`.
+        by_hand: it counts the batches of a window itself, without `accelerator.accumulate`.
+        num_items: it gives `backward` the number of samples.
+        zero_first: it calls `zero_grad` at the beginning of each batch, not at the end.
+        scheduler: "halves" halves the rate when it steps, "cycle" is a OneCycleLR of `cycle_steps`; None: none.
+        cycle_steps: after so many steps the OneCycleLR has its last rate, and keeps it.
+        steps_by_epoch: it calls `scheduler.step()` after each epoch, not after each batch.
+        step_scheduler_with_optimizer: as the Accelerator takes it.
+        adjust_scheduler: as the GradientAccumulationPlugin takes it.
+        val_every: evaluate after so many batches of an epoch; None: after each epoch.
+        val_breaks: leave an evaluation within an epoch after its first batch.
+        save_every: save after so many batches of an epoch; None: not within epochs.
+        save_at_steps: of these save only where gradients were synchronized.
+        save_epochs: save after each epoch.
+        total_limit: as ProjectConfiguration takes it.
+        restore_position: as DataLoaderConfiguration takes it.
+        sets_epoch: it calls `loader.set_epoch(epoch)` before each epoch.
+        split_batches: as DataLoaderConfiguration takes it, like the next one.
+        dispatch_batches: None reads on rank 0 what is no map-style data; False has each rank read its part.
+    """
+
+    starts: tuple[Start, ...] = (Start(),)
+    train: Data = field(default_factory=lambda: Data(6))
+    val: Data | None = None
+    epochs: int = 2
+    accumulate: int = 1
+    by_hand: bool = False
+    num_items: bool = False
+    zero_first: bool = False
+    scheduler: str | None = None
+    cycle_steps: int = 4
+    steps_by_epoch: bool = False
+    step_scheduler_with_optimizer: bool = True
+    adjust_scheduler: bool = False
+    val_every: int | None = None
+    val_breaks: bool = False
+    save_every: int | None = None
+    save_at_steps: bool = True
+    save_epochs: bool = False
+    total_limit: int | None = None
+    restore_position: bool | str = "auto"
+    sets_epoch: bool = False
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+
+
+class Seen(NamedTuple):
+    """Something that is seen of a script.
+
+    Attributes:
+        name: "start", "loaded", "peeked", "evaluated", "batch", "update", "done", "gathered", "saved" or "warned".
+        args: samples, weights, rates and counters.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.args}"
+
+
+class Place(NamedTuple):
+    """Where the loader of a run stands: the epoch, how many of its batches are done, and how many samples."""
+
+    epoch: int
+    done: int = 0
+    samples: int = 0
+
+
+class State(NamedTuple):
+    """What a state holds.
+
+    Attributes:
+        number: it was saved as the so manieth of all starts.
+        place: where the loader stands.
+        epoch: the script's counter of epochs.
+        done: the script's counter of batches in this epoch.
+        at_end: this epoch has no more batches.
+        total: the script's counter of batches in the whole run.
+        step: optimizer steps.
+        rate_steps: steps of the scheduler.
+        ranks: of the start that saved it.
+        run: which run it belongs to. One that goes back to a state before its newest step is a new run from there.
+        origins: the runs that this one went on from, and up to which step they belong to it.
+    """
+
+    number: int
+    place: Place
+    epoch: int
+    done: int
+    at_end: bool
+    total: int
+    step: int
+    rate_steps: int
+    ranks: int
+    run: int
+    origins: tuple[tuple[int, int], ...]
+
+
+class Killed(Exception):
+    """The end of a start."""
+
+
+def run(case: Loop, order: Order | None = None, rank: int = 0) -> list[Seen]:
+    """Return all that is seen of all starts.
+
+    Args:
+        case: the script.
+        order: the order of the training samples where they are shuffled.
+        rank: on which it is seen.
+    """
+    folder: dict[int, State] = {}
+    saves: list[int] = []
+    seen: list[Seen] = []
+    for start in case.starts:
+        mine = rank < start.ranks  # else another rank's view is not kept
+        this = Run(
+            case,
+            start,
+            order or case.train.in_sequence,
+            rank if mine else 0,
+            folder,
+            saves,
+            seen if mine else [],
+        )
+        try:
+            this.go()
+        except Killed:
+            pass
+    return seen
+
+
+@dataclass
+class Run:
+    """One start.
+
+    Attributes:
+        folder: the states that are there, in the order of their saving.
+        restored: where `load_state` was. It stays until the script uses a batch: a look at one is no use.
+        next_epoch: of the loader. Each pass over it is the next epoch.
+        epoch, done, total: the script's counters; `done` are batches of this epoch.
+        trained: batches of this start.
+    """
+
+    case: Loop
+    start: Start
+    order: Order
+    rank: int
+    folder: dict[int, State]
+    saves: list[int]
+    seen: list[Seen]
+    restored: Place | None = None
+    place: Place = field(default_factory=lambda: Place(0))
+    next_epoch: int = 0
+    epoch: int = 0
+    done: int = 0
+    at_end: bool = False
+    total: int = 0
+    trained: int = 0
+    step: int = 0
+    rate_steps: int = 0
+    run: int = 0
+    origins: tuple[tuple[int, int], ...] = ()
+
+    def note(self, name: str, *args: Any) -> None:
+        self.seen.append(Seen(name, args))
+
+    def batches(self, epoch: int) -> list[Dealt]:
+        """Return the batches of an epoch. After a state of another number of ranks what is left is dealt anew."""
+        order, place = self.order(epoch), self.restored
+        whole = self.deal(self.case.train, order)
+        if place is None or place.samples == count(whole[: place.done]):
+            return whole
+        return [Dealt((), ())] * place.done + self.deal(self.case.train, order[place.samples :])
+
+    def deal(self, data: Data, order: list[int]) -> list[Dealt]:
+        """Deal an epoch out to the ranks."""
+        ranks, whole = self.start.ranks, data.kind == "list"
+        if self.case.split_batches and not whole:
+            data = replace(data, batch_size=data.batch_size // ranks)
+        if data.kind != "map" and ranks > 1 and self.case.dispatch_batches is False:
+            return data.deal(order, ranks, "join")
+        if not whole:
+            return data.deal_samples(order, ranks)
+        batches = data.batches(order)  # rank 0 reads them, and each rank gets one
+        steps = [batches[start : start + ranks] for start in range(0, len(batches), ranks)]
+        return [
+            Dealt((*step, *[step[0]] * (ranks - len(step))), tuple(rank < len(step) for rank in range(ranks)))
+            for step in steps
+        ]
+
+    # ---- the script
+
+    def go(self) -> None:
+        case, start = self.case, self.start
+        self.note("start")
+        loaded = self.load()
+        first, done = self.epoch, self.done
+        if self.at_end and not start.unaware:
+            first, done = first + 1, 0
+        for act in start.before if loaded else ():
+            self.look(act)
+        begin = {"nothing": self.loader_epoch, "count": 0}.get(start.way, first) if loaded else 0
+        to_pass = self.total
+        for epoch in range(begin, case.epochs):
+            if case.sets_epoch:
+                self.set_epoch(epoch)
+            self.epoch, self.done, self.at_end = epoch, 0, False
+            passes, by_accelerate = 0, False
+            if loaded and start.way == "count":
+                passes = self.done = min(to_pass, len(self.batches(self.loader_epoch)))
+                to_pass -= passes
+            elif loaded and epoch == first:
+                self.done = done
+                if start.way in ("skip_first_batches", "continue", "islice"):
+                    passes, by_accelerate = done, start.way == "skip_first_batches"
+            before = self.trained
+            self.train_epoch(*self.begin_pass(passes, by_accelerate))
+            if self.trained == before:
+                continue
+            self.at_end = True
+            if case.steps_by_epoch:
+                self.step_scheduler(1)
+            if case.val_every is None:
+                self.evaluate(breaks=False)
+            if case.save_epochs:
+                self.save()
+        self.note("end", self.step, self.rate)
+
+    def train_epoch(self, epoch: int, batches: list[Dealt], begin: int, first: int) -> None:
+        """Train on the batches of an epoch from `first` on, in a pass that begins at `begin`."""
+        case = self.case
+        # Windows begin at multiples of their length, or where a pass does; the last one of an epoch may be shorter.
+        opens = max(begin, first - first % case.accumulate)
+        left_out = first - opens
+        earlier = 0 if self.restored is None else self.restored.samples - count(batches[: self.restored.done])
+        for index in range(first, len(batches)):
+            syncs = (index + 1) % case.accumulate == 0 or index + 1 == len(batches)
+            self.train_batch(epoch, batches[opens : index + 1], left_out, syncs)
+            if syncs:
+                opens, left_out = index + 1, 0
+            done = index + 1 if case.by_hand else opens  # an open window is begun again
+            self.restored = None
+            samples = earlier + count(batches[:done])
+            self.place = Place(epoch, done, samples) if done < len(batches) else Place(epoch + 1)
+            self.done, self.at_end = self.done + 1, index + 1 == len(batches)
+            self.total, self.trained = self.total + 1, self.trained + 1
+            if case.val_every is not None and self.done % case.val_every == 0:
+                self.evaluate(case.val_breaks)
+            if case.save_every is not None and self.done % case.save_every == 0 and (syncs or not case.save_at_steps):
+                self.save()
+            if self.trained == self.start.batches:
+                raise Killed
+
+    def train_batch(self, epoch: int, window: list[Dealt], left_out: int, syncs: bool) -> None:
+        """Train on the last batch of a window. Gradients are clipped, and optimizer and scheduler step, at its end.
+
+        A window's first batches that the script has left out still count in the mean, where samples are counted.
+        """
+        case, trained = self.case, window[left_out:]
+        self.note("batch", epoch, self.own(window[-1]), syncs or case.by_hand)
+        norm = None
+        if syncs:
+            weights = weights_by_hand(trained, case.accumulate)
+            if not case.by_hand:
+                used = {sample for dealt in trained for sample in dealt.samples}
+                all_weights = sample_weights(trained if case.num_items else window)
+                weights = tuple(pair for pair in all_weights if pair[0] in used)
+            self.note("update", weights, self.rate)
+            self.step += 1
+            norm = round(sum(weight**2 for _, weight in weights) ** 0.5, 3)
+        if not case.steps_by_epoch and (syncs or not (case.by_hand or case.step_scheduler_with_optimizer)):
+            self.step_scheduler(len(window) if case.adjust_scheduler and case.step_scheduler_with_optimizer else 1)
+        self.note("done", self.step, norm)
+
+    def evaluate(self, breaks: bool) -> None:
+        """Evaluate: `gather_for_metrics` gives each sample once. So sums of batches add up to that of all samples."""
+        val = self.case.val
+        if val is not None:
+            batches = self.deal(val, val.in_sequence())[: 1 if breaks else None]
+            samples = tuple(sample for dealt in batches for sample in dealt.samples)
+            self.note("gathered", samples, sum(samples))
+
+    def own(self, dealt: Dealt) -> Batch | None:
+        """Return this rank's batch; None for one that does not count, and may be any."""
+        return dealt.batches[self.rank] if dealt.counts[self.rank] else None
+
+    # ---- the scheduler
+
+    def step_scheduler(self, steps: int) -> None:
+        self.rate_steps += steps
+
+    @property
+    def rate(self) -> float:
+        steps = self.rate_steps
+        if self.case.scheduler is None:
+            return RATE
+        if self.case.scheduler == "halves":
+            return round(RATE / 2**steps, 6)
+        last = self.case.cycle_steps - 1  # up to RATE, and down again; past its end it keeps its last rate
+        top, low, steps = (last + 1) / 2 - 1, RATE / 10, min(steps, last)
+        if steps <= top:
+            return round(low + (RATE - low) * steps / top, 6)
+        return round(RATE - (RATE - low / 10) * (steps - top) / (last - top), 6)
+
+    # ---- the loader
+
+    @property
+    def loader_epoch(self) -> int:
+        """`loader.next_epoch`: the epoch that the next pass begins, or goes on with."""
+        return self.next_epoch if self.restored is None else self.restored.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass this epoch. A restored place in another epoch is given up."""
+        if self.restored is None or self.restored.epoch != epoch:
+            self.restored, self.place = None, Place(epoch)
+        self.next_epoch = epoch
+
+    def begin_pass(self, passes: int, by_accelerate: bool) -> tuple[int, list[Dealt], int, int]:
+        """Begin a pass over the loader; return its epoch, its batches, where it begins, and what the script uses first.
+
+        Args:
+            passes: batches that the script passes over before it uses one.
+            by_accelerate: by `skip_first_batches`, which counts from the epoch's beginning.
+        """
+        epoch, place, first = self.loader_epoch, self.restored, passes
+        begin = passes if by_accelerate else 0
+        self.next_epoch = epoch + 1
+        batches = self.batches(epoch)
+        if place is not None and by_accelerate:
+            self.warn_if(passes != place.done)
+        elif place is not None and self.case.restore_position == "auto":
+            begin, first = place.done, max(passes, place.done)
+            self.warn_if(passes > place.done and (place.done > 0 or passes < len(batches)))
+        elif place is not None and self.case.restore_position is True:
+            begin, first = place.done, place.done + passes
+        if place is None:
+            self.place = Place(epoch + 1) if first >= len(batches) else Place(epoch, first)
+        return epoch, batches, begin, first
+
+    def warn_if(self, condition: bool) -> None:
+        """Warn that a script skips another number of batches than were done."""
+        if condition:
+            self.note("warned")
+
+    def look(self, act: str) -> None:
+        """Do something before the training: the place stays."""
+        batches = self.batches(self.loader_epoch)
+        done = 0 if self.restored is None or self.case.restore_position is False else self.restored.done
+        if act == "peek":
+            self.note("peeked", self.own(batches[done]))
+        elif act == "evaluate":
+            before = batches[:done]
+            if done and self.restored is not None and self.restored.samples != count(before):
+                before = self.deal(self.case.train, self.order(self.restored.epoch)[: self.restored.samples])
+            self.note("evaluated", tuple(map(self.own, (*batches[done:], *before))))
+        elif act == "evaluate_rest":
+            self.warn_if(self.restored is not None and self.restored.done != self.done)
+            self.note("evaluated", tuple(map(self.own, batches[self.done :])))
+        else:
+            self.save()
+
+    # ---- states
+
+    def save(self) -> None:
+        """Save a state. With a limit the oldest of this run are deleted, and none of another."""
+        number = len(self.saves)
+        self.saves.append(number)
+        place = self.place if self.restored is None else self.restored
+        counters = (self.epoch, self.done, self.at_end, self.total, self.step, self.rate_steps, self.start.ranks)
+        self.folder[number] = State(number, place, *counters, self.run, self.origins)
+        if self.case.total_limit is not None:
+            own = [number for number, state in self.folder.items() if self.owns(state)]
+            for oldest in own[: -self.case.total_limit]:
+                del self.folder[oldest]
+        self.note("saved", tuple(self.folder))
+
+    def owns(self, state: State) -> bool:
+        """Return whether a state belongs to this run, or to what it went on from."""
+        return state.run == self.run or any(state.run == run and state.step <= step for run, step in self.origins)
+
+    def load(self) -> bool:
+        """Load a state, if there is one: the newest, or the one that is asked for."""
+        if not self.folder:
+            return False
+        state = self.folder.get(-1 if self.start.load is None else self.start.load) or [*self.folder.values()][-1]
+        self.restored, self.next_epoch = state.place, state.place.epoch
+        if state.ranks != self.start.ranks:  # batches are counted as if they had all been of this number of ranks
+            epoch, _, samples = state.place
+            place = Place(epoch, samples // (self.case.train.batch_size * self.start.ranks), samples)
+            is_over = samples and not self.deal(self.case.train, self.order(epoch)[samples:])  # with drop_last
+            self.restored = Place(epoch + 1) if is_over else place
+            self.next_epoch = self.restored.epoch
+        self.epoch, self.done, self.at_end, self.total = state.epoch, state.done, state.at_end, state.total
+        self.step, self.rate_steps = state.step, state.rate_steps
+        self.run, self.origins = state.run, state.origins
+        if any(later.run == state.run and later.step > state.step for later in self.folder.values()):
+            self.run, self.origins = len(self.saves), ((state.run, state.step), *state.origins)
+        self.note("loaded", state.number, self.step, self.loader_epoch)
+        return True
+
+
+def count(batches: list[Dealt]) -> int:
+    """Return how many samples there are in batches."""
+    return sum(len(dealt.samples) for dealt in batches)
+
+
+def weights_by_hand(window: list[Dealt], accumulate: int) -> tuple[tuple[int, float], ...]:
+    """Return what each sample counts where the script counts windows: a shorter last one is divided as a full one."""
+    batches = [dealt.samples for dealt in window]
+    return tuple(sorted((sample, round(1 / accumulate / len(batch), 5)) for batch in batches for sample in batch))

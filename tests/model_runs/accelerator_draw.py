@@ -1,0 +1,120 @@
+"""Draws scripts of the Accelerator. What instep is known to do differently is left out here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tests.model.accelerator import WAYS, Loop, Start
+from tests.model.data import Data
+from tests.model_runs.draw import loaders, sometimes
+
+
+def evaluates_what_is_dealt_anew(case: Loop) -> bool:
+    """Return whether the training data may be evaluated after a state of another number of ranks within an epoch."""
+    return len({start.ranks for start in case.starts}) > 1 and any("evaluate" in one.before for one in case.starts)
+
+
+KNOWN: dict[str, Callable[[Loop], bool]] = {"evaluation of what is dealt anew": evaluates_what_is_dealt_anew}
+"""Defects that are open: their numbers in the list of defects, and which scripts show them."""
+
+LOOKS = ("peek", "evaluate", "evaluate_rest", "save")
+
+
+@st.composite
+def starts(draw: st.DrawFn, restore_position: bool | str, ranks: tuple[int, ...]) -> tuple[Start, ...]:
+    ways = WAYS
+    looks = LOOKS
+    if len(ranks) > 1:  # a script counts batches of one size
+        ways, looks = ("nothing", "range"), ("peek", "evaluate", "save")
+    elif restore_position is True:  # the script must not skip by itself
+        ways = ("nothing", "range", "skip_first_batches")
+    kills = draw(st.lists(st.integers(1, 9), min_size=0, max_size=3))
+    all_starts: list[Start] = []
+    for batches in [*kills, None]:
+        way = draw(st.sampled_from(ways))
+        all_starts.append(
+            Start(
+                batches,
+                load=draw(sometimes(None, sometimes(None, st.integers(0, 4)))),
+                way=way,
+                before=tuple(draw(sometimes([], st.lists(st.sampled_from(looks), max_size=3)))),
+                unaware=way not in ("range", "count") and draw(st.booleans()),
+                ranks=draw(st.sampled_from(ranks)),
+            )
+        )
+    return tuple(all_starts)
+
+
+@st.composite
+def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
+    """Draw a script.
+
+    Args:
+        worlds: the numbers of ranks that may be drawn.
+    """
+    ranks = draw(st.sampled_from(worlds))
+    accumulate = draw(sometimes(1, st.integers(2, 4)))
+    by_hand = ranks == 1 and draw(st.sampled_from((False, False, False, True)))  # a batch that comes again counts there
+    scheduler = draw(st.sampled_from((None, "halves", "cycle")))
+    steps_by_epoch = scheduler is not None and draw(st.sampled_from((False, False, True)))
+    with_optimizer = scheduler != "halves" or draw(sometimes(True, st.booleans()))  # torch refuses more than a cycle
+    # The number of ranks may change for data whose place is known in samples, and scripts that skip no batch by number.
+    changes = ranks > 1 and draw(st.sampled_from((False, False, True)))
+    split = ranks > 1 and not changes and draw(st.sampled_from((False, False, True)))
+    train, val = draw(rank_loaders(ranks, split)), draw(sometimes(None, rank_loaders(ranks, split, first=100)))
+    if changes:
+        train = replace(train, kind="map", claims=None)
+    restore_position = draw(st.sampled_from(("auto", "auto", "auto", True, changes)))
+    save_at_steps = changes or draw(sometimes(True, st.just(by_hand)))
+    sets_epoch = not changes and draw(sometimes(False, st.booleans()))
+    dispatch = None if split else False
+    return Loop(
+        starts=draw(starts(restore_position, (1, ranks) if changes else (ranks,))),
+        train=train,
+        val=val,
+        epochs=draw(st.integers(1, 4)),
+        accumulate=accumulate,
+        by_hand=by_hand,
+        num_items=not by_hand and draw(st.sampled_from((False, False, True))),
+        zero_first=not by_hand and draw(st.booleans()),
+        scheduler=scheduler,
+        cycle_steps=draw(st.integers(4, 9)),
+        steps_by_epoch=steps_by_epoch,
+        step_scheduler_with_optimizer=with_optimizer,
+        adjust_scheduler=not by_hand and not steps_by_epoch and draw(sometimes(False, st.booleans())),
+        val_every=draw(sometimes(None, st.integers(1, 4))),
+        val_breaks=draw(st.booleans()),
+        save_every=draw(st.integers(1, 4)) if changes else draw(st.one_of(st.integers(1, 4), st.none())),
+        save_at_steps=save_at_steps,
+        save_epochs=draw(st.booleans()),
+        total_limit=draw(sometimes(None, st.integers(1, 3))),
+        restore_position=restore_position,
+        sets_epoch=sets_epoch,
+        split_batches=split,
+        dispatch_batches=draw(st.sampled_from((None, dispatch))),
+    )
+
+
+def rank_loaders(ranks: int, split: bool, first: int = 0) -> st.SearchStrategy[Data]:
+    """Draw a loader whose batches divide over the ranks where each is split."""
+    if not split:
+        return loaders(first=first, ranks=ranks)
+    drawn = loaders(first=first).filter(lambda data: data.kind != "list")
+    return drawn.map(lambda data: replace(data, batch_size=ranks * data.batch_size))
+
+
+def passes_over_too_few(case: Loop) -> bool:
+    """Return whether a script may pass over fewer batches than are done, where the guide leaves open how it goes on.
+
+    Its count of the whole run has the batches of windows that were begun again twice.
+    """
+    counts_twice = case.accumulate > 1 and not case.save_at_steps and case.save_every is not None
+    return counts_twice and any(start.way == "count" for start in case.starts)
+
+
+def allowed(case: Loop) -> bool:
+    """Return whether no defect that is known concerns a script, and all that it does has a meaning."""
+    return not passes_over_too_few(case) and not any(shows(case) for shows in KNOWN.values())

@@ -1,0 +1,186 @@
+"""Runs one process after another in one folder: broken off, resumed, gone back to, continued, and asked."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from tests.model.checkpoints import Disk, Saved
+from tests.model.data import Order
+from tests.model.resume import Start, resumed
+from tests.model.run import Case, run
+from tests.model.trace import Event
+from tests.model_runs.compare import (
+    FAST,
+    difference,
+    difference_of,
+    first_difference,
+    order_of,
+    without_metrics_of_setup,
+)
+from tests.model_runs.pool import Failed, Stop, record_ranks
+from tests.model_runs.record import is_recorded
+from tests.model_runs.script import script
+
+AGAIN = ("on_train_start", "on_train_epoch_start")
+"""Hooks that run again after a resume: what they log comes again too, so such runs are not broken off."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that runs the case's program in a folder that those before it have used.
+
+    Attributes:
+        ckpt_path: what its fit goes on from: None, "auto", "last", "best", or the number of a checkpoint that is there.
+        place: where it is broken off, as a part of its training; None: nowhere.
+        kills: SIGKILL breaks it off; else an exception does.
+        rank: the rank on which that happens, modulo their number.
+        ranks: how many ranks it has; None: as many as before.
+        more: what `max_epochs` and `max_steps` are raised by.
+        asks: with which `ckpt_path` it calls `validate` after its fit, and then a process that has not trained does.
+    """
+
+    ckpt_path: str | int | None = "auto"
+    place: float | None = None
+    kills: bool = False
+    rank: int = 0
+    ranks: int | None = None
+    more: int = 0
+    asks: tuple[str, ...] = ()
+
+
+def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
+    """Compare a case; where it has checkpoints, and processes are drawn, one after another instead.
+
+    A wish to stop is no part of a checkpoint, so such a run is not broken off.
+    """
+    return difference_over_processes(case, processes) if goes_through_processes(case, processes) else difference(case)
+
+
+def goes_through_processes(case: Case, processes: tuple[Process, ...]) -> bool:
+    """Return whether a case is run by one process after another."""
+    again = any(call.hook in AGAIN for call in case.logs)
+    return bool(processes) and case.checkpoints is not None and case.stop_at is None and not again
+
+
+def difference_after_a_break(case: Case, place: float) -> str | None:
+    """Break a run off at a hook, and start it again: the first difference, also of the parts from the whole."""
+    return difference_over_processes(case, (Process(place=place, kills=place == 0.35), Process()))
+
+
+class Remembering(Disk):
+    """A disk that knows of all checkpoints that ever were on it."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(list(disk.saved), disk.runs, dict(disk.held))
+        self.ever = list(disk.saved)
+
+    def add(self, new: Saved) -> Saved:
+        self.ever.append(super().add(new))
+        return self.ever[-1]
+
+
+def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str | None:
+    """Run one process after another in one folder, and return the first difference from the model; None without one."""
+    order, folder = order_of(case), tempfile.mkdtemp(dir=FAST)
+    disks = [Disk() for _ in range(case.ranks)]  # each rank's view of the one that there is
+    before: list[Event] = []
+    where = ""
+    try:
+        for number, process in enumerate(processes):
+            where = f"in process {number + 1} of {processes}\n"
+            case = longer(case, process.more)
+            ranks = process.ranks or case.ranks
+            if ranks != case.ranks:  # others go on with what rank 0 has saved
+                case, disks = replace(case, ranks=ranks), [deepcopy(disks[0]) for _ in range(ranks)]
+            path, at = process.ckpt_path, None
+            if isinstance(path, int) and not disks[0].saved:
+                path = None
+            starts = [
+                Start(disk, path, asks=process.asks)
+                if not isinstance(path, int)
+                else Start(disk, disk.saved[path % len(disk.saved)], asks=process.asks)
+                for disk in disks
+            ]
+            rank = process.rank % ranks
+            whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
+            starts[rank].breaks_at = place_of(whole, case, process.place)
+            stopped = run(case, order, rank, starts[rank])
+            by_rank = []
+            for other, start in enumerate(starts):
+                if other == rank:
+                    by_rank.append(stopped)
+                    continue
+                start.disk = Remembering(start.disk)
+                by_rank.append(run(case, order, other, start))
+                disks[other] = as_seen_by(start.disk, disks[rank])
+            if number == 1 and ranks == 1 and processes == (replace(processes[0], ranks=None), Process()):
+                assert_parts_are_the_whole(case, order, before, by_rank[0])
+            before = by_rank[0]
+            recorded = [[event for event in meant if is_recorded(event, case.watch)] for meant in by_rank]
+            stop = None
+            if starts[rank].breaks_at is not None:
+                at = len(recorded[rank]) - 1
+                stop = Stop(at, process.kills, rank)
+            there = starts[0].ckpt_path
+            if isinstance(there, Saved):
+                there = f"{folder}/{there.folder}/{there.name}"
+            seen = record_ranks(case, folder, stop, ckpt_path=there, asks=process.asks)
+            asked = any(one.asks for one in processes[:number])
+            for other, (meant, events) in enumerate(zip(recorded, seen, strict=True)):
+                if asked:  # those evaluations wrote rows too
+                    meant, events = ([event for event in part if event.owner != "F"] for part in (meant, events))
+                if stop is not None:  # what follows the break is open, and how far the other ranks come
+                    ended = [n for n, event in enumerate(events) if event.name in ("on_exception", "error")]
+                    until = stop.at + 1 if other == rank else min([len(events), len(meant), *ended])
+                    meant, events = meant[:until], events[:until]
+                found = difference_of(case, meant, events) if meant else None
+                if found is not None:
+                    return f"{where}{f'rank {other} of {ranks}: ' if ranks > 1 else ''}{found}"
+            if by_rank[0][-1].name == "error" and by_rank[0][-1].owner == "-":
+                break
+    except Failed as failed:
+        return f"{where}{failed}\n{script(case)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def as_seen_by(own: Remembering, there: Disk) -> Disk:
+    """Return what is on a disk with the states that another rank has saved, which has seen the run to its end."""
+    disk = deepcopy(there)
+    states = {(one.folder, one.name, one.line): one for one in own.ever}
+    disk.saved = [states[one.folder, one.name, one.line] for one in disk.saved]
+    return disk
+
+
+def longer(case: Case, more: int) -> Case:
+    """Return a case with more epochs and steps."""
+    s = case.settings
+    epochs = s.max_epochs if s.max_epochs in (None, -1) else s.max_epochs + more
+    steps = s.max_steps if s.max_steps == -1 else s.max_steps + more
+    return replace(case, settings=replace(s, max_epochs=epochs, max_steps=steps))
+
+
+def place_of(whole: list[Event], case: Case, place: float | None) -> int | None:
+    """Return the number of the hook at which a run is broken off; None where it does not train."""
+    hooks = [n for n, event in enumerate(whole) if event.owner in "CM" and is_recorded(event, case.watch)]
+    begin = next((n for n in hooks if whole[n].name in ("training_step", "on_train_end")), None)
+    end = next((n for n, event in enumerate(whole) if event.name == "on_train_end"), None)
+    inside = [n for n in hooks if begin is not None and end is not None and begin <= n < end]
+    return inside[int(place * (len(inside) - 1))] if inside and place is not None else None
+
+
+def assert_parts_are_the_whole(case: Case, order: Order | None, first: list[Event], second: list[Event]) -> None:
+    """Hold the model against itself: the parts of a run that was broken off, put together, are the whole."""
+    whole = run(case, order, start=Start(ckpt_path="auto"))
+    manual = case.optimization.manual
+    if manual is not None and max(manual.every) > 1:  # what is accumulated by hand is no part of a checkpoint
+        return
+    if whole[-1].name != "error" and first != whole:
+        meant = [event for event in resumed(whole, len(first) - 1) if event.owner not in "DS"]
+        said = [event for event in second if event.owner not in "DS"]
+        found = first_difference(case, without_metrics_of_setup(meant), without_metrics_of_setup(said))
+        assert found is None, found

@@ -1,0 +1,89 @@
+"""Runs on several ranks, killed ones, and ones that go on with other ranks: some chosen, and a thousand drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.spawn import run_command
+from tests.model.checkpoints import Checkpoints
+from tests.model.data import Data
+from tests.model.logs import Log
+from tests.model.run import Case, Settings
+from tests.model_runs.coverage import admits
+from tests.model_runs.processes import Process, difference_over_processes, differences
+
+VAL = Data(5, 2, first=100)
+EVERY_STEP = Checkpoints(every_n_train_steps=1)
+LISTS = Data(4, 3, kind="list")
+
+CHOSEN = {
+    "a tail that is dealt out": (Case(Settings(max_epochs=2), Data(7, 2, shuffle=True), VAL, ranks=3), ()),
+    "lists of different sizes": (Case(Settings(max_epochs=1), LISTS, ranks=3), ()),
+    "windows of lists": (Case(Settings(max_epochs=1, accumulate_grad_batches=2), LISTS, ranks=2), ()),
+    "one rank without data": (
+        Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
+        (),
+    ),
+    "a stop that one rank asks for": (Case(Settings(max_epochs=3), Data(9), VAL, ranks=2, stop_at=2, stop_on=1), ()),
+    "a mean over ranks after a resume": (
+        Case(
+            Settings(max_epochs=2, log_every_n_steps=1),
+            Data(8, 2),
+            ranks=2,
+            logs=(Log(sync_dist=True),),
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(place=0.5), Process()),
+    ),
+    "killed, and gone on with three ranks": (
+        Case(Settings(max_epochs=2), Data(11, 2, shuffle=True), VAL, ranks=2, checkpoints=EVERY_STEP),
+        (Process(place=0.3, kills=True, rank=1), Process(ranks=3)),
+    ),
+    "iterable data at the end of its epoch": (
+        Case(
+            Settings(max_epochs=2, uneven="join"),
+            Data(4, 2, kind="iterable"),
+            VAL,
+            ranks=2,
+            checkpoints=Checkpoints(monitor="val", save_on_train_epoch_end=False),
+        ),
+        (Process(place=0.9), Process(ranks=1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_chosen_run_on_ranks_is_as_the_model_says(name: str) -> None:
+    found = differences(*CHOSEN[name])
+    assert found is None, found
+
+
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.8])
+def test_a_validation_that_is_due_within_a_window_is_not_lost_by_a_resume(place: float) -> None:
+    settings = Settings(max_epochs=4, val_check_interval=3, check_val_every_n_epoch=None, accumulate_grad_batches=2)
+    case = Case(settings, Data(4, 2), VAL, checkpoints=EVERY_STEP)
+    found = difference_over_processes(case, (Process(place=place), Process()))
+    assert found is None, found
+
+
+def test_pairs_without_a_meaning_are_not_asked_for() -> None:
+    assert not admits(("ranks", "1"), ("settings.uneven", "join"))
+    assert not admits(("train.kind", "list"), ("train.shuffle", "True"))
+    assert not admits(("val", "absent"), ("val.kind", "map"))
+    assert admits(("ranks", "2"), ("settings.uneven", "join"))
+
+
+@pytest.mark.campaign
+def test_a_thousand_runs_are_as_the_model_says(tmp_path: Path) -> None:
+    file = tmp_path / "drawn.json"
+    words = ["-m", "tests.model_runs", "--seed", "33", "--count", "1000", "--json", str(file)]
+    done = run_command([sys.executable, *words], timeout_s=3000.0)
+    assert done.returncode == 0, done.stdout
+    drawn = json.loads(file.read_text())["drawn"]
+    assert all(
+        drawn[kind] > 0 for kind in ("2 ranks", "3 ranks", "killed", "gone on with other ranks", "refused early")
+    )
