@@ -25,6 +25,7 @@ from instep import __version__
 from instep.big_models.hub import CONFIG, SAFE_INDEX, hub_module, owned, told
 from instep.big_models.hub import parts_of as parts_of_index
 from instep.checkpoint import write_tensors
+from instep.checkpoint.codec import TAG, decode, encode
 from instep.checkpoint.edge import reading
 from instep.checkpoint.weights import load_weights, parts_of
 from instep.distributed.rank_zero import on_rank_zero
@@ -105,7 +106,7 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
         UnsavableStateError: a value has no form in JSON.
     """
     about = {"version": __version__, "class": class_name, "hparams_name": hparams_name}
-    return {**{str(name): _json_of(value, str(name)) for name, value in values.items()}, ABOUT: about}
+    return {**_json_of(values, ""), ABOUT: about}
 
 
 def _json_of(value: Any, name: str) -> Any:
@@ -119,9 +120,16 @@ def _json_of(value: Any, name: str) -> Any:
     if isinstance(value, PurePath | torch.dtype | torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _json_of(item, f"{name}.{key}") for key, item in value.items()}
+        items = [(key, _json_of(item, f"{name}.{key}".removeprefix("."))) for key, item in value.items()]
+        if TAG not in value and all(isinstance(key, str) for key in value):
+            return dict(items)
+        return {TAG: "dict", "v": [[encode(key, name)[0], item] for key, item in items]}
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    with suppress(UnsavableStateError):  # what JSON has no form for stands there as in the states of checkpoints
+        tree, tensors = encode(value, name)
+        if not tensors:
+            return tree
     raise UnsavableStateError(
         f"the hyperparameter {name} is a {type(value).__name__}, {str(value)[:80]}, which {CONFIG} cannot hold. Leave "
         "it out by save_hyperparameters(ignore=...), and pass it to from_pretrained."
@@ -256,6 +264,9 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
         name = about.get("hparams_name") if isinstance(about, dict) else None
         if name is not None and not isinstance(name, str):
             raise ValueError(f"its hparams_name is a {type(name).__name__}")
+        values = decode(values, {})
+        if not isinstance(values, dict):
+            raise ValueError("it holds no arguments")
     return values, name
 
 

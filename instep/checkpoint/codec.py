@@ -24,6 +24,7 @@ from torch import Tensor
 
 from instep.checkpoint.tensors import Shard, StoredTensor, dtype_from_name, dtype_name, why_unsavable
 from instep.errors import CheckpointError, CorruptCheckpointError, InstepError, UnsavableStateError
+from instep.utils.named import Named
 from instep.utils.seed import check_bit_generator, check_python, check_torch
 from instep.utils.untrusted_files import MOST_DEPTH
 
@@ -51,6 +52,8 @@ def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
         return _datetime_state(obj)
     if kind is date:
         return "date", [obj.year, obj.month, obj.day], {}
+    if kind is Named:
+        return "named", [obj.path, obj.args, obj.keywords], {}
     if isinstance(obj, Enum):
         return _enum_state(obj)
     if kind is random.Random:
@@ -118,6 +121,15 @@ def _enum(name: Any, node: Mapping[str, Any]) -> Any:
     return kind._member_map_[name]
 
 
+def _named(fields: Any, _: Mapping[str, Any]) -> Named:
+    path, args, keywords = fields
+    texts = [path, *(keywords or {})]
+    right = isinstance(args, list | tuple | None) and isinstance(keywords, dict | None)
+    if not right or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{fields!r} is no name of a class or function")
+    return Named(path, None if args is None else tuple(args), keywords)
+
+
 def _random(state: Any, _: Mapping[str, Any]) -> Any:
     check_python(state)
     version, words, gauss = state
@@ -167,6 +179,7 @@ MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "date": lambda fields, _: date(*fields),
     "datetime": _datetime,
     "enum": _enum,
+    "named": _named,
     "numpy.Generator": _numpy_generator,
     "numpy.RandomState": _numpy_generator,
     "random.Random": _random,
@@ -217,10 +230,10 @@ def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
 
     Exact by type: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list, tuple, dict with any
     keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, date, datetime
-    (without a zone or with a fixed one), paths, enum members, torch's dtype, device, Size, Generator and Tensor, numpy
-    arrays and scalars, and the generators random.Random, numpy's Generator and RandomState; and a Shard for the tensor
-    that it is a part of. A Parameter comes back as the Tensor it is; an Enum that is also a str or int comes back as
-    that str or int, which compares equal.
+    (without a zone or with a fixed one), paths, enum members, hyperparameters that are Named, torch's dtype, device,
+    Size, Generator and Tensor, numpy arrays and scalars, and the generators random.Random, numpy's Generator and
+    RandomState; and a Shard for the tensor that it is a part of. A Parameter comes back as the Tensor it is; an Enum
+    that is also a str or int comes back as that str or int, which compares equal.
 
     Args:
         tree: the state.

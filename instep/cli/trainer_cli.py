@@ -253,6 +253,11 @@ class TrainerCLI:
         options = self._get(self.config_init, "lr_scheduler_options") or LRSchedulerOptions()
         config = options.of(lr_scheduler)
         if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if options.monitor is None:
+                raise UsageError(
+                    "--lr_scheduler ReduceLROnPlateau needs the name of a logged metric. Give it by "
+                    "--lr_scheduler_options.monitor, such as --lr_scheduler_options.monitor val_loss."
+                )
             return {"optimizer": optimizer, "lr_scheduler": config}
         # Lightning's form, which its users unpack where they call this.
         plain = config == LRSchedulerOptions(interval="epoch").of(lr_scheduler)

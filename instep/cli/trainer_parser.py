@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, class_from_function
+from jsonargparse.typing import PositiveInt
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
@@ -62,7 +63,7 @@ class LRSchedulerOptions:
     """
 
     interval: Literal["step", "epoch"] | None = None
-    frequency: int = 1
+    frequency: PositiveInt = 1  # pyright: ignore[reportInvalidTypeForm]  jsonargparse makes it a class of numbers
     monitor: str | None = None
     strict: bool = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from typing import Any
 from instep.errors import SettingError
 from instep.utils import plain_yaml
 from instep.utils.atomic import replacing
-from instep.utils.hparams import as_container
+from instep.utils.hparams import as_container, plain_values
+from instep.utils.named import is_code
 from instep.utils.warn import warn_user
 
 NAME = "hparams.yaml"
@@ -25,7 +27,8 @@ def plain(value: Any) -> Any:
     """Return a value as JSON would have it.
 
     Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts; sequences and sets
-    lists; small tensors and arrays their values; classes and functions their dotted name; anything else its text.
+    lists; small tensors and arrays their values; classes and functions their dotted name, partials of them their
+    arguments too; anything else its text.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -35,11 +38,11 @@ def plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, functools.partial) or is_code(value):
+        value = plain_values(value)
     value = as_container(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(plain_values(key) if is_code(key) else key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
@@ -48,8 +51,6 @@ def plain(value: Any) -> Any:
         if math.prod(value.shape) <= _MAX_ITEMS:
             return plain(value.tolist())
         return f"{type(value).__name__}(shape={tuple(value.shape)}, dtype={value.dtype})"
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
     return str(value)
 
 

@@ -503,10 +503,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
             strict: whether names must match exactly; default the module's `strict_loading`.
             which_weights: "live" or "averaged", of a run with WeightAveraging; None: the checkpoint's plain weights.
-            **kwargs: arguments of `__init__`, before the saved ones.
+            **kwargs: arguments of `__init__`, before the saved ones. What a checkpoint does not hold is given here: an
+                argument that was ignored, or a class or function that the class does not name for it.
 
         Raises:
-            CheckpointError: it is not a checkpoint, or does not verify.
+            CheckpointError: it is not a checkpoint, does not verify, lacks an argument, or names what it may not.
         """
         from instep.trainer.weights import load_module  # late: the checkpoint room is loaded when used
 

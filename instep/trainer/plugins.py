@@ -14,6 +14,7 @@ from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, 
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings, check_value
 from instep.utils.checks import constructor_call
+from instep.utils.hparams import plain_values
 from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
 
@@ -241,8 +242,8 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
             if differ:
                 raise UsageError(
                     f"Error while merging hparams: {type(datamodule).__name__} and {type(module).__name__} have "
-                    f"different values of {', '.join(differ)}. Rename them, or keep one side's out of the loggers: "
-                    "save_hyperparameters(logger=False)."
+                    f"different values of {', '.join(map(str, differ))}. Rename them, or keep one side's out of the "
+                    "loggers: save_hyperparameters(logger=False)."
                 )
             params.update(owner.hparams_initial)
     if params and ctx.fn == "fit":
@@ -267,7 +268,7 @@ def _check_files(loggers: Sequence[Any]) -> None:
 
 def _alike(one: Any, other: Any) -> bool:
     try:
-        return bool(one is other or one == other)
+        return bool(one is other or plain_values(one) == plain_values(other))
     except (RuntimeError, ValueError):  # of tensors and arrays
         return True
 

@@ -187,7 +187,7 @@ class RunFolder:
             try:
                 found = store.resolve(keyword, kind=kind, monitor=monitor, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-                if ckpt_path == "best" and self._has_other(store, kind):
+                if ckpt_path == "best" and not (callback is None and line) and self._has_other(store, kind):
                     raise
                 broken = broken or (error if isinstance(error, CorruptCheckpointError) else None)
             if found is None:
@@ -205,8 +205,10 @@ class RunFolder:
         if ckpt_path == "auto":
             return None if quiet else self._none(ctx, folder)
         fresh = ", or 'auto' to start fresh where there is none" if ctx.fn == "fit" else ""
+        off = "fast_dev_run" if ctx.settings.fast_dev_run else "enable_checkpointing=False"
+        why = "" if callback is not None else f" {off} saves none."
         raise CheckpointNotFoundError(
-            f"ckpt_path={asked!r}: there is no checkpoint in {folder}. Give a path{fresh}.", path=folder
+            f"ckpt_path={asked!r}: there is no checkpoint in {folder}.{why} Give a path{fresh}.", path=folder
         )
 
     @staticmethod

@@ -328,7 +328,11 @@ def dry_run(ctx: RunContext) -> None:
         try:
             state.check()
         except UnsavableStateError as error:
-            hint = " Leave it out: self.save_hyperparameters(ignore=[...])." if "hyper_parameters" in str(error) else ""
+            hint = (
+                " Leave it out by self.save_hyperparameters(ignore=[...]), and pass it to load_from_checkpoint."
+                if "hyper_parameters" in str(error)
+                else ""
+            )
             raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from None
 
 
@@ -566,10 +570,11 @@ def _resume_callbacks(ctx: RunContext, path: Path, states: dict[str, Any]) -> No
 
 
 def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    # By repr: values may be tensors or anything else that does not compare to True or False.
-    changed = [key for key in saved.keys() & now.keys() if repr(saved[key]) != repr(now[key])]
+    from instep.utils.rebuild import means_the_same  # late: only a resume needs it
+
+    changed = [key for key in saved.keys() & now.keys() if not means_the_same(saved[key], now[key])]
     if changed:
-        listed = ", ".join(f"{key}={now[key]!r} (there {saved[key]!r})" for key in sorted(changed))
+        listed = ", ".join(f"{key}={now[key]!r} (there {saved[key]!r})" for key in sorted(changed, key=str))
         warn_user(
             f"this run has other hyperparameters than {path}: {listed}. What the checkpoint holds is restored all the "
             "same, learning rates among it; fit(..., resume=Resume(lr=...)) sets others."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -48,16 +49,20 @@ M = TypeVar("M", bound="TrainModule")
 T = TypeVar("T")
 
 
+_MADE_BYTES_PER_WEIGHT = 32  # a float32 weight, what its initialisation takes meanwhile, and a copy or two
+_MADE_BYTES = 2**27
 VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
 _SHARED = {
     **dict.fromkeys(("epoch", "global_step", "world_size"), count),
-    **dict.fromkeys(("hyper_parameters", "user"), named),
+    "hyper_parameters": mapping,
+    "user": named,
     "hparams_name": none_or(text),
 }
 _SHARED_OPTIONAL = {
     "run_folder": none_or(text),
     "datamodule_hparams_name": none_or(text),
-    **dict.fromkeys(("resumed_with", "datamodule_hyper_parameters", "left_out"), none_or(named)),
+    **dict.fromkeys(("resumed_with", "left_out"), none_or(named)),
+    "datamodule_hyper_parameters": none_or(mapping),
 }
 _SHARED_FULL = {
     **dict.fromkeys(("data_world_size", "seed"), count),
@@ -150,6 +155,22 @@ def _read_hparams(path: Path) -> dict[str, Any]:
         raise SettingError(f"{path} is no JSON object of arguments: {error}", field="hparams_file") from error
 
 
+def _limit_of(cls: type, path: Location, weights: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Make the context in which what a checkpoint's hyperparameters build is held against its weights."""
+    from instep.utils.allocations import AllocationLimit  # late: only who loads weights
+
+    count = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
+    folder = to_path(path)
+    return AllocationLimit(
+        _MADE_BYTES_PER_WEIGHT * count + _MADE_BYTES,
+        lambda: CheckpointError(
+            f"cannot make {cls.__name__} from {folder}: its saved arguments would build far more than the {count:,} "
+            "weights that it holds. If that is right, pass them yourself in place of the saved ones.",
+            path=folder,
+        ),
+    )
+
+
 def _make(
     cls: type[T],
     path: Location,
@@ -157,6 +178,8 @@ def _make(
     name: str | None,
     hparams_file: PathLike | None,
     arguments: dict[str, Any],
+    held: AbstractContextManager[Any],
+    held_own: AbstractContextManager[Any],
     of_json: bool = False,
 ) -> T:
     """Make an object of a class from its hyperparameters.
@@ -168,12 +191,19 @@ def _make(
         name: the one argument that they came in; None where they are arguments.
         hparams_file: more of them, which take the saved ones' place.
         arguments: the program's, before all of these.
+        held: what objects among the arguments are built within; `held_own`: the object of the class.
         of_json: the saved ones come from a JSON file, where a path is a text.
     """
     from instep.utils.rebuild import build_configured, cannot_make, with_structures  # late: only who loads weights
 
     if hparams_file is not None:
-        saved = {**saved, **_read_hparams(local_path(hparams_file))}
+        from instep.loggers.hparams import plain  # late: few have such a file
+
+        given = _read_hparams(local_path(hparams_file))  # where a logger wrote it, a class or a path is a text
+        saved = {
+            **saved,
+            **{key: value for key, value in given.items() if key not in saved or plain(saved[key]) != value},
+        }
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
@@ -182,10 +212,13 @@ def _make(
     merged = {key: value for key, value in merged.items() if key not in arguments}
     try:
         if CLASS_PATH in saved:
-            return build_configured(cls, saved, arguments)
-        return cls(**with_attributes(with_structures(cls, merged, of_json)), **arguments)
+            return build_configured(cls, saved, arguments, held, held_own)
+        with held:
+            made = with_attributes(with_structures(cls, merged, of_json))
+        with held_own:
+            return cls(**made, **arguments)
     except TypeError as error:
-        raise cannot_make(cls, to_path(path), arguments, error) from error
+        raise cannot_make(cls, to_path(path), saved if name is None else merged, arguments, error) from error
 
 
 def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None, arguments: dict[str, Any]) -> T:
@@ -194,8 +227,20 @@ def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None,
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file of weights, which holds nothing of a datamodule", path=folder)
     shared = saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)).shared
-    saved = shared.get("datamodule_hyper_parameters") or {}
-    made: Any = _make(cls, path, saved, shared.get("datamodule_hparams_name"), hparams_file, arguments)
+    from instep.data import DataModule  # late: it is not always loaded
+
+    saved = shared.get("datamodule_hyper_parameters")
+    if saved is None:
+        raise CheckpointError(f"{folder} holds nothing of a datamodule: its run had none", path=folder)
+    if cls is DataModule:
+        held = ", ".join(map(str, saved)) or "no hyperparameters"
+        raise CheckpointError(
+            f"DataModule is the base class, which has no data. Call load_from_checkpoint of the class that the run "
+            f"had: {folder} holds {held} of it.",
+            path=folder,
+        )
+    name, limit = shared.get("datamodule_hparams_name"), _limit_of(cls, path, {})
+    made: Any = _make(cls, path, saved, name, hparams_file, arguments, limit, nullcontext())
     if shared.get("datamodule") is not None:
         with taking_up(folder, "the datamodule"):
             made.load_state_dict(shared["datamodule"])
@@ -235,9 +280,18 @@ def _loaded(
 ) -> M:
     """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
     of_json = "epoch" not in view
-    module = _make(cls, path, view["hyper_parameters"], view.get("hparams_name"), hparams_file, arguments, of_json)
+    saved, name = view["hyper_parameters"], view.get("hparams_name")
+    limit = _limit_of(cls, path, view["state_dict"])
+    # What a class leaves out of its state, or takes from elsewhere, is not held against the weights that are there.
+    whole = not left_out and strict is not False and cls.strict_loading is not False
+    for hook in ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"):
+        whole &= any(getattr(cls, hook) is getattr(base, hook, None) for base in (nn.Module, ModuleHooks))
+    chosen = saved.keys() if name is None else {name}
+    limit_own = limit if whole and chosen - arguments.keys() else nullcontext()
+    module = _make(cls, path, saved, name, hparams_file, arguments, limit, limit_own, of_json)
     if is_overridden(module, "configure_model", ModuleHooks):
-        module.configure_model()
+        with limit_own:
+            module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
         module.on_load_checkpoint(view)
     report = checkpoint.ResumeReport(path, ("weights",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from argparse import Namespace
@@ -52,7 +53,8 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            there = ", ".join(map(str, self)) or "none"
+            raise AttributeError(f"no hyperparameter {name!r}; there are: {there}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -65,15 +67,29 @@ def plain_values(value: Any) -> Any:
     """Return hyperparameters as a checkpoint holds them: plain dicts and lists in place of other containers.
 
     Dataclasses, pydantic models, Namespaces, OmegaConf's containers (with their interpolations resolved) and other
-    mappings become dicts, or lists. Other values stay as they are.
+    mappings become dicts, or lists; namedtuples become tuples; classes, functions and partials of them become `Named`.
+    Other values stay as they are.
 
     Example:
         >>> plain_values(Namespace(lr=0.1, net=AttributeDict(width=8)))
         {'lr': 0.1, 'net': {'width': 8}}
     """
+    from instep.utils.named import Named, is_code, name_of  # late: importing the Trainer does not pay for it
+
+    def as_key(key: Any) -> Any:  # which must have a hash, so a dataclass stays as it is
+        return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
+
+    if isinstance(value, functools.partial) and is_code(value.func):
+        return Named(name_of(value.func), plain_values(value.args), plain_values(value.keywords))
+    if is_code(value):
+        return Named(name_of(value))
     value = as_container(value)
     if isinstance(value, Mapping):
-        return {key: plain_values(item) for key, item in value.items()}
+        return {as_key(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple(map(plain_values, value))
+    if type(value) in (set, frozenset):
+        return type(value)(map(as_key, value))
     return _of_items(plain_values, value)
 
 
@@ -146,7 +162,8 @@ class HyperParameters:
         Called in `__init__`, it collects the arguments of that `__init__` and of those of the subclasses that led
         there; where a name occurs twice the outermost value counts, which is what the user passed. Values are kept as
         they are. A checkpoint holds dicts in place of dataclasses, pydantic models, Namespaces and OmegaConf's
-        containers; what cannot be written without pickle it refuses, before the first step.
+        containers, and the names of classes and functions; what cannot be written without pickle it refuses, before
+        the first step.
 
         Args:
             args: nothing for all arguments; names of some of them; or dicts, Namespaces, dataclasses and pydantic

@@ -25,13 +25,13 @@ import uuid
 from argparse import Namespace
 from collections import abc
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
+from types import BuiltinFunctionType, FunctionType, NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import torch
@@ -40,7 +40,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep.errors import CheckpointError
-from instep.utils.hparams import CLASS_PATH, configured_as, is_model, with_attributes
+from instep.utils.hparams import CLASS_PATH, as_container, configured_as, is_model, with_attributes
+from instep.utils.named import Named, is_code, loaded
 
 T = TypeVar("T")
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
@@ -54,7 +55,7 @@ _MAPPINGS = (abc.Mapping, abc.MutableMapping)
 
 _KINDS = (nn.Module, Optimizer, LRScheduler)
 _OF_TORCH = ("torch.nn.modules.", "torch.optim.")
-_FUNCTIONAL = "torch.nn.functional"
+_FUNCTIONS = ("torch.nn.functional", "torch.nn.init")
 
 
 def allowed_class(path: Any, key: str) -> type:
@@ -67,16 +68,17 @@ def allowed_class(path: Any, key: str) -> type:
     Raises:
         CheckpointError: it is not loaded, or not allowed.
     """
-    found = _loaded(path)
+    found = loaded(path)
     if not isinstance(found, type):
-        raise CheckpointError(
-            f"the checkpoint's {key} is a {short(path)}, which this program has not imported, and a checkpoint must "
-            f"not import code. Import it first, or pass {key.partition('.')[0]}=... to load_from_checkpoint."
-        )
-    home = f"{found.__module__}."
-    if not issubclass(found, _KINDS) or (home.startswith("torch.") and not home.startswith(_OF_TORCH)):
+        raise _not_imported(path, key)
+    if not _is_of_kinds(found):
         raise refused(path, key)
     return found
+
+
+def _is_of_kinds(found: type) -> bool:
+    home = f"{found.__module__}."
+    return issubclass(found, _KINDS) and (not home.startswith("torch.") or home.startswith(_OF_TORCH))
 
 
 def allowed_function(path: Any, owner: type, key: str) -> Any:
@@ -90,33 +92,68 @@ def allowed_function(path: Any, owner: type, key: str) -> Any:
     Raises:
         CheckpointError: it is not loaded, or not allowed.
     """
-    found, name = _loaded(path), str(path).rpartition(".")[2]
-    home = str(getattr(found, "__module__", None))
-    if isinstance(found, FunctionType):
-        own = home == owner.__module__ and not home.startswith("torch.")
-        good = home == _FUNCTIONAL or own
-    else:
-        places = (vars(torch.nn.functional).get(name), vars(torch).get(name) if hasattr(torch.Tensor, name) else None)
-        good = isinstance(found, BuiltinFunctionType) and any(found is place for place in places)
-    if not good or name.startswith("_"):
+    found, name = loaded(path), str(path).rpartition(".")[2]
+    if not _is_allowed_function(found, name, owner):
         raise refused(path, key)
     return found
 
 
-def cannot_make(cls: type, path: Any, arguments: Mapping[str, Any], error: TypeError) -> CheckpointError:
-    """Make the error of a class that does not take its arguments: those of a checkpoint, and the program's own."""
+def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
+    """Return True for functions of torch that only compute, and for those of the file of `owner`."""
+    if name.startswith("_"):
+        return False
+    if isinstance(found, FunctionType):
+        home = found.__module__
+        own = owner is not None and home == owner.__module__ and not home.startswith("torch.")
+        return home in _FUNCTIONS or own
+    places = (vars(torch.nn.functional).get(name), vars(torch).get(name) if hasattr(torch.Tensor, name) else None)
+    return isinstance(found, BuiltinFunctionType) and any(found is place for place in places)
+
+
+def cannot_make(
+    cls: type, path: Any, saved: Mapping[str, Any], arguments: Mapping[str, Any], error: TypeError
+) -> CheckpointError:
+    """Make the error of a class that does not take its arguments.
+
+    Args:
+        cls: the class.
+        path: the checkpoint.
+        saved: its hyperparameters.
+        arguments: the program's own arguments.
+        error: what the class raised.
+    """
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = next((key for key in arguments if key not in parameters and not takes_all), None)
-    if unknown is None:
-        what = (
-            f"{error}. Pass the missing arguments to load_from_checkpoint, or call self.save_hyperparameters() in "
-            "__init__ before saving."
-        )
-    else:
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    lacking = [
+        name
+        for name, p in list(parameters.items())[1:]
+        if p.default is p.empty and p.kind not in several and name not in (*saved, *arguments)
+    ]
+    give = ", ".join(f"{name}=..." for name in lacking)
+    if unknown is not None:
         near = get_close_matches(unknown, list(parameters), 1)
         what = f"it takes no argument {unknown!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+    elif lacking and (others := {name: value for name, value in saved.items() if name not in parameters}):
+        what = (
+            f"{error}. The checkpoint holds {short(', '.join(f'{name}={value!r}' for name, value in others.items()))}, "
+            f"of which {cls.__name__} has no arguments: pass {give} made of these."
+        )
+    elif lacking:
+        why = "they are left out by ignore= or cannot be saved" if saved else "it holds no hyperparameters"
+        how = "" if saved else ", or call self.save_hyperparameters() in __init__ before saving"
+        what = f"{error}. The checkpoint holds no value of {', '.join(lacking)}: {why}. Pass {give}{how}."
+    else:
+        what = f"{error}. Pass what does not fit as an argument."
     return CheckpointError(f"cannot make {cls.__name__} from {path}: {what}", path=path)
+
+
+def _not_imported(path: Any, key: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's {key} is a {short(path)}, which this program has not imported, and a checkpoint must "
+        f"not import code. Import it first, or pass {key.partition('.')[0]}=... to load_from_checkpoint."
+    )
 
 
 def refused(what: Any, key: str) -> CheckpointError:
@@ -134,26 +171,20 @@ def short(what: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _loaded(path: Any) -> Any:
-    """Find what loaded modules have under a dotted path; None where there is no such thing."""
-    parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
-    for split in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:split]))
-        if not isinstance(found, ModuleType):
-            continue
-        for part in parts[split:]:
-            found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-        return found
-    return None
-
-
-def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
+def build_configured(
+    cls: type[T],
+    saved: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    held: AbstractContextManager[Any] | None = None,
+    held_own: AbstractContextManager[Any] | None = None,
+) -> T:
     """Make an object of a class, or of the subclass that was configured.
 
     Args:
         cls: what `load_from_checkpoint` was called on.
         saved: the hyperparameters, with the path of the configured class.
         arguments: what takes the place of saved values. They are the program's, and stay as they are.
+        held: what the arguments are built within; `held_own`: the object itself.
 
     Raises:
         CheckpointError: a value does not fit, or names a class that it may not.
@@ -164,8 +195,10 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
     kept = {key: value for key, value in saved.items() if key not in arguments}
     given = {key: value for key, value in kept.items() if key in parameters or takes_all}
     try:
-        with configured_as(built, kept):
-            return built(**configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]}), **arguments)
+        with held or nullcontext():
+            made = configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]})
+        with configured_as(built, kept), held_own or nullcontext():
+            return built(**made, **arguments)
     except CheckpointError:
         raise
     except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
@@ -175,8 +208,34 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
         ) from error
 
 
+def means_the_same(saved: Any, now: Any) -> bool:
+    """Return True if two hyperparameters are equal; a class may have another of its names, such as torch.optim.Adam."""
+    saved, now = _of_no_arguments(saved), _of_no_arguments(now)
+    if isinstance(saved, Named | str) and isinstance(now, Named | str):
+        one, other = (value if isinstance(value, Named) else Named(value) for value in (saved, now))
+        named_alike = one.path == other.path or (loaded(one.path) or one) is loaded(other.path)
+        return named_alike and means_the_same((one.args, one.keywords), (other.args, other.keywords))
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        return saved.keys() == now.keys() and all(means_the_same(saved[key], now[key]) for key in saved)
+    if isinstance(saved, list | tuple) and type(saved) is type(now):
+        return len(saved) == len(now) and all(map(means_the_same, saved, now))
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        return saved.dtype == now.dtype and torch.equal(saved.cpu(), now.cpu())
+    with suppress(Exception):  # arrays do not compare to True or False, other objects of the user as they like
+        if saved == now:
+            return True
+    return repr(saved) == repr(now)
+
+
+def _of_no_arguments(value: Any) -> Any:
+    """Return a configured object without its arguments where it has none."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        return {key: inner for key, inner in value.items() if inner or key not in ("init_args", "dict_kwargs")}
+    return value
+
+
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Build the configuration objects among the arguments of a class, which were saved as dicts; the rest stays.
+    """Build what was saved as dicts or names among the arguments of a class, and leave the rest.
 
     Args:
         cls: whose arguments; their annotations say which objects: dataclasses, pydantic models, Namespaces and
@@ -186,14 +245,14 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
             annotation says so and the value fits.
 
     Raises:
-        CheckpointError: a dict does not fit its type.
+        CheckpointError: a dict does not fit its type, or a class or function is none that may be found again.
     """
-    hints, built = _hints(cls), dict(saved)
-    for name, value in saved.items():
+    hints, built = _hints(cls), with_code(cls, saved)
+    for name, value in list(built.items()):
         if of_json and _is_leaf(hints.get(name)):
             with suppress(CheckpointError):  # `load_from_checkpoint` leaves it as it is, too
                 built[name] = _Building().argument(value, hints[name], name, cls)
-        elif isinstance(value, dict | list) and _is_structure(hints.get(name)):
+        elif isinstance(value, dict | list | tuple) and _is_structure(hints.get(name)):
             try:
                 built[name] = _Building().argument(value, hints[name], name, cls)
             except CheckpointError:
@@ -205,11 +264,110 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
     return built
 
 
+def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the classes and functions among the arguments of a class, which were saved as `Named`; the rest stays.
+
+    They are found among what the class says of the argument (its annotation and default), the kinds of which a
+    checkpoint may have objects built, functions of torch, and functions of the file of the class. A partial is made of
+    what is found, which calls nothing; one of a function of the file has to be said by the class, since it would be
+    called with values of the checkpoint.
+
+    Raises:
+        CheckpointError: one is nothing of this.
+    """
+    hints, found = _hints(cls), {}
+    for name, value in saved.items():
+        defaults = [p.default for p in _parameters(cls) if p.name == name]
+        found[name] = _Found(hints.get(name, Any), defaults, str(name), cls).again(value)
+    return found
+
+
+class _Found:
+    """Finder of what the values of one argument name."""
+
+    def __init__(self, hint: Any, defaults: list[Any], key: str, owner: type) -> None:
+        self.hint, self.defaults, self.key, self.owner = hint, defaults, key, owner
+
+    def again(self, value: Any) -> Any:
+        if type(value) is dict:
+            return {self.again(name): self.again(inner) for name, inner in value.items()}
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(map(self.again, value))
+        if not isinstance(value, Named):
+            return value
+        found, partly = loaded(value.path), value.args is not None
+        if found is None and not value.path.startswith("<"):
+            raise _not_imported(value, self.key)
+        if found is None or not self.allows(found, value.path.rpartition(".")[2], partly):
+            raise refused(repr(value), self.key)
+        if not partly:
+            return found
+        return functools.partial(found, *self.again(value.args), **self.again(dict(value.keywords or {})))
+
+    def allows(self, found: Any, name: str, partly: bool) -> bool:
+        given, bases = self.said
+        if any(found is one for one in given):
+            return True
+        if isinstance(found, type):
+            return found in _PLAIN or _is_of_kinds(found) or any(_is_below(found, base) for base in bases)
+        return _is_allowed_function(found, name, None if partly else self.owner)
+
+    @functools.cached_property
+    def said(self) -> tuple[list[Any], list[type]]:
+        """What the class says that the argument may be, and the classes whose subclasses it may be."""
+        given, bases = [*_code_in(self.defaults)], []
+        hints: list[Any] = []
+        with suppress(AttributeError, NameError, TypeError):  # of a field that only type checkers can read
+            hints.extend(_within(self.hint, {}))
+        for hint in hints:
+            origin, inner = get_origin(hint), get_args(hint)
+            if origin is type or (origin is abc.Callable and inner):
+                bases += [base for base in _within(inner[-1], {}) if _is_class(base) and base not in (object, type)]
+            elif is_model(hint):
+                given += _code_in([field.default for field in hint.model_fields.values()])
+            elif _is_class(hint) and is_dataclass(hint):
+                given += _code_in([field.default for field in dataclasses.fields(hint)])
+            elif _is_class(hint):
+                given += _code_in(getattr(hint, "_field_defaults", None))
+        return given + bases, bases
+
+
+def _is_below(found: type, base: type) -> bool:
+    """Return True if a class is below one that a program or package has made for others to be below it.
+
+    Not for Python's own, of which there are subclasses for every purpose; of those in torch it must be in one folder.
+    """
+    package = base.__module__.partition(".")[0]
+    near = found.__module__.rpartition(".")[0] == base.__module__.rpartition(".")[0]
+    return (
+        base in found.__mro__
+        and package not in sys.stdlib_module_names
+        and (near or not f"{found.__module__}.".startswith("torch."))
+    )
+
+
+def _code_in(value: Any) -> Iterator[Any]:
+    """Yield the classes and functions in plain containers, keys too, and in partials."""
+    if isinstance(value, functools.partial):
+        yield from (*_code_in(value.func), *_code_in(value.args), *_code_in(value.keywords))
+    elif is_code(value):
+        yield value
+    elif isinstance(value := as_container(value), Mapping):
+        for name, inner in value.items():
+            yield from (*_code_in(name), *_code_in(inner))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _code_in(inner)
+
+
 def _is_structure(hint: Any) -> bool:
     hint, origin = _bare(hint)
     kinds = [kind for part in (origin, *get_args(hint)) for kind in (part, *_bare(part))]
     inner = [kind for part in get_args(hint) for kind in get_args(part)]
-    return any(is_dataclass(kind) or is_model(kind) or _is_container(kind) for kind in (*kinds, *inner))
+    return any(
+        is_dataclass(kind) or is_model(kind) or _is_container(kind) or hasattr(kind, "_field_defaults")
+        for kind in (*kinds, *inner)
+    )
 
 
 def _is_class(kind: Any) -> TypeGuard[type]:
@@ -253,7 +411,8 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: one of them does not fit, or names a class or a function that a checkpoint may not.
     """
     values = {key: value for key, value in saved.items() if key != CLASS_PATH}
-    return _Building().arguments(values, configured_class(cls, saved), "")
+    built = configured_class(cls, saved)
+    return _Building().arguments(with_code(built, values), built, "")
 
 
 def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
@@ -269,9 +428,9 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
     Raises:
         CheckpointError: as `configured_arguments`.
     """
-    describing = _Describing()
+    describing, built = _Describing(), configured_class(cls, saved)
     values = {key: value for key, value in saved.items() if key != CLASS_PATH}
-    return describing.arguments(values, configured_class(cls, saved), ""), describing.stand_ins
+    return describing.arguments(with_code(built, values), built, ""), describing.stand_ins
 
 
 @dataclass(frozen=True)
@@ -319,7 +478,7 @@ class _Building:
                 raise refused("text with an interpolation of OmegaConf", key)
             made = sys.modules["omegaconf"].OmegaConf.create(value)
             return _same(isinstance(made, kind), made)
-        if _imports(kind, set()):
+        if _imports(kind):
             raise refused(f"{kind.__name__} with a field whose text is imported (ImportString)", key)
         by_name = (
             {"by_name": True, "by_alias": True}
@@ -379,7 +538,7 @@ class _Building:
         if origin is abc.Callable or getattr(origin, "_is_protocol", False):
             return self.function(value, hint, key, owner)
         if origin is type:
-            return self.named_class(value, hint, key)
+            return self.named_class(value, hint, key, owner)
         if isinstance(value, list | tuple):
             return self.items(value, hint, origin, key, owner)
         if isinstance(value, dict):
@@ -448,10 +607,10 @@ class _Building:
         partly = bool(returned) and _is_class(returned[0]) and issubclass(named, returned[0])
         return self.made(named, self.spec_arguments(value, named, key), partly)
 
-    def named_class(self, value: Any, hint: Any, key: str) -> type:
-        named = allowed_class(_same(isinstance(value, str), value), key)
+    def named_class(self, value: Any, hint: Any, key: str, owner: type) -> type:
+        named = _Found(hint, [], key, owner).again(Named(_same(isinstance(value, str), value)))
         bases = [base for base in get_args(hint) if _is_class(base)]
-        return _same(all(issubclass(named, base) for base in bases), named)
+        return _same(isinstance(named, type) and all(issubclass(named, base) for base in bases), named)
 
     def items(self, value: Any, hint: Any, origin: type, key: str, owner: type) -> Any:
         inner = get_args(hint)
@@ -488,7 +647,7 @@ class _Building:
             return collections.OrderedDict(made) if ordered else made
         if isinstance(value.get("class_path"), str):
             return self.spec(value, origin, key)
-        if hasattr(origin, "__pydantic_validator__") and _imports(origin, set()):
+        if hasattr(origin, "__pydantic_validator__") and _imports(origin):
             raise refused(f"{origin.__name__} with a field whose text is imported (ImportString)", key)
         fields = getattr(origin, "_fields", None) or (
             [field.name for field in dataclasses.fields(origin) if field.init] if is_dataclass(origin) else None
@@ -592,35 +751,48 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _imports(hint: Any, seen: set[int]) -> bool:
-    """Tell whether pydantic would import what a text says, to make a value of this type or of one within it."""
-    if id(hint) in seen:
-        return False
-    seen.add(id(hint))
+def _imports(hint: Any) -> bool:
+    """Return True if pydantic would import what a text says, to make a value of this type or of one within it."""
     importing = sys.modules["pydantic"].ImportString
-    metadata = getattr(hint, "__metadata__", ())
-    if hint is importing or any(each is importing or isinstance(each, importing) for each in metadata):
-        return True
-    inner = [*get_args(hint), *([get_origin(hint)] if get_origin(hint) is not None else [])]
-    if is_model(hint):
-        for field in hint.model_fields.values():
-            if any(each is importing or isinstance(each, importing) for each in field.metadata):
-                return True
-            inner.append(field.annotation)
+    return any(each is importing or isinstance(each, importing) for each in _within(hint, {}))
+
+
+def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """Yield a type and all that it is made of: its arguments, the types of its fields, and what is noted of these."""
+    if id(hint) in seen:
+        return
+    seen[id(hint)] = hint
+    yield hint
+    inner: list[Any] = [get_origin(hint), getattr(hint, "__supertype__", None), *get_args(hint)]
+    if isinstance(hint, list):  # of a Callable's arguments
+        inner += hint
+    elif is_model(hint):
+        inner += [part for field in hint.model_fields.values() for part in (field.annotation, *field.metadata)]
     elif (is_dataclass(hint) and isinstance(hint, type)) or typing.is_typeddict(hint) or hasattr(hint, "_fields"):
         inner += typing.get_type_hints(hint, include_extras=True).values()
+    elif isinstance(hint, TypeVar):
+        inner += [hint.__bound__, *hint.__constraints__]
     elif type(hint).__name__ == "TypeAliasType":
         inner.append(getattr(hint, "__value__", None))
-    return any(_imports(each, seen) for each in inner)
+    for each in inner:
+        if each is not None:
+            yield from _within(each, seen)
+
+
+def _constructors(cls: type) -> list[FunctionType]:
+    """List the `__init__` of a class and of its bases, its own one last."""
+    return [init for base in reversed(cls.__mro__) if inspect.isfunction(init := vars(base).get("__init__"))]
+
+
+def _parameters(cls: type) -> Iterator[inspect.Parameter]:
+    for init in _constructors(cls):
+        yield from inspect.signature(init).parameters.values()
 
 
 def _hints(cls: type) -> dict[str, Any]:
     """Read the types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
     hints: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        init = vars(base).get("__init__")
-        if not inspect.isfunction(init):
-            continue
+    for init in _constructors(cls):
         for name, parameter in inspect.signature(init).parameters.items():
             hint, default = parameter.annotation, parameter.default
             if hint is parameter.empty:

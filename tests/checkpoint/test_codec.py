@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from instep.checkpoint import decode, encode
 from instep.errors import CorruptCheckpointError, UnsavableStateError
+from instep.utils.named import Named
 
 
 def round_trip(tree: Any) -> Any:
@@ -129,6 +130,8 @@ def test_any_tree_comes_back_exactly(tree: Any) -> None:
         "\ud800 lone surrogate",
         random.Random(3).getstate(),
         np.random.default_rng(1).bit_generator.state,
+        Named("torch.optim.Adam"),
+        Named("<f.<lambda>>", (1, Named("a.b")), {"betas": (1, 2)}),
         torch.Size([]),
         torch.tensor(3.0),
         torch.zeros(0, 4),
@@ -282,6 +285,10 @@ def test_a_cycle_is_refused_and_a_shared_list_is_not() -> None:
         {"$": "raw array", "v": "AAAA", "dtype": "<f8", "shape": [9]},
         {"$": "scalar", "v": "AAAA", "dtype": "no"},
         {"$": "dict", "v": [[[1], 2]]},
+        {"$": "named", "v": "os.system"},
+        {"$": "named", "v": [1, None, None]},
+        {"$": "named", "v": ["os.system", "ls", None]},
+        {"$": "named", "v": ["os.system", [], {"$": "dict", "v": [[1, 2]]}]},
     ],
     ids=str,
 )

@@ -307,6 +307,26 @@ def test_saving_elsewhere_or_not_at_all(folder: Path) -> None:
         cli("fit", *ANY, save_config_kwargs={"save_to_log_dir": False})
 
 
+@pytest.mark.filterwarnings("ignore:the configured optimizer takes the place")
+def test_options_of_a_scheduler_are_named_as_the_command_line_has_them(folder: Path, capsys: Any) -> None:
+    words = ["fit", *ANY, "--optimizer=SGD", "--optimizer.lr=0.1"]
+    plateau = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    for scheduler in ("ReduceLROnPlateau", plateau):
+        with pytest.raises(UsageError, match=r"logged metric\. Give it by --lr_scheduler_options\.monitor"):
+            cli(*words, f"--lr_scheduler={scheduler}")
+    with pytest.raises(SystemExit):
+        cli(*words, "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5", "--lr_scheduler_options.frequency=0")
+    assert "lr_scheduler_options.frequency" in capsys.readouterr().err
+
+
+def test_one_class_by_two_of_its_names_is_no_other_hyperparameter(folder: Path) -> None:
+    words = ["fit", *ANY, "--ckpt_path=auto"]
+    cli(*words, "--model.loss=torch.nn.HuberLoss", trainer_defaults=SAVING)
+    cli(*words, "--model.loss=torch.nn.modules.loss.HuberLoss", "--trainer.max_epochs=2", trainer_defaults=SAVING)
+    with pytest.warns(UserWarning, match=r"other hyperparameters than .*loss=.*L1Loss"):
+        cli(*words, "--model.loss=torch.nn.L1Loss", "--trainer.max_epochs=3", trainer_defaults=SAVING)
+
+
 def test_a_module_is_built_again_from_its_checkpoint(folder: Path) -> None:
     words = [*ANY, *LOSS, "--model.sizes=[3,4,5]", "--model.folder=some/where"]
     first = cli("fit", *words, trainer_defaults=SAVING).model

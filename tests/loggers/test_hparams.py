@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,11 @@ def test_plain_values():
         "large": torch.ones(10, 10),
         "numpy": np.float32(0.5),
         "array": np.arange(2),
+        "partial": partial(torch.optim.SGD, lr=0.5, fns=[torch.tanh]),
+        "torch": torch.relu,
+        "lambda": lambda: 0,
         1: True,
+        torch.nn.Linear: 2,
     }
     values = plain(params)
     assert json.loads(json.dumps(values, allow_nan=False)) == values
@@ -56,7 +61,11 @@ def test_plain_values():
         "large": "Tensor(shape=(10, 10), dtype=torch.float32)",
         "numpy": 0.5,
         "array": [0, 1],
+        "partial": "partial(torch.optim.sgd.SGD, lr=0.5, fns=[torch.tanh])",
+        "torch": "torch.relu",
+        "lambda": "tests.loggers.test_hparams.test_plain_values.<locals>.<lambda>",
         "1": True,
+        "torch.nn.modules.linear.Linear": 2,
     }
 
 

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from tests.trainer.resuming import (
     train_loader,
 )
 from tests.trainer.test_ranks import Gan
-from tests.trainer.toys import Toy, loader
+from tests.trainer.toys import Toy, loader, quiet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
@@ -473,3 +475,50 @@ def test_a_resumed_program_may_log_with_other_arguments(tmp_path):
     batches = len(loader())
     assert trainer.callback_metrics["loss_epoch"] == (batches - 1) / 2  # those before the stop count too
     assert "loss_step" in trainer.progress_bar_metrics
+
+
+class Kept(Toy):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Speed(str, Enum):
+    FAST = "fast"
+
+
+SAME: dict[str, Any] = {
+    "two names of a class": ("torch.optim.Adam", "torch.optim.adam.Adam"),
+    "its name and itself": ("torch.optim.Adam", torch.optim.Adam),
+    "a configured object": (
+        {"class_path": "torch.nn.ReLU", "init_args": {}},
+        {"class_path": "torch.nn.modules.activation.ReLU"},
+    ),
+    "partials": (partial(torch.optim.SGD, lr=1), partial(torch.optim.SGD, lr=1.0)),
+    "order of a dict": ({"a": {1: 2}, "b": 3}, {"b": 3, "a": {1: 2}}),
+    "order of a set": ({0, 8, 16}, {16, 8, 0}),
+    "int and float": ([1, (2, 3)], [1.0, (2, 3.0)]),
+    "enum": (Speed.FAST, "fast"),
+    "tensor": (torch.ones(2000), torch.ones(2000)),
+    "nan": (float("nan"), float("nan")),
+}
+OTHER: dict[str, Any] = {
+    "class": (torch.optim.Adam, torch.optim.SGD),
+    "text": ("torch.optim.Adam", "torch.optim.nothing.Adam"),
+    "partial": (partial(torch.optim.SGD, lr=1), partial(torch.optim.SGD, lr=2)),
+    "no partial": (torch.optim.SGD, partial(torch.optim.SGD)),
+    "key": ({1: 2}, {"1": 2}),
+    "a tensor's middle": (torch.ones(2000), torch.ones(2000).index_fill(0, torch.tensor([1000]), 2)),
+    "arguments": ({"class_path": "torch.nn.ReLU"}, {"class_path": "torch.nn.ReLU", "init_args": {"inplace": True}}),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_only_other_hyperparameters_are_warned_of(name: str, tmp_path: Path) -> None:
+    before, now = SAME.get(name) or OTHER[name]
+    trainer = quiet(max_steps=1)
+    trainer.fit(Kept(before), loader())
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    other = nullcontext() if name in SAME else pytest.warns(UserWarning, match="other hyperparameters than .*value=")
+    with other:
+        quiet(max_steps=2).fit(Kept(now), loader(), ckpt_path=path)

@@ -17,11 +17,11 @@ import torch
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.errors import CheckpointError, CorruptCheckpointError, Preempted
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Preempted
 from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from instep.trainer import run_folder
 from tests.helpers.spawn import run_ranks
-from tests.trainer.toys import LoggingToy, Toy, loader, quiet
+from tests.trainer.toys import QUIET, LoggingToy, Toy, loader, quiet
 
 
 def status(trainer: Trainer) -> dict[str, Any]:
@@ -472,3 +472,21 @@ def test_rank_0_chooses_for_all(tmp_path: Path):
     first, second = run_ranks(on_a_rank, 2, tmp_path)
     assert first == second == [(str(tmp_path / "exp" / "version_4"), steps) for steps in (2, 4)]
     assert {path.name for path in (tmp_path / "exp").iterdir()} == {"version_3", "version_4"}
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["alone", "beside an earlier run"])
+@pytest.mark.parametrize("off", ["fast_dev_run", "enable_checkpointing"])
+def test_a_run_that_saves_nothing_says_so_where_its_best_is_asked_for(off: str, earlier: bool, tmp_path: Path):
+    places = {**QUIET, "default_root_dir": tmp_path}
+    del places["enable_checkpointing"]
+    if earlier:
+        Trainer(**places, max_epochs=1).fit(Toy(), loader())
+    why = {"fast_dev_run": True} if off == "fast_dev_run" else {"enable_checkpointing": False, "max_epochs": 1}
+    trainer = Trainer(**places, **why)
+    trainer.fit(Toy(), loader())
+    for name in ("best", "last"):
+        for run in (trainer.test, trainer.validate, trainer.predict):
+            with pytest.raises(
+                CheckpointNotFoundError, match=rf"'{name}': there is no checkpoint .*\. {off}\S* saves none\."
+            ):
+                run(Toy(), loader(), ckpt_path=name)

@@ -13,6 +13,7 @@ from torch import nn
 
 from instep.errors import UsageError
 from instep.utils.hparams import AttributeDict, HyperParameters, plain_values, with_attributes
+from instep.utils.named import Named, loaded
 
 
 class Base(HyperParameters, nn.Module):
@@ -82,10 +83,25 @@ def test_plain_values():
     assert plain_values(values) == {
         "config": {"lr": 0.5, "sizes": [1, 2]},
         "space": {"a": {"b": (1, {"lr": 2, "sizes": [1, 2]})}},
-        "kept": torch.relu,
+        "kept": Named("torch.relu"),
         3: {1},
     }
     assert with_attributes(plain_values(values)).space.a.b[1].lr == 2
+
+
+def test_a_name_is_that_of_the_very_object_or_of_none():
+    @functools.wraps(torch.relu)
+    def other(x):
+        return x
+
+    named = plain_values([nn.ReLU, nn.functional.gelu, functools.partial(Base, 4, lr=[nn.ReLU]), other, lambda x: x])
+    assert [repr(one) for one in named[:3]] == [
+        "torch.nn.modules.activation.ReLU",
+        "torch.nn.functional.gelu",
+        "partial(tests.utils.test_hparams.Base, 4, lr=[torch.nn.modules.activation.ReLU])",
+    ]
+    assert [loaded(one.path) for one in named] == [nn.ReLU, nn.functional.gelu, Base, None, None]
+    assert all(one.path.startswith("<") for one in named[3:])
 
 
 def test_an_empty_dict_keeps_nothing():
@@ -226,7 +242,8 @@ def test_attribute_dict():
     hparams.b = 2
     del hparams.a
     assert hparams == {"b": 2}
-    with pytest.raises(AttributeError, match="there are: b"):
+    hparams[0] = 3
+    with pytest.raises(AttributeError, match="there are: b, 0"):
         _ = hparams.a
     for copied in (copy.deepcopy(hparams), copy.copy(hparams), pickle.loads(pickle.dumps(hparams))):
         assert type(copied) is AttributeDict

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
+import shelve
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, IntEnum
@@ -18,10 +22,14 @@ import pytest
 import torch
 from jsonargparse.typing import path_type
 from torch import nn
+from torch.distributions import Distribution, Normal
 from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
 
 from instep.errors import CheckpointError
-from instep.utils.rebuild import build_configured, with_structures
+from instep.utils.hparams import plain_values
+from instep.utils.named import Named
+from instep.utils.rebuild import build_configured, configured_arguments, with_structures
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]
@@ -185,6 +193,9 @@ def test_what_the_caller_passes_stays_as_it_is(hint: Any, mine: Any) -> None:
         (nn.Module, "torch.nn.ReLU"),
         (nn.Module, {"class_path": "torch.optim.SGD", "init_args": {}}),
         (type[nn.Module], "torch.optim.SGD"),
+        (type[nn.Module], "torch.tanh"),
+        (type, "torch.tanh"),
+        (type, "subprocess.Popen"),
         (Callable[..., Any], "torch.nn.functional.handle_torch_function"),
         (Callable[..., Any], "torch.jit.ScriptModule"),
         (Any, {"class_path": "os.system", "other": 1}),
@@ -215,6 +226,108 @@ def test_a_dataclass_is_made_of_the_dict_that_was_saved() -> None:
     for wrong, says in (({"width": 9}, "too wide"), ({"height": 1}, "which is no Narrow")):
         with pytest.raises(CheckpointError, match=rf"^the checkpoint's net .*{says}.*[Pp]ass net=\.\.\."):
             with_structures(Takes, {"net": wrong})
+
+
+class Shape:
+    """No module, optimizer or scheduler."""
+
+
+class Round(Shape): ...
+
+
+def area(of: Any, unit: str = "m") -> Any:
+    return of, unit
+
+
+@dataclass
+class Drawing:
+    first: type[Shape] = Round
+    others: list[type[Shape]] = field(default_factory=list)
+    how: Any = area
+
+
+def returned(hint: Any, default: Any, value: Any) -> Any:
+    """What a class with such an argument gets of a value that was saved."""
+
+    class Of:
+        def __init__(self, value=default, other: type[os.PathLike[str]] = subprocess.Popen) -> None: ...
+
+    Of.__init__.__annotations__["value"] = hint
+    saved = plain_values({"value": value})
+    [plain, configured] = with_structures(Of, saved), configured_arguments(Of, {"_class_path": "gone.Net", **saved})
+    assert repr(plain) == repr(configured)
+    return plain["value"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "default", "value"),
+    [
+        (type[Shape], None, Round),
+        (type[Shape] | None, None, Shape),
+        (list[type[Shape]], (), [Round, Shape]),
+        (dict[str, type[Shape]], None, {"a": Round}),
+        (Callable[..., Shape], None, Round),
+        (Callable[..., Any], None, area),
+        (Any, Round, Round),
+        (Any, (1, {"a": Round}), [Round]),
+        (Any, partial(Round), Round),
+        (Any, subprocess.Popen, subprocess.Popen),
+        (type[Dataset], None, TensorDataset),
+        (type[Distribution], None, Normal),
+        (str | type[nn.Module], "relu", nn.GELU),
+        (Drawing, None, Drawing(Round, [Round, Shape])),
+        (Any, None, {"fn": functional.relu, nn.Linear: torch.exp}),
+    ],
+)
+def test_classes_and_functions_are_found_where_the_class_says_that_it_takes_them(
+    hint: Any, default: Any, value: Any
+) -> None:
+    assert returned(hint, default, value) == value
+
+
+@pytest.mark.parametrize(
+    ("default", "value"),
+    [
+        (area, partial(area, unit="km")),
+        (None, partial(nn.LayerNorm, eps=0.5)),
+        (None, partial(functional.elu, alpha=2)),
+    ],
+)
+def test_a_partial_is_made_again_of_what_the_class_takes(default: Any, value: Any) -> None:
+    found = returned(Any, default, value)
+    assert (found.func, found.args, found.keywords) == (value.func, value.args, value.keywords)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"),
+    [
+        *((hint, subprocess.Popen) for hint in (Any, object, type, type[Any], type[object], type[Shape], Shape)),
+        *((hint, subprocess.Popen) for hint in (Callable, Callable[..., object], AbstractContextManager)),
+        (type[AbstractContextManager], subprocess.Popen),
+        (type[collections.abc.MutableMapping], shelve.DbfilenameShelf),
+        (type[logging.Handler], logging.FileHandler),
+        (type[nn.Module], torch.fx.graph_module._CodeOnlyModule),
+        (Any, Round),
+        (Any, torch.from_file),
+        (Any, partial(area, unit="km")),
+        (Any, partial(subprocess.Popen, "ls")),
+        (Any, [{"deep": {eval: 1}}]),
+    ],
+)
+def test_no_other_class_or_function_is_reached(hint: Any, value: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^the checkpoint's value is a .*pass value=\.\.\. to load_from_checkpoint"
+    ):
+        returned(hint, None, value)
+
+
+def test_a_name_imports_nothing() -> None:
+    sys.modules.pop("antigravity", None)
+    with pytest.raises(
+        CheckpointError, match=r"value is a antigravity\.fly, which this program has not imported.*value=\.\.\."
+    ):
+        with_structures(holder_of(Any), {"value": [Named("antigravity.fly")]})
+    assert "antigravity" not in sys.modules
 
 
 @pytest.mark.slow
