@@ -7,6 +7,7 @@
     ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
+    │   └── LoaderWorkerError (RuntimeError)  a worker process of a loader has died
     ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
     ├── TrainingSpikeError (RuntimeError)     SpikeDetection found a jump of the loss
     ├── MissingPackageError (ImportError)     an optional package is missing or too old
@@ -80,6 +81,10 @@ class LogError(InstepError, ValueError):
 
 class DataError(InstepError, ValueError):
     """Raised when a loader or a batch cannot be used. Fix the loader or the batch that the message names."""
+
+
+class LoaderWorkerError(DataError, RuntimeError):
+    """Raised when a worker process of a loader has died. The message says by what, and what to change."""
 
 
 class NonFiniteError(InstepError, FloatingPointError):

@@ -305,6 +305,7 @@ PUBLIC = {
         "CheckpointNotFoundError",
         "CorruptCheckpointError",
         "DataError",
+        "LoaderWorkerError",
         "DistributedError",
         "FolderInUseError",
         "HookError",

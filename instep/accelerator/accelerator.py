@@ -424,10 +424,17 @@ class Accelerator(ProcessMethods):
             kwargs: passed to `Tensor.backward`.
 
         Raises:
-            UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
+            UsageError: the loss depends on no parameter that is trained; `num_items` for some losses of a window
+                only, or outside of `accumulate`.
         """
         if self._uses.waits:
             self._prepared.before_backward()
+        if not loss.requires_grad:
+            from instep.utils.trainable import why_no_graph  # late: only an error needs it
+
+            optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+            why = why_no_graph(self._prepared.models.values(), optimized)
+            raise UsageError(f"accelerator.backward got a loss without a graph (requires_grad is False): {why}.")
         if num_items is not None:
             loss = loss * self._prepared.window.weigh_items(num_items)
         else:

@@ -277,6 +277,11 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
             from instep.data.seeding import add_note  # late: only a run that fails pays for it
 
             add_note(error, _about_device(ctx))
+        elif hasattr(ctx, "device"):
+            from instep.trainer.error_notes import add_notes  # late: as above
+
+            with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
+                add_notes(error, ctx)
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
         *([] if error is None else [partial(hook, error) for hook in _exception_hooks(ctx)]),

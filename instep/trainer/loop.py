@@ -98,7 +98,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
         import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
-    ctx.optimizers, ctx.schedulers, ctx.turns = configure(module.configure_optimizers(), module)
+    ctx.optimizers, ctx.schedulers, ctx.turns = configure(_call_configure(module), module)
     strategy.takes_turns = ctx.turns is not None
     if ctx.settings.nonfinite is not None and ctx.optimizers:
         from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
@@ -110,6 +110,18 @@ def configure_optimizers(ctx: RunContext) -> None:
     ]
     strategy.prepare_training(module, ctx.optimizers)
     strategy.separate_random_streams(ctx.trainer.seed)
+
+
+def _call_configure(module: TrainModule) -> Any:
+    """Call `configure_optimizers`; a module without parameters is named in place of the list that torch found empty."""
+    try:
+        return module.configure_optimizers()
+    except ValueError as error:
+        from instep.utils.trainable import why_no_parameters  # late: only an error needs it
+
+        if "empty parameter list" not in str(error) or not (why := why_no_parameters(module)):
+            raise
+        raise HookError(f"configure_optimizers has nothing to train: {why}.") from error
 
 
 def prepare_training(ctx: RunContext) -> None:

@@ -17,6 +17,7 @@ from instep.errors import HookError, SettingError
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import names_of
 from instep.utils.optimizers import LRSchedulerConfig, OptimizerProxy
+from instep.utils.trainable import hidden_parameters, say_hidden
 from instep.utils.warn import warn_user
 
 _FORMS = (
@@ -272,6 +273,14 @@ def _kind(value: Any) -> str:
 
 def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     inside = names_of(module)
+    trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}
+    unseen = {
+        path: hidden
+        for path, hidden in hidden_parameters(module).items()
+        if any(p.requires_grad and p not in trained for p in hidden)
+    }
+    if unseen:
+        warn_user(f"{say_hidden(module, unseen)}, or freeze them with .requires_grad_(False) if that is meant")
     devices = {parameter.device for parameter in inside}
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
