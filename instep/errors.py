@@ -48,13 +48,21 @@ class SettingError(InstepError, ValueError):
     Args:
         message: what was wrong, what was expected and what to do.
         field: the argument's name; None where several arguments do not go together.
-        got: the value of that argument.
+        got: the value of that argument; where it is another package's, or holds such a thing, the message gets a hint.
     """
 
     def __init__(self, message: str, *, field: str | None = None, got: Any = None) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}{_hint_of(got)}")
         self.field = field
         self.got = got
+
+
+def _hint_of(got: Any) -> str:
+    """Return a sentence about what stands for an object of another trainer; "" where `got` has none."""
+    from instep.utils.porting import hint_of_object  # late: only an error reads these tables
+
+    items = got if isinstance(got, list | tuple | set) else (got,)
+    return next((f" {hint}." for item in items if (hint := hint_of_object(item))), "")
 
 
 class UsageError(InstepError, RuntimeError):

@@ -54,7 +54,7 @@ from instep.state.partial import ProcessMethods
 from instep.state.process import is_held
 from instep.strategies import Strategy
 from instep.types import Location, PathLike, ReadOnly
-from instep.utils.checks import at_least, parse_size
+from instep.utils.checks import at_least, check_object, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
 from instep.utils.warn import warn_user
@@ -148,6 +148,15 @@ class Accelerator(ProcessMethods):
             known = f"known are {', '.join(sorted(set(inspect.signature(Accelerator).parameters) - {'unknown'}))}"
             hint = instead_of("Accelerator", name) or known
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
+        for name, kind, value in (
+            ("parallelism_config", ParallelismConfig, parallelism_config),
+            ("project_config", ProjectConfiguration, project_config),
+            ("dataloader_config", DataLoaderConfiguration, dataloader_config),
+            ("gradient_accumulation_plugin", GradientAccumulationPlugin, gradient_accumulation_plugin),
+            ("dynamo_plugin", TorchDynamoPlugin, dynamo_plugin),
+        ):
+            if value is not None:
+                check_object(name, value, kind)
         mixed_precision = precision_asked_for(mixed_precision)
         accumulation = accumulation_asked_for(gradient_accumulation_plugin, gradient_accumulation_steps)
         if parallelism_config is not None:

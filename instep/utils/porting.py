@@ -205,6 +205,14 @@ ADVICE = {
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
     "SingleDeviceStrategy": 'use strategy="single_device"',
+    **{
+        f"{name}Tracker": f'use log_with="{kind}"'
+        for name, kind in (
+            ("Aim", "aim"), ("ClearML", "clearml"), ("CometML", "comet_ml"), ("DVCLive", "dvclive"),
+            ("MLflow", "mlflow"), ("SwanLab", "swanlab"), ("TensorBoard", "tensorboard"), ("Trackio", "trackio"),
+            ("WandB", "wandb"),
+        )
+    },
     "SLURMEnvironment": _BY_ITSELF,
     "LightningEnvironment": _BY_ITSELF,
     "TorchElasticEnvironment": _BY_ITSELF,
@@ -714,6 +722,27 @@ def advice(name: str) -> str:
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
     return ADVICE.get(leaf, "instep has nothing of that name")
+
+
+def hint_of_object(value: Any) -> str:
+    """Return what to write in place of an object, or a class, of Lightning or Accelerate; "" for any other.
+
+    Args:
+        value: what was passed; an object of a class of the user's own that derives from one of theirs is one too.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    for base in kind.__mro__:
+        name = canonical(f"{base.__module__}.{base.__qualname__}")
+        if name is None:
+            continue
+        whose = "Accelerate's" if name.startswith("accelerate") else "Lightning's"
+        new = successor(name)
+        if new is None:
+            return f"{base.__name__} is {whose}: {advice(name)}"
+        if base is kind:
+            return f"{base.__name__} is {whose}: use {new} in its place"
+        return f"{kind.__name__} is derived from {whose} {base.__name__}: change its base class to {new}"
+    return ""
 
 
 OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if owner == "Trainer"}
