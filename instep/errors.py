@@ -7,7 +7,9 @@
     ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
-    │   └── LoaderWorkerError (RuntimeError)  a worker process of a loader has died
+    │   ├── LoaderWorkerError (RuntimeError)  a worker process of a loader has died
+    │   ├── NotTensorError (TypeError)        a collective got what is no tensor
+    │   └── ShapeMismatchError (RuntimeError)  tensors that are to be joined have other shapes
     ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
     ├── TrainingSpikeError (RuntimeError)     SpikeDetection found a jump of the loss
     ├── MissingPackageError (ImportError)     an optional package is missing or too old
@@ -93,6 +95,14 @@ class DataError(InstepError, ValueError):
 
 class LoaderWorkerError(DataError, RuntimeError):
     """Raised when a worker process of a loader has died. The message says by what, and what to change."""
+
+
+class NotTensorError(DataError, TypeError):
+    """Raised when a collective gets something that is no tensor. Use the one for objects that the message names."""
+
+
+class ShapeMismatchError(DataError, RuntimeError):
+    """Raised when tensors that are to be joined have shapes that do not fit. Pad them, as the message says."""
 
 
 class NonFiniteError(InstepError, FloatingPointError):

@@ -321,8 +321,8 @@ def _check_alike(by_rank: Sequence[Collection[str]], what: str) -> None:
             raise LogError(
                 f"self.log({name!r}) is {what}, which all ranks do together: {named_ranks(having)} "
                 f"{'log' if len(having) > 1 else 'logs'} it, and {named_ranks(lacking)} "
-                f"{'do' if len(lacking) > 1 else 'does'} not (there: {', '.join(map(repr, others)) or 'none'}). Log the "
-                "same names on every rank, or only on the main process with rank_zero_only=True."
+                f"{'do' if len(lacking) > 1 else 'does'} not (there: {', '.join(map(repr, others)) or 'none'}). Log "
+                "the same names on every rank, or only on the main process with rank_zero_only=True."
             )
 
 
@@ -636,10 +636,10 @@ class MetricLog:
 
     def _synced_names(self) -> list[str]:
         """Return the names whose step values all ranks average; those of a group of ranks are left out."""
-        return [one.step_name for one in self._syncs() if one.options.group is None]
+        return [one.full_name for one in self._syncs() if one.options.group is None]
 
     def _any_syncs(self) -> bool:
-        """Return whether a rank averages step values over ranks. Collective the first time, so that all of them know."""
+        """Return whether a rank averages step values over ranks. Collective the first time, so that all know."""
         mine = any(True for _ in self._syncs())
         if self._averages is None:
             pairs = gather_object((mine, self._synced_names()))
@@ -698,9 +698,7 @@ class MetricLog:
         counted = [metric_room().counted(accumulators)]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
             objects = [
-                one.epoch_name
-                for one in accumulators
-                if one.metric is not None and one.weight and one.computes_together
+                one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
             ]
             triples = gather_object((local, counted[0], objects))
             everywhere, counted = [one[0] for one in triples], [one[1] for one in triples]
@@ -865,12 +863,17 @@ def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
     return given.items()
 
 
-def check_name(name: Any) -> None:
-    """Raise a `LogError` for a name that is no text."""
-    if not isinstance(name, str):
-        raise LogError(
-            f"self.log({name!r}, ...): a name must be a text, got {type(name).__name__}. Use f'{{...}}' or str(...)"
-        )
+def text_of(name: Any) -> str:
+    """Return a name of a class of its own, such as an Enum of texts, as a plain text.
+
+    Raises:
+        LogError: it is no text.
+    """
+    if isinstance(name, str):
+        return str.__str__(name)
+    raise LogError(
+        f"self.log({name!r}, ...): a name must be a text, got {type(name).__name__}. Use str(...) or an f-string."
+    )
 
 
 def check_number(name: str, value: Any) -> None:
@@ -891,12 +894,16 @@ def check_number(name: str, value: Any) -> None:
         )
         if problem:
             raise LogError(f"self.log({name!r}) got a tensor that is {problem}.")
+    elif isinstance(value, complex):
+        raise LogError(
+            f"self.log({name!r}) got the complex number {value!r}; log its parts: .real and .imag, or abs(...)."
+        )
     elif isinstance(value, Real):
         try:
             float(value)
         except (OverflowError, ValueError):
             raise LogError(
-                f"self.log({name!r}) got a number that is too large for a float, which ends at 1.8e308. Log its logarithm."
+                f"self.log({name!r}) got a number that is too large for a float (1.8e308 at most). Log its logarithm."
             ) from None
 
 

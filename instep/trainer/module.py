@@ -21,11 +21,11 @@ from instep.trainer.log import (
     Entry,
     Options,
     check_attribute,
-    check_name,
     check_value,
     items_to_log,
     ranks_of,
     reduction,
+    text_of,
 )
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
@@ -345,7 +345,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self._nothing_logs(name)
             return
         if type(name) is not str:
-            check_name(name)
+            name = text_of(name)
         if isinstance(value, Tensor):
             if value.ndim:
                 check_value(name, value)

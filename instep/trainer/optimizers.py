@@ -17,7 +17,6 @@ from instep.errors import HookError, SettingError
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import names_of
 from instep.utils.optimizers import LRSchedulerConfig, OptimizerProxy
-from instep.utils.trainable import hidden_parameters, say_hidden
 from instep.utils.warn import warn_user
 
 _FORMS = (
@@ -272,6 +271,8 @@ def _kind(value: Any) -> str:
 
 
 def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    from instep.utils.trainable import hidden_parameters, say_hidden  # late: only a fit needs it
+
     inside = names_of(module)
     trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}
     unseen = {

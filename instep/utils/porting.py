@@ -362,7 +362,21 @@ _MESH = (
     "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
 )
 
+_STRICT = (
+    "a state is loaded as a whole, with names that match. Weights that fit in part are loaded by "
+    "model.load_state_dict(safetensors.torch.load_file(...), strict=False); resume=Resume(...) leaves parts of it out"
+)
+
 INSTEAD: dict[str, dict[str, str]] = {
+    "Accelerator.load_state": {
+        **dict.fromkeys(("strict", "load_module_strict"), _STRICT),
+        **dict.fromkeys(
+            ("load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+            "use resume=Resume(...), which says the parts that are loaded",
+        ),
+        "map_location": "leave it out: each tensor is read to where the model has it",
+        "load_kwargs": "leave it out: nothing is unpickled",
+    },
     "Trainer": {
         "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
         "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
