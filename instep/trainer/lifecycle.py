@@ -23,7 +23,7 @@ from instep.distributed import Triggers, broadcast_object
 from instep.distributed.after_error import device_failed, is_device_error
 from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted, UsageError
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointError, InstepError, Preempted, UsageError
 from instep.health.error_report import tell_trainer
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
@@ -45,6 +45,7 @@ from instep.trainer.plugins import (
     start_loggers,
     writes_checkpoints,
 )
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -286,15 +287,18 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: _close_saver(ctx, error),
         *([] if error is None else [partial(hook, error) for hook in _exception_hooks(ctx)]),
         lambda: _call_teardown(ctx),
-        ctx.trainer.profiler.describe,
-        lambda: ctx.trainer.profiler.teardown(ctx.fn),
-        *[partial(finalize, logger) for logger in ctx.trainer.loggers],
-        lambda: _note_status(ctx, first),
+        _warns("the profiler's report", ctx.trainer.profiler.describe),
+        _warns("the profiler's files", lambda: ctx.trainer.profiler.teardown(ctx.fn)),
+        *[_warns(type(logger).__name__, partial(finalize, logger)) for logger in ctx.trainer.loggers],
+        _warns("status.json", lambda: _note_status(ctx, first)),
         lambda: _close_loaders(ctx),
         lambda: _detach(ctx),
         lambda: _wait_for_all(ctx, first),
         # Its generators leave the error with the traceback that they are given.
-        lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+        _warns(
+            "what ends the run",
+            lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+        ),
     ]
     if error is not None:
         undo.insert(0, lambda: _abandon(ctx, error))
@@ -309,6 +313,22 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
                     print_exception(another)
     if first is not None and error is None:
         raise first
+
+
+def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
+    """Turn an OSError of what is written after the last step into a warning: the training is done, and is saved."""
+
+    def write_or_warn() -> None:
+        try:
+            write()
+        except CheckpointError:
+            raise
+        except OSError as problem:
+            warn_user(
+                f"the run is over, but {what} could not be written to its end: {type(problem).__name__}: {problem}"
+            )
+
+    return write_or_warn
 
 
 def _about_device(ctx: RunContext) -> str:
@@ -374,13 +394,18 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
     """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
     from instep.health.progress_file import plain_metrics  # late: only a run needs it
 
-    trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
+    trainer, at = ctx.trainer, ctx.position
     why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
+    why = why or ("" if error is None else in_short(f"{type(error).__name__}: {error}"))
+    if not ctx.began:  # position, metrics and best checkpoint are still those of an earlier fit
+        time_s = ctx.clock.seconds(0)
+        return profilers.RunSummary(why, sum(time_s.values()), steps=0, batches=0, epoch=at.epoch, time_s=time_s)
+    saver = trainer.checkpoint_callback
     batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
     time_s = ctx.clock.seconds(batches)
     score = getattr(saver, "best_model_score", None)
     return profilers.RunSummary(
-        why=why or ("" if error is None else in_short(f"{type(error).__name__}: {error}")),
+        why=why,
         wall_s=sum(time_s.values()),
         steps=max(0, at.global_step - ctx.steps_at_start),
         batches=batches,

@@ -201,6 +201,7 @@ def start_training(ctx: RunContext) -> None:
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
     ctx.clock.start_loop()
     trainer.progress.stage = "train"
+    ctx.began = True
     ctx.batches_at_start, ctx.steps_at_start = at.earlier_batches + at.batch, at.global_step
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)

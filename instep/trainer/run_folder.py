@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
@@ -457,8 +458,11 @@ class RunFolder:
         text = None if error is None or status == "preempted" else f"{type(error).__name__}: {error}"
         if not trainer.is_global_zero:
             return
-        if text is not None and trainer.world_size > 1 and not signal and is_remote(error or text):
-            text = find_failure(self.path) or text
+        remote = text is not None and trainer.world_size > 1 and not signal and is_remote(error or text)
+        if remote and (cause := find_failure(self.path)):
+            text = cause
+            if trainer.run_summary is not None:  # its own error is a consequence
+                trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
         if signal:  # in its handler, or with little time left: nothing is looked for
             path = self.last_saved
