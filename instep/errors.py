@@ -41,7 +41,13 @@ EXIT_HUNG = 76
 
 
 class InstepError(Exception):
-    """Base of every error of instep. Catch it to catch all of them, except `Preempted`."""
+    """Base of every error of instep. Catch it to catch all of them, except `Preempted`.
+
+    Its text holds nothing that a terminal would obey: control characters of the names in it are escapes.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(_cleaned(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class SettingError(InstepError, ValueError):
@@ -57,6 +63,14 @@ class SettingError(InstepError, ValueError):
         super().__init__(f"{message}{_hint_of(got)}")
         self.field = field
         self.got = got
+
+
+def _cleaned(text: str) -> str:
+    if text.isprintable():
+        return text
+    from instep.utils.untrusted_files import clean  # late: it imports this module
+
+    return clean(text)
 
 
 def _hint_of(got: Any) -> str:

@@ -129,7 +129,7 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size, self._found = size, True
         self.apply(module, trainer.datamodule)
         trial.reload_data()
-        trainer.print(f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
+        trainer._print(f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> None:
         """Write the size that was found, where one was, into the attribute."""

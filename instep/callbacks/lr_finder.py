@@ -254,7 +254,7 @@ class LearningRateFinder(Callback):
         if suggestion is not None:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             set_learning_rates(trainer.optimizers, schedulers, suggestion)
-            trainer.print(f"LearningRateFinder: learning rate set to {suggestion:g}")
+            trainer._print(f"LearningRateFinder: learning rate set to {suggestion:g}")
 
     def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
         """Try the rates one after the other; None where the trial was left."""

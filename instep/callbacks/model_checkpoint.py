@@ -418,7 +418,7 @@ class ModelCheckpoint(Callback):
             name = self._name(trainer)
             path = trainer.save_to(self.own_folder, name, weights_only=self.save_weights_only, kind=kind)
             if self.verbose:
-                trainer.print(f"saved {path}")
+                trainer._print(f"saved {path}")
         else:
             warn_user("no checkpoint of the failed run: not all processes got to saving it")
 
@@ -556,7 +556,7 @@ class ModelCheckpoint(Callback):
         self.saved.append(replace(new, key=str(path)))
         self._find_best()
         if self.verbose:
-            trainer.print(f"saved {path}")
+            trainer._print(f"saved {path}")
 
     def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
         self.saved = [saved for saved in self.saved if saved.key not in deleted]
@@ -564,7 +564,7 @@ class ModelCheckpoint(Callback):
             trainer.newest.forget(deleted, self)
         self._find_best()
         for path in deleted if self.verbose else ():
-            trainer.print(f"deleted {path}")
+            trainer._print(f"deleted {path}")
 
     def _find_best(self) -> None:
         """Set the best of those kept; where none has a score, the best stays what it was."""

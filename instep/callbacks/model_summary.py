@@ -19,6 +19,7 @@ from instep.errors import SettingError
 from instep.utils.checks import is_int
 from instep.utils.flops import FlopCounter
 from instep.utils.seed import isolate_rng
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -114,7 +115,7 @@ class Summary:
             return []
         columns = [
             (" ", [str(number) for number in range(len(rows))]),
-            ("Name", [row.name for row in rows]),
+            ("Name", [clean(row.name, "") for row in rows]),
             ("Type", [row.type for row in rows]),
             ("Params", [count(row.params) for row in rows]),
             ("Trainable", [count(row.trainable) for row in rows]),
@@ -331,9 +332,9 @@ class ModelSummary(Callback):
             **self._summarize_kwargs,
         )
         for note in summary.notes():
-            trainer.print(note)
+            trainer._print(note)
         said = (f"{type(each).__name__}{each._origin and f' ({each._origin})'}" for each in trainer.callbacks)
-        trainer.print(f"Callbacks, as they run: {', '.join(said)}")
+        trainer._print(f"Callbacks, as they run: {', '.join(said)}")
 
     @staticmethod
     def summarize(

@@ -139,7 +139,7 @@ class Timer(Callback):
         trainer.set_trigger("stop", reason=f"Timer: {self.duration_s:g} s are over")
         if self.verbose and not self._said:
             self._said = True
-            trainer.print(
+            trainer._print(
                 f"Timer: the {timedelta(seconds=self.duration_s or 0)} given for training are over. Stopping."
             )
 

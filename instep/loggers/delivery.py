@@ -65,6 +65,9 @@ def in_short(error: Exception | None) -> str:
     return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
 
 
+_SPACES = "\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # they join and part words, and are harmless
+
+
 class Tracker(Protocol):
     """What a `Delivery` sends to; every method runs in its thread."""
 
@@ -353,7 +356,7 @@ class Delivery:
         try:
             warn_user(text)
         except Warning:  # the user made warnings errors, but this thread cannot end the run
-            print(text, file=sys.stderr)  # noqa: T201
+            print(clean(text), file=sys.stderr)  # noqa: T201
 
     def _run_tasks(self, waited: Collection[Any]) -> None:
         """Run what may run at any time, and what has waited for all that was put before it."""
@@ -512,16 +515,17 @@ class LoggerSide:
         marks.note(records)
 
     def _in_utf8(self, record: Record) -> Record:
-        """Escape what UTF-8 does not have in the names of metrics: one would cost the whole file."""
-        names = [name for name in record.names() if not name.isascii()] if record.hook == "_log_metrics" else []
-        changed = {name: name.encode("utf-8", "backslashreplace").decode() for name in names}
+        """Escape in names of metrics what UTF-8 lacks, which would cost the whole file, and what a terminal obeys."""
+        names = [one for one in record.names() if not one.isprintable()] if record.hook == "_log_metrics" else []
+        changed = {name: clean(name, _SPACES) for name in names}
         wrong = [name for name, text in changed.items() if name != text]
         if not wrong:
             return record
         if not self._has_escaped:
             self._has_escaped = True
             warn_user(
-                f"the name {wrong[0]!r} is no text of UTF-8: {type(self._logger).__name__} writes it as it is here"
+                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {type(self._logger).__name__} "
+                "writes it as it is here"
             )
         metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
         return record._replace(args=(metrics, *record.args[1:]))

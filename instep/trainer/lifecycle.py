@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from traceback import print_exception
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,6 +45,7 @@ from instep.trainer.plugins import (
     start_loggers,
     writes_checkpoints,
 )
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _set_up(ctx: RunContext) -> None:
     if path is not None:
         run_state.load_weights(ctx, path, ctx.resumed, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
-            trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
+            trainer._print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 
 
 class _UnknownPosition:
@@ -310,7 +311,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
                 first = another
             elif another is not first and not (failed and is_device_error(another)):  # which only says the same
                 with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
-                    print_exception(another)
+                    sys.stderr.write(clean("".join(format_exception(another))))
     if first is not None and error is None:
         raise first
 
@@ -387,7 +388,7 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
         ctx.trainer.run_summary = _summarize(ctx, error)
         ctx.trainer.run_folder.write_status(ctx.trainer, error)
         if ctx.settings.enable_progress_bar and ctx.trainer.run_summary.batches:
-            ctx.trainer.print(ctx.trainer.run_summary)
+            ctx.trainer._print(ctx.trainer.run_summary)
 
 
 def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSummary:

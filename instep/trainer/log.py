@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
 from instep.state.rank_records import named_ranks
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -1053,11 +1054,13 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
         return
     from rich.console import Console  # late: only a terminal needs it
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=stage)
     table.add_column("metric")
     for index in range(len(results)):
         table.add_column("value" if len(results) == 1 else f"loader {index}", justify="right")
     for name in dict.fromkeys(name for metrics in results for name in metrics):
-        table.add_row(name, *(f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results))
+        values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
+        table.add_row(Text(clean(name, "")), *values)
     Console().print(table)

@@ -153,13 +153,13 @@ def resume(ctx: RunContext) -> None:
     batch = " done" if at.epoch_ended else f", batch {at.batch}"
     where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
     if report.complete:
-        trainer.print(f"Resuming from {report.path}: {where}.")
+        trainer._print(f"Resuming from {report.path}: {where}.")
     else:
-        trainer.print(f"{report}\n  goes on at {where}" if ctx.continues else report)
+        trainer._print(f"{report}\n  goes on at {where}" if ctx.continues else report)
     if ctx.continues is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
         steps = f"{again:,} steps are" if again > 1 else "1 step is"
-        trainer.print(
+        trainer._print(
             f"  The run had reached step {report.reached:,} or later: at least {steps} trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
@@ -168,7 +168,7 @@ def resume(ctx: RunContext) -> None:
     if ctx.parts is not None and ctx.parts.lr is not None:
         now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]
         rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
-        trainer.print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
+        trainer._print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
     trainer.resume_report = report
 
 
@@ -211,7 +211,7 @@ def start_training(ctx: RunContext) -> None:
             "that is meant."
         )
     if is_finished(ctx):
-        trainer.print(
+        trainer._print(
             f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
             f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them; "
             "a new run needs another folder, or no ckpt_path."
@@ -397,11 +397,11 @@ def print_why_it_ended(ctx: RunContext) -> None:
     else:
         why = f"max_epochs={s.max_epochs} reached"
     ctx.why = why.rstrip(".")
-    trainer.print(f"fit ended at step {at.global_step}: {ctx.why}.")
+    trainer._print(f"fit ended at step {at.global_step}: {ctx.why}.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:
-        trainer.print(
+        trainer._print(
             f"Steps {settled + 1} to {at.global_step} are in no checkpoint: it was not yet time for one. "
             "ModelCheckpoint(save_last=True) saves the end of a fit too."
         )
@@ -584,7 +584,7 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
         f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step {at.global_step}: "
         f'{done if began else "nothing to save yet"}. To go on, run it again with ckpt_path="auto".'
     )
-    trainer.print(message)
+    trainer._print(message)
     error = Preempted(message, path)
     # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
     trainer.stop_reason = trigger.reason

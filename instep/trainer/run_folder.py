@@ -198,7 +198,7 @@ class RunFolder:
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
             if version in apart:
-                ctx.trainer.print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
+                ctx.trainer._print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
             return found
         if broken is not None:
             raise broken
@@ -221,7 +221,7 @@ class RunFolder:
     @staticmethod
     def _none(ctx: RunContext, folder: Path) -> None:
         if ctx.fn == "fit":
-            ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
+            ctx.trainer._print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
 
     def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
         """Go on in the run folder of the resumed checkpoint, if it is one that this run could have, and still there."""
@@ -611,10 +611,10 @@ def resume_restarted_job(ctx: RunContext) -> None:
         return
     found = _newest(ctx, job.id)
     if found is None:
-        ctx.trainer.print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
+        ctx.trainer._print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
         return
     ctx.ckpt_path, ctx.resumed, ctx.parts, ctx.restarted = found.path, saved_run(found), None, True
-    ctx.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
+    ctx.trainer._print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
 
 
 def _newest(ctx: RunContext, job: str) -> Reader | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from instep.utils.untrusted_files import clean
+
 T = TypeVar("T")
 
 __all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
@@ -103,7 +105,7 @@ def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: A
     if library.rank_zero_only.rank == 0:
         _let_infos_through(library.log)
         if not library.log.hasHandlers() and library.log.isEnabledFor(logging.INFO):
-            sys.stderr.write(f"{str(message) % args if args else message}\n")
+            sys.stderr.write(clean(f"{str(message) % args if args else message}\n"))
             return
     library.rank_zero_info(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
 
