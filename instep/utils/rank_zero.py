@@ -102,6 +102,7 @@ def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: A
         >>> rank_zero_info("training on %d samples", 1797)
     """
     library = _library()
+    message = clean(message) if isinstance(message, str) else message
     if library.rank_zero_only.rank == 0:
         _let_infos_through(library.log)
         if not library.log.hasHandlers() and library.log.isEnabledFor(logging.INFO):
