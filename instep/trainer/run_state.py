@@ -24,7 +24,6 @@ from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states, metric_room
 from instep.trainer.run_folder import own_folders
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
-from instep.utils.checks import is_int
 from instep.utils.hparams import plain_values
 from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
@@ -446,7 +445,7 @@ def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
     position = saved.shared.get("position")
     epoch = position.get("epoch") if isinstance(position, dict) else None
     at.global_step, trainer._epoch_over = saved.reader.manifest.step, False
-    at.epoch = epoch if is_int(epoch, 0) else 0
+    at.epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
 
 
 def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: Mapping[str, Any]) -> None:

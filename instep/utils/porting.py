@@ -265,7 +265,7 @@ ADVICE = {
     "Checkpoint": "use ModelCheckpoint",
     "DummyOptim": "give the optimizer itself",
     "DummyScheduler": "give the scheduler itself",
-    "__version__": "instep counts its own",
+    "__version__": "it stays, and is that package's, which must be installed then; instep counts its own",
     "Metric": "torchmetrics.Metric works as it is",
 }  # fmt: skip
 """What to do about names that have no counterpart; others are only named."""
@@ -560,6 +560,17 @@ POSITIONAL = {
     "send_to_device": 3,
 }
 """How many arguments without a name mean the same, where not all of them do."""
+
+_BATCHES = (
+    "with manual optimization of several optimizers, Lightning counts each optimizer's step() and instep each batch in "
+    "which one stepped: "
+)
+COUNTS = {
+    "max_steps": _BATCHES + "divide it by the number of steps in a batch",
+    "every_n_train_steps": _BATCHES + "divide it by the number of steps in a batch",
+    "global_step": _BATCHES + "it is smaller here",
+}
+"""What counts optimizer steps otherwise where a module steps several optimizers by hand."""
 
 HOOKS_GONE = {
     "training_epoch_end": "on_train_epoch_end",
