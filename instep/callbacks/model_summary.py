@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, print_text
 from instep.distributed import find_batch_size, send_to_device
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
@@ -332,9 +332,9 @@ class ModelSummary(Callback):
             **self._summarize_kwargs,
         )
         for note in summary.notes():
-            trainer._print(note)
+            print_text(trainer, note)
         said = (f"{type(each).__name__}{each._origin and f' ({each._origin})'}" for each in trainer.callbacks)
-        trainer._print(f"Callbacks, as they run: {', '.join(said)}")
+        print_text(trainer, f"Callbacks, as they run: {', '.join(said)}")
 
     @staticmethod
     def summarize(

@@ -127,9 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if isinstance(error, SettingError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001  of the user's code, or of a library: its text may be a stranger's
-        sys.stderr.write(clean("".join(format_exception(error))))
-        return EXIT_FAILED
+    except Exception:
+        if argv is None:  # the process ends with it; its text may be a stranger's
+            sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
+        raise
     return code
 
 

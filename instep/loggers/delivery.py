@@ -524,8 +524,8 @@ class LoggerSide:
         if not self._has_escaped:
             self._has_escaped = True
             warn_user(
-                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {type(self._logger).__name__} "
-                "writes it as it is here"
+                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {type(self._logger).__name__}"
+                " writes it as it is here"
             )
         metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
         return record._replace(args=(metrics, *record.args[1:]))

@@ -1,6 +1,6 @@
 """300 hostile texts, as names of all kinds, through every command and the log: nothing of them reaches a terminal raw.
 
-INSTEP_TERMINAL_EVERY=1 gives each command more words; by default each gets all the texts within files, and two as words.
+INSTEP_TERMINAL_EVERY=1 gives each command more words; by default each gets all texts in files, two as words.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         folder.mkdir(parents=True)
         said = {"status": TEXTS[index], "why": TEXTS[index + 1], "error": TEXTS[index + 2], "run_id": TEXTS[index + 3]}
         said |= {"command": TEXTS[index : index + 3], "host": TEXTS[index + 4], "checkpoint": TEXTS[index + 5]}
-        said |= {"summary": {"why": TEXTS[index + 6], "metrics": {text: 1.0 for text in TEXTS[:40]}}}
+        said |= {"summary": {"why": TEXTS[index + 6], "metrics": dict.fromkeys(TEXTS[:40], 1.0)}}
         (folder / "status.json").write_text(json.dumps(said))
         quoted = ",".join('"' + text.replace('"', "'").replace("\r", "\\r") + '"' for text in TEXTS[:40])
         (folder / "metrics.csv").write_bytes((f"step,{quoted}\n1,{','.join(['1'] * 40)}\n").encode())
@@ -75,7 +75,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config.write_text(json.dumps({text: text for text in TEXTS}))
     named = root / NAMES[3]
     named.mkdir()
-    return {name: str(path) for name, path in vars().items() if isinstance(path, Path)}
+    paths = {"root": root, "good": good, "lying": lying, "odd": odd, "runs": runs, "script": script, "config": config}
+    return {name: str(path) for name, path in {**paths, "named": named}.items()}
 
 
 def commands(place: dict[str, str]) -> list[list[str]]:
