@@ -7,6 +7,9 @@
     ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
+    │   ├── LoaderWorkerError (RuntimeError)  a worker process of a loader has died
+    │   ├── NotTensorError (TypeError)        a collective got what is no tensor
+    │   └── ShapeMismatchError (RuntimeError)  tensors that are to be joined have other shapes
     ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
     ├── TrainingSpikeError (RuntimeError)     SpikeDetection found a jump of the loss
     ├── MissingPackageError (ImportError)     an optional package is missing or too old
@@ -38,7 +41,13 @@ EXIT_HUNG = 76
 
 
 class InstepError(Exception):
-    """Base of every error of instep. Catch it to catch all of them, except `Preempted`."""
+    """Base of every error of instep. Catch it to catch all of them, except `Preempted`.
+
+    Its text holds nothing that a terminal would obey: control characters of the names in it are escapes.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(_cleaned(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class SettingError(InstepError, ValueError):
@@ -47,13 +56,29 @@ class SettingError(InstepError, ValueError):
     Args:
         message: what was wrong, what was expected and what to do.
         field: the argument's name; None where several arguments do not go together.
-        got: the value of that argument.
+        got: the value of that argument; where it is another package's, or holds such a thing, the message gets a hint.
     """
 
     def __init__(self, message: str, *, field: str | None = None, got: Any = None) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}{_hint_of(got)}")
         self.field = field
         self.got = got
+
+
+def _cleaned(text: str) -> str:
+    if text.isprintable():
+        return text
+    from instep.utils.untrusted_files import clean  # late: it imports this module
+
+    return clean(text)
+
+
+def _hint_of(got: Any) -> str:
+    """Return a sentence about what stands for an object of another trainer; "" where `got` has none."""
+    from instep.utils.porting import hint_of_object  # late: only an error reads these tables
+
+    items = got if isinstance(got, list | tuple | set) else (got,)
+    return next((f" {hint}." for item in items if (hint := hint_of_object(item))), "")
 
 
 class UsageError(InstepError, RuntimeError):
@@ -80,6 +105,18 @@ class LogError(InstepError, ValueError):
 
 class DataError(InstepError, ValueError):
     """Raised when a loader or a batch cannot be used. Fix the loader or the batch that the message names."""
+
+
+class LoaderWorkerError(DataError, RuntimeError):
+    """Raised when a worker process of a loader has died. The message says by what, and what to change."""
+
+
+class NotTensorError(DataError, TypeError):
+    """Raised when a collective gets something that is no tensor. Use the one for objects that the message names."""
+
+
+class ShapeMismatchError(DataError, RuntimeError):
+    """Raised when tensors that are to be joined have shapes that do not fit. Pad them, as the message says."""
 
 
 class NonFiniteError(InstepError, FloatingPointError):

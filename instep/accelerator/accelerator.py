@@ -54,7 +54,7 @@ from instep.state.partial import ProcessMethods
 from instep.state.process import is_held
 from instep.strategies import Strategy
 from instep.types import Location, PathLike, ReadOnly
-from instep.utils.checks import at_least, parse_size
+from instep.utils.checks import at_least, check_object, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
 from instep.utils.warn import warn_user
@@ -148,6 +148,15 @@ class Accelerator(ProcessMethods):
             known = f"known are {', '.join(sorted(set(inspect.signature(Accelerator).parameters) - {'unknown'}))}"
             hint = instead_of("Accelerator", name) or known
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
+        for name, kind, value in (
+            ("parallelism_config", ParallelismConfig, parallelism_config),
+            ("project_config", ProjectConfiguration, project_config),
+            ("dataloader_config", DataLoaderConfiguration, dataloader_config),
+            ("gradient_accumulation_plugin", GradientAccumulationPlugin, gradient_accumulation_plugin),
+            ("dynamo_plugin", TorchDynamoPlugin, dynamo_plugin),
+        ):
+            if value is not None:
+                check_object(name, value, kind)
         mixed_precision = precision_asked_for(mixed_precision)
         accumulation = accumulation_asked_for(gradient_accumulation_plugin, gradient_accumulation_steps)
         if parallelism_config is not None:
@@ -424,10 +433,17 @@ class Accelerator(ProcessMethods):
             kwargs: passed to `Tensor.backward`.
 
         Raises:
-            UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
+            UsageError: the loss depends on no parameter that is trained; `num_items` for some losses of a window
+                only, or outside of `accumulate`.
         """
         if self._uses.waits:
             self._prepared.before_backward()
+        if not loss.requires_grad:
+            from instep.utils.trainable import why_no_graph  # late: only an error needs it
+
+            optimized = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+            why = why_no_graph(self._prepared.models.values(), optimized)
+            raise UsageError(f"accelerator.backward got a loss without a graph (requires_grad is False): {why}.")
         if num_items is not None:
             loss = loss * self._prepared.window.weigh_items(num_items)
         else:
@@ -587,6 +603,7 @@ class Accelerator(ProcessMethods):
         """
         if not safe_serialization:
             warn_user("save_state(safe_serialization=False) has no effect: a state is always safetensors and JSON")
+        self._check_open("save_state")
         self.wait_for_everyone("save_state")
         return saving.save(self._states, None if output_dir is None else to_path(output_dir), background)
 
@@ -601,7 +618,15 @@ class Accelerator(ProcessMethods):
         """
         return self._states.wait()
 
-    def load_state(self, input_dir: Location | None = None, resume: Resume | None = None) -> Path:
+    def _check_open(self, name: str) -> None:
+        """Raise where the processes were taken apart already."""
+        if self._world_size > 1 and not is_held():
+            raise UsageError(
+                f"accelerator.{name} comes after end_training(), which took the processes apart: all of them take part "
+                f"in {name}. Call it first, and end_training() last."
+            )
+
+    def load_state(self, input_dir: Location | None = None, resume: Resume | None = None, **unknown: Any) -> Path:
         """Load what `save_state` saved into what is prepared and registered. Collective.
 
         The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
@@ -612,6 +637,7 @@ class Accelerator(ProcessMethods):
                 the newest of the project that verifies.
             resume: which parts to load; None for all. `callbacks` are the registered objects, `position` the step, the
                 loaders and the random generators.
+            **unknown: none is taken.
 
         Returns:
             The folder that was loaded; `resume_report` says more.
@@ -620,7 +646,10 @@ class Accelerator(ProcessMethods):
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: it does not verify.
             CheckpointError: it does not fit what is prepared.
+            SettingError: another argument; Accelerate's get a hint.
         """
+        _refuse("load_state", unknown, "input_dir, resume")
+        self._check_open("load_state")
         self.wait_for_everyone("load_state")
         path = None if input_dir is None else to_path(input_dir)
         self.resume_report = saving.load(self._states, path, resume or Resume())
@@ -637,6 +666,7 @@ class Accelerator(ProcessMethods):
             Name -> plain tensor; with a strategy whose ranks write their own parts of a checkpoint, on the main process
             only, and empty elsewhere.
         """
+        self._check_open("get_state_dict")
         if self._prepared.inner(model) is None:
             return (self.unwrap_model(model) if unwrap else model).state_dict()
         strategy = self._prepared.strategy_of(model)
@@ -663,6 +693,7 @@ class Accelerator(ProcessMethods):
             The file, or the index.
         """
         limit = parse_size("max_shard_size", max_shard_size)
+        self._check_open("save_model")
         self.wait_for_everyone("save_model")
         return save_weights(self.get_state_dict(model), local_path(save_directory), limit, safe_serialization)
 
@@ -839,3 +870,10 @@ class Accelerator(ProcessMethods):
         self._states.saver.close()
         self.free_memory()
         self._process.destroy_process_group()
+
+
+def _refuse(method: str, unknown: Mapping[str, Any], known: str) -> None:
+    """Raise a SettingError for an argument that a method does not take."""
+    for name, value in unknown.items():
+        hint = instead_of(f"Accelerator.{method}", name) or f"known are {known}"
+        raise SettingError(f"accelerator.{method}({name}=...) is not taken: {hint}.", field=name, got=value)

@@ -372,7 +372,7 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
             raise SettingError(message, field="kwargs_handlers", got=handler)
         if kind not in _KINDS:
             names = ", ".join(known.__name__ for known in _KINDS)
-            message = f"kwargs_handlers has {handler!r}, which is no kwargs handler. Use objects of: {names}"
+            message = f"kwargs_handlers has {handler!r}, which is no kwargs handler. Use objects of: {names}."
             raise SettingError(message, field="kwargs_handlers", got=handler)
         if kind in found:
             message = f"kwargs_handlers has two {kind.__name__}: {found[kind]!r} and {handler!r}. Keep one."

@@ -15,7 +15,7 @@ from instep.accelerator.resuming import Opening, RestoredPlace, Uses, most_kept
 from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
 from instep.distributed import gather, gather_object, gather_ragged, send_to_device
-from instep.distributed.nested import iter_leaves, map_leaves
+from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves
 from instep.errors import DataError, DistributedError, RemoteError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
@@ -470,6 +470,7 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
+    tensor_leaves(data, "gather_for_metrics")  # what is no tensor is named by the call that the user wrote
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)
     return gather_ragged(data, 0 if samples == 0 else None)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 from instep.distributed.out_of_memory import clear_device_cache, is_out_of_memory
 from instep.distributed.rank_zero import fail_together, from_every_rank
 from instep.errors import DistributedError, HookError, SettingError, UsageError
-from instep.utils.checks import at_least, is_int
+from instep.utils.checks import at_least, is_int, wrong
 
 R = TypeVar("R")
 
@@ -70,6 +70,16 @@ def find_executable_batch_size(
         >>> train()
         4
     """
+    if function is not None and not callable(function):
+        swapped = callable(starting_batch_size)
+        raise wrong(
+            "function",
+            function,
+            f"a function first, then the size: find_executable_batch_size(train, {function!r})"
+            if swapped
+            else "a function that takes the batch size as its first argument; @find_executable_batch_size("
+            f"starting_batch_size={function!r}) decorates one",
+        )
     at_least(1)("starting_batch_size", starting_batch_size)
     if function is None:
         return partial(
@@ -92,6 +102,15 @@ class _Search:
             raise HookError(
                 f"{self.name}{self.signature} must take the batch size as its first argument: "
                 f"def {self.name}(batch_size, ...). In a class, decorate a function inside the method."
+            )
+
+        others = [
+            name for name in list(self.signature.parameters)[1:] if name in ("batch_size", "per_device_batch_size")
+        ]
+        if others and first.name not in ("batch_size", "per_device_batch_size"):
+            raise HookError(
+                f"{self.name}{self.signature} would get the batch size as {first.name}, its first argument. Put "
+                f"{others[0]} first: def {self.name}({others[0]}, {first.name}, ...)."
             )
 
     def as_function(self) -> Callable[..., Any]:

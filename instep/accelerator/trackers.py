@@ -145,7 +145,7 @@ class Trackers:
     """
 
     def __init__(self, log_with: LogWith, is_main: bool, folder: str | None = None) -> None:
-        alone = isinstance(log_with, (str, Logger, GeneralTracker))
+        alone = not isinstance(log_with, list | tuple | set)
         asked: list[Any] = [] if log_with is None else [log_with] if alone else list(log_with)  # pyright: ignore[reportArgumentType]
         self._asked: dict[str, str | Logger | GeneralTracker] = {}
         for item in [name for one in asked for name in (_installed() if one == "all" else [one])]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,3 +257,8 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
         once = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
         at_epoch_end = once or not trainer.enable_validation
     return at_epoch_end != after_validation
+
+
+def print_text(trainer: Trainer, text: object) -> None:
+    """Print a text of instep's own above the bar; of the names in it, nothing that a terminal would obey is left."""
+    trainer.print(clean(str(text)))

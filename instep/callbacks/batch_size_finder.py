@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, print_text
 from instep.callbacks.lr_finder import holders, near_names, refuse_twice
 from instep.errors import SettingError, UsageError
 from instep.utils.checks import TEXT, Check, at_least, is_number
@@ -129,7 +129,7 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size, self._found = size, True
         self.apply(module, trainer.datamodule)
         trial.reload_data()
-        trainer.print(f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
+        print_text(trainer, f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> None:
         """Write the size that was found, where one was, into the attribute."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from instep.callbacks.base import Callback, acts_now
+from instep.callbacks.base import Callback, acts_now, print_text
 from instep.checkpoint.edge import check, count, none_or, text
 from instep.errors import UsageError
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, is_number, or_none
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -271,6 +272,6 @@ class EarlyStopping(Callback):
         if not self.verbose:
             return
         if self.log_rank_zero_only or trainer.world_size == 1:
-            trainer.print(text)
+            print_text(trainer, text)
         else:
-            sys.stdout.write(f"[rank {trainer.global_rank}] {text}\n")
+            sys.stdout.write(clean(f"[rank {trainer.global_rank}] {text}\n"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, print_text
 from instep.errors import HookError, SettingError, UsageError
 from instep.utils.checks import FLAG, above_zero, at_least, choice, is_number, wrong
 from instep.utils.imports import require
@@ -254,7 +254,7 @@ class LearningRateFinder(Callback):
         if suggestion is not None:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             set_learning_rates(trainer.optimizers, schedulers, suggestion)
-            trainer.print(f"LearningRateFinder: learning rate set to {suggestion:g}")
+            print_text(trainer, f"LearningRateFinder: learning rate set to {suggestion:g}")
 
     def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
         """Try the rates one after the other; None where the trial was left."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from instep.callbacks.base import Callback, acts_now
+from instep.callbacks.base import Callback, acts_now, print_text
 from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, flag, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
@@ -446,7 +446,7 @@ class ModelCheckpoint(Callback):
             name = self._name(trainer)
             path = trainer.save_to(self.own_folder, name, weights_only=self.save_weights_only, kind=kind)
             if self.verbose:
-                trainer.print(f"saved {path}")
+                print_text(trainer, f"saved {path}")
         else:
             warn_user("no checkpoint of the failed run: not all processes got to saving it")
 
@@ -589,7 +589,7 @@ class ModelCheckpoint(Callback):
         self.saved.append(replace(new, key=str(path)))
         self._find_best()
         if self.verbose:
-            trainer.print(f"saved {path}")
+            print_text(trainer, f"saved {path}")
 
     def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
         self.saved = [saved for saved in self.saved if saved.key not in deleted]
@@ -597,7 +597,7 @@ class ModelCheckpoint(Callback):
             trainer.newest.forget(deleted, self)
         self._find_best()
         for path in deleted if self.verbose else ():
-            trainer.print(f"deleted {path}")
+            print_text(trainer, f"deleted {path}")
 
     def _find_best(self) -> None:
         """Set the best of those kept; where none has a score, the best stays what it was."""

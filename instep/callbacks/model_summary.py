@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, print_text
 from instep.distributed import find_batch_size, send_to_device
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.utils.checks import is_int
 from instep.utils.flops import FlopCounter
 from instep.utils.seed import isolate_rng
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -114,7 +115,7 @@ class Summary:
             return []
         columns = [
             (" ", [str(number) for number in range(len(rows))]),
-            ("Name", [row.name for row in rows]),
+            ("Name", [clean(row.name, "") for row in rows]),
             ("Type", [row.type for row in rows]),
             ("Params", [count(row.params) for row in rows]),
             ("Trainable", [count(row.trainable) for row in rows]),
@@ -331,9 +332,9 @@ class ModelSummary(Callback):
             **self._summarize_kwargs,
         )
         for note in summary.notes():
-            trainer.print(note)
+            print_text(trainer, note)
         said = (f"{type(each).__name__}{each._origin and f' ({each._origin})'}" for each in trainer.callbacks)
-        trainer.print(f"Callbacks, as they run: {', '.join(said)}")
+        print_text(trainer, f"Callbacks, as they run: {', '.join(said)}")
 
     @staticmethod
     def summarize(

@@ -13,6 +13,7 @@ from instep.distributed.after_error import device_failed
 from instep.errors import NonFiniteError, Preempted, SettingError
 from instep.types import Location
 from instep.utils.paths import to_path
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class OnExceptionCheckpoint(Callback):
             return
         self.saved_path = str(path)
         said = f"Saved {path} of the run that failed. To go on, run it again with ckpt_path='auto'."
-        print(said, flush=True)  # noqa: T201  on whatever rank did it
+        print(clean(said), flush=True)  # noqa: T201  on whatever rank did it
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Delete what this run's exceptions left, once a newer checkpoint of a ModelCheckpoint has verified."""

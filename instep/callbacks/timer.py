@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, print_text
 from instep.errors import SettingError
 from instep.utils.checks import choice, parse_duration
 
@@ -139,8 +139,8 @@ class Timer(Callback):
         trainer.set_trigger("stop", reason=f"Timer: {self.duration_s:g} s are over")
         if self.verbose and not self._said:
             self._said = True
-            trainer.print(
-                f"Timer: the {timedelta(seconds=self.duration_s or 0)} given for training are over. Stopping."
+            print_text(
+                trainer, f"Timer: the {timedelta(seconds=self.duration_s or 0)} given for training are over. Stopping."
             )
 
 

@@ -26,6 +26,7 @@ from instep.config.layers import Launch, put, resolve
 from instep.config.settings import DICTS, NAMES, about, advice, check, choices, schema, translate
 from instep.errors import SettingError, UsageError, one_of
 from instep.utils.redact import hide
+from instep.utils.untrusted_files import clean
 
 _ASKED = (
     "accelerator", "devices", "num_processes", "num_nodes", "rdzv_endpoint", "node_rank", "master_addr", "master_port",
@@ -144,7 +145,7 @@ class Update:
             values = laid_over(values, check(taken, {name: str(args.other) for name in taken}))
         values = laid_over(values, assignments(args.settings))
         for name in sorted(before.keys() - values.keys()):
-            sys.stderr.write(f"instep: {name} is gone: it was about what has changed\n")
+            sys.stderr.write(clean(f"instep: {name} is gone: it was about what has changed\n"))
         for name, member in map(split, args.unset):
             if member:
                 values.get(name, {}).pop(member, None)
@@ -153,7 +154,7 @@ class Update:
         write_file(path, values)
         output.say(f"wrote {path}, {output.count(len(values), 'setting')}")
         for text in left:
-            sys.stderr.write(f"instep: not taken over: {text}\n")
+            sys.stderr.write(clean(f"instep: not taken over: {text}\n"))
         return 0
 
 

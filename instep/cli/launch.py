@@ -20,6 +20,7 @@ from instep.cli.options import add_settings
 from instep.errors import SettingError
 from instep.utils.env import misspelt_variables
 from instep.utils.redact import hide, hide_arguments
+from instep.utils.untrusted_files import clean
 
 _USAGE = 2
 
@@ -57,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:  # found elsewhere
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:
-        sys.stderr.write(f"instep: {error}\n")
+        sys.stderr.write(clean(f"instep: {error}\n"))
         return _USAGE
     if not args.quiet and args.config is None and launch.file == default_file() and spec.node_rank == 0:
-        sys.stderr.write(f"instep: settings of {launch.file} hold; --quiet leaves this line out\n")
+        sys.stderr.write(clean(f"instep: settings of {launch.file} hold; --quiet leaves this line out\n"))
     if spec.node_rank == 0 and (misspelt := misspelt_variables()):
-        sys.stderr.write(f"instep: {misspelt}\n")
+        sys.stderr.write(clean(f"instep: {misspelt}\n"))
     if args.dry_run:
         spec_shown = {**hide(vars(spec)), "command": hide_arguments(spec.command)[0]}
         output.say_json({"spec": spec_shown, "sources": launch.sources, "ray": launch.settings.ray}, indent=1)

@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Any
+from traceback import format_exception
+from typing import Any, NoReturn
 
 from instep import __version__
 from instep.cli import output
 from instep.errors import EXIT_FAILED, InstepError, SettingError
+from instep.utils.untrusted_files import clean
 
 Command = tuple[str, ...]
 
@@ -125,6 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if isinstance(error, SettingError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception:
+        if argv is None:  # the process ends with it; its text may be a stranger's
+            sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
+        raise
     return code
 
 
@@ -157,6 +163,13 @@ def load(command: Command) -> Any:
     return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors hold nothing that a terminal would obey; argparse writes words as they are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(clean(message))
+
+
 def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
     """Make the parser of a command's words, with its help.
 
@@ -166,7 +179,7 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
     """
     about, _, examples = (inspect.getdoc(module) or "").partition("Examples:\n")
     codes = "" if "Exit codes:" in about else f"\n\n{EXIT_CODES}"
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=" ".join(("instep", *command)),
         description=about.strip(),
         epilog=f"examples:\n{examples.rstrip()}{codes}",

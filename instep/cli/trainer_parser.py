@@ -34,6 +34,7 @@ from instep.trainer import Trainer, TrainModule
 from instep.trainer.settings import reject_unknown
 from instep.utils.plain_yaml import compose, read_text
 from instep.utils.porting import hint_for
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 AUTOMATIC = "AUTOMATIC"
@@ -311,7 +312,7 @@ class TrainerArgumentParser(ArgumentParser):
             known = {action.dest for parser in parsers for action in parser._actions}
             classes = {name for room in ROOMS for name in room.__all__ if name[0].isupper()}
             classes |= {cls.__name__ for base in (Optimizer, LRScheduler) for cls in base.__subclasses__()}
-            sys.stderr.write(f"{self.prog}: {explain(message, classes, known)}\n")
+            sys.stderr.write(clean(f"{self.prog}: {explain(message, classes, known)}\n"))
         self.exit(EXIT_USAGE)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from instep.dashboard.guard import Guard, is_loopback
 from instep.errors import SettingError
 from instep.utils.imports import check_installed
+from instep.utils.untrusted_files import clean
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str =
         where = socket.gethostname() if address.host in ("0.0.0.0", "::", "") else address.host
         where = f"[{where}]" if ":" in where else where
         url = f"http://{where}:{port}/" + (f"?token={token}" if token else "")
-        sys.stdout.write(f"The dashboard of {folder} is at {url}\nCtrl-C ends it.\n")
+        sys.stdout.write(clean(f"The dashboard of {folder} is at {url}\nCtrl-C ends it.\n"))
         if address.is_public():
             sys.stdout.write(
                 "What it shows and the token travel unencrypted. Safer: leave --host out, and on your own machine\n"

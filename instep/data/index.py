@@ -16,7 +16,7 @@ from instep.data.foreign_sampler import ForeignOrder, is_distributed, order_dige
 from instep.data.plan import Plan, Share
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
-from instep.data.workers import INIT_RAISED, end_workers, start_workers
+from instep.data.workers import INIT_RAISED, end_workers, start_workers, worker_failure
 from instep.distributed import gather_object
 from instep.distributed.nested import iter_leaves
 from instep.errors import DataError
@@ -247,8 +247,11 @@ class IndexLoader(PreparedLoader):
                 yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
+            died = worker_failure(error, started)
             if started is self._started:
                 self.close()
+            if died is not None:
+                raise died from error
             raise
         finally:
             if not self.loader.persistent_workers:

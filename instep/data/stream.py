@@ -26,7 +26,7 @@ from instep.data.base import OWN_END, DataShard, PreparedLoader, described
 from instep.data.foreign_sampler import generators
 from instep.data.plan import Plan, Share
 from instep.data.seeding import RandomStream
-from instep.data.workers import end_workers, start_workers
+from instep.data.workers import end_workers, start_workers, worker_failure
 from instep.distributed import find_batch_size, gather_object
 from instep.distributed.nested import iter_leaves
 from instep.errors import DataError, UsageError
@@ -278,8 +278,11 @@ class StreamLoader(PreparedLoader):
                 yield from self._give_sized(self._length, self._pull)
             else:
                 yield from self._give_alone()
-        except Exception:
+        except Exception as error:
+            died = worker_failure(error, self._started)
             self.close()
+            if died is not None:
+                raise died from error
             raise
         finally:
             self._iterator = None

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -31,12 +32,20 @@ from typing import Any
 from torch.utils.data import _utils
 
 from instep.data.seeding import add_note
+from instep.errors import LoaderWorkerError
 
 INIT_RAISED = "The loader's worker_init_fn raised this."
 
 _LOOK_EVERY_S = 1.0
 _TO_END_S = 2.0  # what all workers of an iterator get to end by themselves; one may be in the middle of a sample
 _KILLED_S = 5.0  # until the kernel has ended a process that was killed
+
+_DYING_S = 1.0  # until a worker whose pipe is closed has ended
+_WHY_DEAD = {
+    "SIGKILL": "The system ends processes so when memory runs out: use fewer workers, or a smaller prefetch_factor",
+    "SIGBUS": "Shared memory is full: make /dev/shm larger (docker run --shm-size), or use fewer workers",
+    "SIGTERM": "Somebody ended it",
+}
 
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Iterators whose workers may still run, with the process that started them: a fork has them too, and must not act."""
@@ -143,6 +152,29 @@ def end_workers(started: Any) -> None:
         # Without these cycles the pipes are closed now, and not when the garbage collector comes by.
         vars(worker).pop("join", None)
         vars(worker._popen).pop("terminate", None)
+
+
+def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
+    """Make the error for a pass that a worker's death has ended; None where no worker has died.
+
+    Args:
+        error: what the pass was left with: torch's own text, or that of a pipe whose other end is gone.
+        started: what `start_workers` returned.
+    """
+    if started is None or not isinstance(error, OSError | EOFError | RuntimeError) or str(error).startswith("Caught "):
+        return None
+    ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
+    for worker in started._workers:
+        if worker.sentinel in ended:
+            BaseProcess.join(worker, _DYING_S)  # its pipes are closed before it has an exit code
+    dead = {worker.pid: worker.exitcode for worker in started._workers if worker.exitcode}
+    if not dead:
+        return None
+    pid, code = next(iter(dead.items()))
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
+    how = f"ended by {name or f'signal {-code}'}" if code < 0 else f"exit code {code}"
+    why = _WHY_DEAD.get(name, "With num_workers=0 the same data is read in the main process, which shows the cause")
+    return LoaderWorkerError(f"DataLoader worker (pid {pid}) exited unexpectedly: {how}. {why}.")
 
 
 def _watch(started: Any) -> None:

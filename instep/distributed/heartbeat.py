@@ -43,6 +43,7 @@ from instep.health.heartbeat_file import (
 )
 from instep.state import PartialState, read_environment
 from instep.state.messages import exchange
+from instep.utils.untrusted_files import clean
 
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
@@ -326,12 +327,13 @@ class Watchdog:
         try:
             self._write(records)
         except OSError as error:
-            os.write(2, f"instep: the report of rank {self._heart.numbers[RANK]} was not written: {error}\n".encode())
+            text = f"instep: the report of rank {self._heart.numbers[RANK]} was not written: {error}\n"
+            os.write(2, clean(text).encode())
         self._heart.numbers[WAITS] = self._activity(frame) == "wait"
         self._heart.numbers[SAID] = 1
         self._reports.wait_until_said(self._beats, _TOGETHER_S)
         if not self._heart.by_agent and self._first():
-            os.write(2, f"instep: {self._reports.report(self._beats)}\n".encode())
+            os.write(2, clean(f"instep: {self._reports.report(self._beats)}\n").encode())
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:

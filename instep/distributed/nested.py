@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.errors import DataError
-
-
-class _NoTensor(DataError, TypeError):
-    """DataError for a leaf that is no tensor, which torch calls a TypeError."""
-
-
-class _Misfit(DataError, RuntimeError):
-    """DataError for shapes that do not fit, which torch calls a RuntimeError."""
+from instep.errors import DataError, NotTensorError, ShapeMismatchError
 
 
 def is_torch_tensor(data: Any) -> bool:
@@ -250,6 +242,12 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
+_FOR_OBJECTS = {
+    "broadcast": "broadcast_object",
+    "gather_for_metrics": "gather_for_metrics(objects, use_gather_object=True), with a list of an entry per sample,",
+}
+
+
 def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
     """List every tensor with its path; None is skipped.
 
@@ -261,9 +259,9 @@ def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
         if isinstance(leaf, torch.Tensor):
             found.append((where, leaf))
         elif leaf is not None:
-            raise _NoTensor(
+            raise NotTensorError(
                 f"{operation} takes tensors, but got a {type(leaf).__name__}{' at ' + where if where else ''}. Make it "
-                f"a tensor, or use {'broadcast_object' if operation == 'broadcast' else 'gather_object'} for it."
+                f"a tensor, or use {_FOR_OBJECTS.get(operation, 'gather_object')} for it."
             )
     return found
 
@@ -313,7 +311,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
                 )
         others = {tuple(n for axis, n in enumerate(part.shape) if axis != dim % part.ndim) for part in parts}
         if len(others) > 1:
-            raise _Misfit(
+            raise ShapeMismatchError(
                 f"concatenate: the tensors{where and ' at ' + where} have shapes {[tuple(p.shape) for p in parts]}; "
                 f"all dimensions but {dim} must agree. pad_across_processes, or padding in the loader, makes them so."
             )

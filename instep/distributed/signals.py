@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from traceback import print_exception
+from traceback import format_exception
 from types import FrameType
 from typing import Any
 
 from instep.distributed import Triggers
 from instep.errors import EXIT_FAILED
+from instep.utils.untrusted_files import clean
 
 SAME_S = 1.0  # repeats of a signal within this time are duplicates: launcher and scheduler both forward it
 AT_ONCE_S = 5.0  # what is left after a second signal, for the main thread to end by itself
@@ -182,7 +183,8 @@ class SignalGuard:
             return
         if error is not None:
             with suppress(OSError, ValueError):  # stderr on a full disk, or closed
-                print_exception(error)  # the signal may end the process before anybody sees it
+                # Now, since the signal may end the process before anybody sees it.
+                sys.stderr.write(clean("".join(format_exception(error))))
         signal.raise_signal(number)
 
     def _put_back(self) -> None:
@@ -226,7 +228,7 @@ def _tell(text: str) -> None:
 
 def _print(text: str) -> None:
     with suppress(Exception):  # the bar or the terminal is gone: the run's end says it again
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(clean(f"{text}\n"))
         sys.stderr.flush()
 
 

@@ -27,6 +27,7 @@ from instep.health.heartbeat_file import PACES_FILE, PHASE, PHASES, STEP, TURN
 from instep.state import PartialState
 from instep.state.rank_records import RankRecords
 from instep.utils.atomic import replace
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -188,4 +189,4 @@ class PaceWatch:
             f"rank {rank} on {slow.host} is slow: in a step of {slow.step_s:.3g} s it works {slow.busy_s:.3g} s{data}, "
             f"and the others {usual_s:.3g} s; they wait for it."
         )
-        os.write(2, f"instep: {text}\n".encode())
+        os.write(2, clean(f"instep: {text}\n").encode())

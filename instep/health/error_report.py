@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from instep.errors import RemoteError
+from instep.utils.untrusted_files import clean
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -92,9 +93,12 @@ class _ReportingHook:
                 if not _agent_lives():
                     lost = isinstance(error, RuntimeError) and is_remote(error)
                     sys.stderr.write(f"instep: {_who()} {'ended: ' if lost else 'failed:'}")
-                    sys.stderr.write(f"{kind.__name__}: {str(error).partition(chr(10))[0]}\n" if lost else "\n")
+                    sys.stderr.write(clean(f"{kind.__name__}: {str(error).partition(chr(10))[0]}\n") if lost else "\n")
                     if lost:
                         return
+        if self._previous is sys.__excepthook__ and not issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write(clean("".join(traceback.format_exception(kind, error, trace))))
+            return
         self._previous(kind, error, trace)
 
 
@@ -124,7 +128,7 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError as problem:
-        sys.stderr.write(f"instep: could not write {os.fspath(path)} ({problem}); the traceback follows here\n")
+        sys.stderr.write(clean(f"instep: could not write {os.fspath(path)} ({problem}); the traceback follows here\n"))
         return False
     return True
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.errors import EXIT_HUNG
 from instep.health.heartbeat_file import HEARTBEAT_FILE, HangDetector, HeartbeatFile, RankProgress, folder_of
-from instep.health.run_status import NAME, end_status, in_short, leave_failure, read_status
+from instep.health.run_status import NAME, end_status, leave_failure, read_status, why_of
 from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
@@ -159,13 +159,32 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
     busy = [beat for beat in begun if beat.said and not beat.waits]
     silent = [beat for beat in begun if not beat.said]
     waiting = [beat for beat in begun if beat.said and beat.waits]
-    suspects = _last(busy) or silent or _last(waiting)
-    each = "; ".join(_at(beats, beat) for beat in suspects)
-    if suspects and suspects[0].waits:
-        if len(suspects) == len(begun) > 1:
-            return f"The ranks wait for each other in different places, or for another node: {each}."
-        return f"{each}. It waits for the others there, which are elsewhere."
-    return f"{each}."
+    suspects = _last(busy) or silent
+    if not suspects and len(waiting) > 1:
+        return _who_waits(beats, waiting)
+    return f"{'; '.join(_at(beats, beat) for beat in suspects or waiting)}."
+
+
+def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
+    """Name the ranks that wait where most do not, by their places; those that are behind may well be the most."""
+    places: dict[tuple[str, str], list[RankProgress]] = {}
+    for beat in waiting:
+        place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]
+        places.setdefault((_phase(beat), place), []).append(beat)
+    by_size = sorted(places.values(), key=lambda found: (len(found), found[0].position))
+    if len(by_size) == 1:
+        return (
+            f"All ranks of this node wait for another node, or for each other, at one place: {_at(beats, waiting[0])}."
+        )
+    most = by_size[-1]
+    if len(by_size[-2]) == len(most):  # of two ranks, say: nobody knows which one is wrong
+        each = "; ".join(_at(beats, found[0]) for found in by_size)
+        return f"The ranks wait for each other in different places: {each}. All must make the same calls in one order."
+    each = "; ".join(_at(beats, beat) for found in by_size[:-1] for beat in found)
+    others = _at(beats, most[0], named_ranks([beat.rank for beat in most]))
+    return (
+        f"{each}: it waits there for the others, which wait elsewhere: {others}. All must make the same calls in order."
+    )
 
 
 def _last(found: list[RankProgress]) -> list[RankProgress]:
@@ -174,12 +193,12 @@ def _last(found: list[RankProgress]) -> list[RankProgress]:
     return [beat for beat in found if beat.position == last]
 
 
-def _at(beats: HeartbeatFile, beat: RankProgress) -> str:
-    who = f"rank {beat.rank} (pid {beat.pid})"
+def _at(beats: HeartbeatFile, beat: RankProgress, who: str = "") -> str:
+    who, verb = who or f"rank {beat.rank} (pid {beat.pid})", "hang" if who.startswith("ranks") else "hangs"
     if not beat.said:
         return f"{who} is {_state(beat)}, at step {beat.step}, phase {_phase(beat)}"
     where = beats.where(beat.local_rank).partition("\n")[0]
-    return f"{who} hangs at step {beat.step}, phase {_phase(beat)}, in {where}"
+    return f"{who} {verb} at step {beat.step}, phase {_phase(beat)}, in {where}"
 
 
 def _phase(beat: RankProgress) -> str:
@@ -220,8 +239,8 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
             "status": "hung",
             "exit_code": EXIT_HUNG,
             "error": error,
-            "why": in_short(error),
             "ended": time.time(),
+            **why_of(content, error),
         }
         content["global_step"] = max(beat.step for beat in found)
         end_status(folder.parent, content)

@@ -91,6 +91,12 @@ def in_short(text: str) -> str:
     return line if len(line) <= _SHORT else f"{line[:_SHORT]} ..."
 
 
+def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
+    """Return the parts of a status that say why in short, for an error; that of its summary is one of them."""
+    why, summary = in_short(error), content.get("summary")
+    return {"why": why, "summary": {**summary, "why": why} if isinstance(summary, dict) else summary}
+
+
 def _use_spare(spare: Path, data: bytes) -> bool:
     try:
         with open(spare, "r+b") as file:  # its blocks are there already, and are not freed before they are written
@@ -214,5 +220,5 @@ def finish_status(folder: Path, pid: int, error: str, signal: str | None = None,
     consequence = content["status"] == "failed" and not own and is_remote(str(content["error"]))
     if content["status"] == "running" or consequence:
         content |= {"status": "failed", "exit_code": EXIT_FAILED, "error": error, "signal": signal}
-        content |= {"ended": time.time(), "why": in_short(error)}
+        content |= {"ended": time.time(), **why_of(content, error)}
         end_status(folder, content)

@@ -46,6 +46,7 @@ from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.launch.spec import LaunchSpec
 from instep.launch.torch_agent import TorchAgent, logs
 from instep.state.environment import JOB_ID, RESTART
+from instep.utils.untrusted_files import clean
 
 _PASSED_ON = {  # what the agent gets: what the ranks get
     signal.SIGINT: signal.SIGINT,
@@ -433,5 +434,5 @@ class NodeAgent:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"instep: {text}\n")
+    sys.stderr.write(clean(f"instep: {text}\n"))
     sys.stderr.flush()

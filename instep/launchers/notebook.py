@@ -17,6 +17,7 @@ from instep.launch.prepare import environment
 from instep.launch.spec import LaunchSpec
 from instep.state import find_device_kind, read_environment
 from instep.state.process import is_held
+from instep.utils.checks import at_least, is_int, wrong
 from instep.utils.porting import instead_of
 
 # What LaunchSpec has for programs alone is left out.
@@ -58,7 +59,7 @@ def notebook_launcher(
         ...     ...  # a Trainer or an Accelerator, and its run
         >>> notebook_launcher(train, args=(0.1,), num_processes=2)  # doctest: +SKIP
     """
-    _check_first("notebook_launcher", settings)
+    _check_first("notebook_launcher", settings, function, args, num_processes)
     device, here = _devices()
     count = here if num_processes is None else num_processes
     if count == 1 and not settings:
@@ -89,7 +90,7 @@ def debug_launcher(
         ...     print(PartialState().process_index)
         >>> debug_launcher(train, num_processes=2)  # doctest: +SKIP
     """
-    _check_first("debug_launcher", settings)
+    _check_first("debug_launcher", settings, function, args, num_processes)
     env = {"INSTEP_ACCELERATOR": "cpu", **settings.pop("env", {})}
     return _launch("debug_launcher", function, args, num_processes, "cpu", {**settings, "env": env})
 
@@ -101,7 +102,17 @@ def _devices() -> tuple[str, int]:
         return kind.name, 1 if kind.name == "cpu" else kind.count()
 
 
-def _check_first(name: str, settings: dict[str, Any]) -> None:
+def _check_first(name: str, settings: dict[str, Any], function: Any, args: Any, count: Any) -> None:
+    if not callable(function):
+        raise wrong("function", function, f"a function, that {name} calls as each rank: without () behind its name")
+    called = getattr(function, "__name__", "function")
+    if not isinstance(args, list | tuple):
+        text = f"a tuple of the function's arguments, as in {name}({called}, ({args!r},))"
+        if is_int(args):
+            text += f"; the number of processes is the third: {name}({called}, (), {args})"
+        raise wrong("args", args, text)
+    if count is not None:
+        at_least(1)("num_processes", count)
     if read_environment().launcher != "none":
         raise UsageError(f"{name} was called in a rank of a running job; a rank does not start ranks of its own")
     for given in settings:

@@ -27,6 +27,7 @@ from instep.state.environment import JOB_ID, RESTART
 from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret
 from instep.utils import env
 from instep.utils.imports import require
+from instep.utils.untrusted_files import clean
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -268,5 +269,5 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"instep: {text}\n")
+    sys.stderr.write(clean(f"instep: {text}\n"))
     sys.stderr.flush()

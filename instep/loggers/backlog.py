@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from instep.loggers.kinds import from_json, size_of, to_json
 from instep.utils.atomic import replacing
 from instep.utils.private_files import Seal
-from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
+from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
 QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
@@ -118,13 +118,16 @@ class RowKey(NamedTuple):
     def of_record(record: Record) -> RowKey:
         """Return the key of the row that a record becomes."""
         own_step = record.args[0].get("step", record.step) if record.hook == "_log_metrics" else record.step
-        names = (name if name.isascii() else in_utf8(name) for name in record.names() if name != "step")
+        names = (written_name(name) for name in record.names() if name != "step")
         return RowKey(float(own_step or 0), frozenset(names))
 
 
-def in_utf8(name: str) -> str:
-    """Escape what UTF-8 does not have in a name."""
-    return name.encode("utf-8", "backslashreplace").decode()
+_SPACES = "\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # they join and part words, and are harmless
+
+
+def written_name(name: str) -> str:
+    """Escape in the name of a metric what UTF-8 lacks, which would cost the whole file, and what a terminal obeys."""
+    return name if name.isprintable() else clean(name, _SPACES)
 
 
 class Backlog:

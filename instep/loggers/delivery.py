@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from instep.errors import InstepError
-from instep.loggers.backlog import BATCH, Backlog, Record, Row, RowKey, in_utf8, read_note
+from instep.loggers.backlog import BATCH, Backlog, Record, Row, RowKey, read_note, written_name
 from instep.loggers.trust import seal_of, sent_in, signed, version_in, why_not
 from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
@@ -353,7 +353,7 @@ class Delivery:
         try:
             warn_user(text)
         except Warning:  # the user made warnings errors, but this thread cannot end the run
-            print(text, file=sys.stderr)  # noqa: T201
+            print(clean(text), file=sys.stderr)  # noqa: T201
 
     def _run_tasks(self, waited: Collection[Any]) -> None:
         """Run what may run at any time, and what has waited for all that was put before it."""
@@ -505,7 +505,7 @@ class LoggerSide:
             if has is not None:
                 marks.doubt(has, logger._in_doubt)
         logger._in_doubt = max(logger._in_doubt, len(records))
-        left = [self._in_utf8(record) for record in marks.missing(records)]
+        left = [self._written(record) for record in marks.missing(records)]
         if left and self.takes_many and left[0].hook == "_log_metrics":
             logger._log_rows([Row(record.args[0], record.args[1], record.time_s) for record in left])
             logger._now_s = left[-1].time_s
@@ -517,17 +517,18 @@ class LoggerSide:
         logger._in_doubt = 0
         marks.note(records)
 
-    def _in_utf8(self, record: Record) -> Record:
-        """Escape what UTF-8 does not have in the names of metrics: one would cost the whole file."""
-        names = [name for name in record.names() if not name.isascii()] if record.hook == "_log_metrics" else []
-        changed = {name: in_utf8(name) for name in names}
+    def _written(self, record: Record) -> Record:
+        """Return a record with the names of its metrics as they can be written."""
+        names = record.names() if record.hook == "_log_metrics" else []
+        changed = {name: written_name(name) for name in names}
         wrong = [name for name, text in changed.items() if name != text]
         if not wrong:
             return record
         if not self._has_escaped:
             self._has_escaped = True
             warn_user(
-                f"the name {wrong[0]!r} is no text of UTF-8: {type(self._logger).__name__} writes it as it is here"
+                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {type(self._logger).__name__}"
+                " writes it as it is here"
             )
         metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
         return record._replace(args=(metrics, *record.args[1:]))

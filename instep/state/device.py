@@ -110,11 +110,35 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
     if found is None:
         here = ", ".join(name for name, kind in KINDS.items() if kind.count())
         raise SettingError(
-            f"{field}={accelerator!r}: this process sees no such device. It sees: {here}.",
+            f"{field}={accelerator!r}: this process sees no such device. It sees: {here}.{_why_none(accelerator)}",
             field=field,
             got=accelerator,
         )
     return found
+
+
+def _why_none(accelerator: str) -> str:
+    """Return why there is no such device, as far as torch and the environment say it, and what to do."""
+    version = torch.__version__
+    otherwise = "Else use accelerator='cpu'."
+    if accelerator in ("cuda", "gpu"):
+        if torch.version.cuda is None and torch.version.hip is None:
+            others = {"xpu": "xpu" in version, "mps": torch.backends.mps.is_built()}
+            if accelerator == "cuda" or not any(others.values()):
+                return (
+                    f" This torch, {version}, is a build without CUDA: install the one for your driver, by the command "
+                    f"that https://pytorch.org/get-started/locally shows. {otherwise}"
+                )
+        elif os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+            return f" CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides them. {otherwise}"
+        return f" Look whether the driver sees one (nvidia-smi, rocm-smi). {otherwise}"
+    if accelerator == "mps" and not torch.backends.mps.is_built():
+        return f" This torch, {version}, is a build without MPS, which is for Macs with Apple's chips. {otherwise}"
+    if accelerator == "xla":
+        return f" torch_xla is not installed: pip install torch_xla. {otherwise}"
+    if KINDS.get(accelerator) is not None and KINDS[accelerator].extension and accelerator != "xla":
+        return f" It needs the vendor's package for torch beside it. {otherwise}"
+    return f" {otherwise}"
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:

@@ -50,7 +50,10 @@ class Process:
 
 _process: Process | None = None
 _gone = "no PartialState() was built in this process yet"
-_DESTROYED = "its process group was destroyed"
+_DESTROYED = (
+    "its process group was destroyed, by Accelerator.end_training or destroy_process_group. What all processes do "
+    "together, such as saving a model, comes before that"
+)
 
 
 def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ import instep
 from instep.errors import DistributedError, InstepError
 from instep.state.secret import job_secret
 from instep.utils.atomic import replace
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -280,7 +281,7 @@ class awaited:
             self._said = True
             said = self._text(f"has waited {age_s:.0f} s for the other ranks in {self._where()}, and goes on", {})
             with suppress(OSError, ValueError):  # stderr is gone
-                sys.stderr.write(f"instep: {said}\n")
+                sys.stderr.write(clean(f"instep: {said}\n"))
 
     def gone(self) -> dict[int, str]:
         """Find how ranks of the group have ended, by rank."""

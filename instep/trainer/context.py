@@ -286,6 +286,7 @@ class RunContext:
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
         why: why the fit came to its end; empty until it has.
+        began: whether this fit has come to its training.
         steps_at_start: optimizer steps done when this fit began.
         window_count: micro-batches of the open optimizer window that gave gradients.
         manual_steps: optimizer steps of the batch in hand, in manual optimization.
@@ -354,6 +355,7 @@ class RunContext:
     captured_step: CapturedStep | None = None  # with cuda_graphs=True
     compiled_step: Callable[..., Any] | None = None  # with compile="step"
     said: set[str] = field(default_factory=set)  # why the step is not compiled or recorded: each epoch makes it anew
+    began: bool = False
     steps_at_start: int = 0
     window_count: int = 0
     manual_steps: int = 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from traceback import print_exception
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from instep.distributed import Triggers, broadcast_object
 from instep.distributed.after_error import device_failed, is_device_error
 from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted, UsageError
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointError, InstepError, Preempted, UsageError
 from instep.health.error_report import tell_trainer
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
@@ -45,6 +45,8 @@ from instep.trainer.plugins import (
     start_loggers,
     writes_checkpoints,
 )
+from instep.utils.untrusted_files import clean
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -192,7 +194,7 @@ def _set_up(ctx: RunContext) -> None:
     if path is not None:
         run_state.load_weights(ctx, path, ctx.resumed, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
-            trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
+            trainer._print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 
 
 class _UnknownPosition:
@@ -277,19 +279,27 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
             from instep.data.seeding import add_note  # late: only a run that fails pays for it
 
             add_note(error, _about_device(ctx))
+        elif hasattr(ctx, "device"):
+            from instep.trainer.error_notes import add_notes  # late: as above
+
+            with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
+                add_notes(error, ctx)
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
         *([] if error is None else [partial(hook, error) for hook in _exception_hooks(ctx)]),
         lambda: _call_teardown(ctx),
-        ctx.trainer.profiler.describe,
-        lambda: ctx.trainer.profiler.teardown(ctx.fn),
-        *[partial(finalize, logger) for logger in ctx.trainer.loggers],
-        lambda: _note_status(ctx, first),
+        _warns("the profiler's report", ctx.trainer.profiler.describe),
+        _warns("the profiler's files", lambda: ctx.trainer.profiler.teardown(ctx.fn)),
+        *[_warns(type(logger).__name__, partial(finalize, logger)) for logger in ctx.trainer.loggers],
+        _warns("status.json", lambda: _note_status(ctx, first)),
         lambda: _close_loaders(ctx),
         lambda: _detach(ctx),
         lambda: _wait_for_all(ctx, first),
         # Its generators leave the error with the traceback that they are given.
-        lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+        _warns(
+            "what ends the run",
+            lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+        ),
     ]
     if error is not None:
         undo.insert(0, lambda: _abandon(ctx, error))
@@ -301,9 +311,25 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
                 first = another
             elif another is not first and not (failed and is_device_error(another)):  # which only says the same
                 with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
-                    print_exception(another)
+                    sys.stderr.write(clean("".join(format_exception(another))))
     if first is not None and error is None:
         raise first
+
+
+def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
+    """Turn an OSError of what is written after the last step into a warning: the training is done, and is saved."""
+
+    def write_or_warn() -> None:
+        try:
+            write()
+        except CheckpointError:
+            raise
+        except OSError as problem:
+            warn_user(
+                f"the run is over, but {what} could not be written to its end: {type(problem).__name__}: {problem}"
+            )
+
+    return write_or_warn
 
 
 def _about_device(ctx: RunContext) -> str:
@@ -362,20 +388,25 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
         ctx.trainer.run_summary = _summarize(ctx, error)
         ctx.trainer.run_folder.write_status(ctx.trainer, error)
         if ctx.settings.enable_progress_bar and ctx.trainer.run_summary.batches:
-            ctx.trainer.print(ctx.trainer.run_summary)
+            ctx.trainer._print(ctx.trainer.run_summary)
 
 
 def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSummary:
     """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
     from instep.health.progress_file import plain_metrics  # late: only a run needs it
 
-    trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
+    trainer, at = ctx.trainer, ctx.position
     why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
+    why = why or ("" if error is None else in_short(f"{type(error).__name__}: {error}"))
+    if not ctx.began:  # position, metrics and best checkpoint are still those of an earlier fit
+        time_s = ctx.clock.seconds(0)
+        return profilers.RunSummary(why, sum(time_s.values()), steps=0, batches=0, epoch=at.epoch, time_s=time_s)
+    saver = trainer.checkpoint_callback
     batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
     time_s = ctx.clock.seconds(batches)
     score = getattr(saver, "best_model_score", None)
     return profilers.RunSummary(
-        why=why or ("" if error is None else in_short(f"{type(error).__name__}: {error}")),
+        why=why,
         wall_s=sum(time_s.values()),
         steps=max(0, at.global_step - ctx.steps_at_start),
         batches=batches,

@@ -14,17 +14,20 @@ import math
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
+from instep.state.rank_records import named_ranks
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -67,18 +70,18 @@ class ScalarTransfer:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values = list(values)
+        self.values = list(values)
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, value in enumerate(self._values):
+        for i, value in enumerate(self.values):
             if isinstance(value, Tensor):
                 spread: Any = value
                 if hasattr(spread, "full_tensor"):  # a DTensor: several ranks computed it
-                    value = self._values[i] = spread.full_tensor()
+                    value = self.values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
         self._events: list[torch.cuda.Event] = []  # one per dtype and device
         for (_, device), places in groups.items():
-            packed = torch.stack([self._values[i] for i in places])
+            packed = torch.stack([self.values[i] for i in places])
             if device.type == "cuda":
                 packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
                 event = torch.cuda.Event()
@@ -97,9 +100,9 @@ class ScalarTransfer:
             event.synchronize()
         for places, packed in self._copies:
             for i, value in zip(places, packed.tolist(), strict=True):
-                self._values[i] = value
+                self.values[i] = value
         self._copies = []
-        return [float(value) for value in self._values]
+        return [float(value) for value in self.values]
 
 
 class Options(NamedTuple):
@@ -177,6 +180,11 @@ class Accumulator:
         return self.metric is None and self.options.sync_dist is not False and not self.options.rank_zero_only
 
     @property
+    def computes_together(self) -> bool:
+        """Whether the metric object is computed over all ranks, which each must take part in."""
+        return not self.options.rank_zero_only and bool(metric_room().with_parts(self.metric))
+
+    @property
     def step_name(self) -> str:
         return f"{self.name}_step{self.suffix}" if self.on_epoch else self.full_name
 
@@ -206,9 +214,8 @@ class Accumulator:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
         with self.held(), metric_room().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return float(value)
-        if isinstance(value, Real):
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+            check_number(self.name, value)
             return float(value)
         raise LogError(
             f"The `.compute()` return of the metric logged as {self.name!r} must be a tensor with one element or a "
@@ -296,6 +303,35 @@ class _Outstanding(NamedTuple):
     step: int
 
 
+@contextmanager
+def _naming(
+    values: Sequence[Any], held: Sequence[tuple[Accumulator, list[float]]], fresh: Sequence[Accumulator]
+) -> Iterator[None]:
+    """Name the value that cannot be brought to the host, where one of a name is of another kind than its first one."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        names = [one.name for one, weights in held for _ in weights] + [one.name for one in fresh]
+        for name, value in zip(names, values, strict=True):
+            check_number(name, value)
+        raise
+
+
+def _check_alike(by_rank: Sequence[Collection[str]], what: str) -> None:
+    """Raise a `LogError`, on all ranks, where names that all ranks compute together are not logged on all of them."""
+    for name in sorted(set().union(*by_rank)):
+        having = [rank for rank, names in enumerate(by_rank) if name in names]
+        if len(having) < len(by_rank):
+            lacking = [rank for rank in range(len(by_rank)) if rank not in having]
+            others = sorted(set(by_rank[lacking[0]]))
+            raise LogError(
+                f"self.log({name!r}) is {what}, which all ranks do together: {named_ranks(having)} "
+                f"{'log' if len(having) > 1 else 'logs'} it, and {named_ranks(lacking)} "
+                f"{'do' if len(lacking) > 1 else 'does'} not (there: {', '.join(map(repr, others)) or 'none'}). Log "
+                "the same names on every rank, or only on the main process with rank_zero_only=True."
+            )
+
+
 class MetricLog:
     """Log of one stage (train, validate, test).
 
@@ -335,6 +371,7 @@ class MetricLog:
         self._order = 0
         self._of_loaders: dict[tuple[int, str], float] = {}  # computed already, by metric object and suffix
         self._outstanding: _Outstanding | None = None
+        self._averages: bool | None = None  # whether any rank averages step values over ranks; None until it is agreed
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
         later epoch value has taken."""
@@ -422,13 +459,22 @@ class MetricLog:
 
     def _weight(self, batch_size: int | None) -> float:
         if batch_size is not None:
-            return float(batch_size)
+            return self._checked_size(batch_size)
         if self.weight is not None:
             return self.weight
         if self.batch is None:
             return 1.0
         size = find_batch_size(self.batch)
         return 1.0 if size is None else float(size)
+
+    def _checked_size(self, batch_size: Any) -> float:
+        try:
+            weight = float(batch_size)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            weight = -1.0
+        if 0 <= weight < math.inf:
+            return weight
+        raise LogError(f"self.log(batch_size={batch_size!r}) in {self._hook}: expected the number of samples.")
 
     def _accumulator(self, name: str, value: Any, options: Options) -> Accumulator:
         known = self._current.get(name)
@@ -454,6 +500,7 @@ class MetricLog:
             else:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
+        check_number(name, value)
         metric = self._checked(name, value, suffix) if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
         accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
@@ -583,12 +630,30 @@ class MetricLog:
             accumulator.fresh = False
         # Values synced over ranks: a collective, by what all ranks know of, not by who has a fresh value (a rank that
         # replayed a batch has none) nor by when the device is ready.
-        synced = step_values and self._world_size > 1 and any(s.on_step and s.options.sync_dist for s in self._all())
+        synced = step_values and self._world_size > 1 and self._any_syncs()
         if values or synced:
-            self._outstanding = _Outstanding(ScalarTransfer(values), held, fresh, step)
+            with _naming(values, held, fresh):
+                transfer = ScalarTransfer(values)
+            self._outstanding = _Outstanding(transfer, held, fresh, step)
             if wait or synced or self._outstanding.transfer.ready:
                 arrived += self._arrive(synced)
         return arrived
+
+    def _syncs(self) -> Iterator[Accumulator]:
+        return (s for s in self._all() if s.on_step and s.options.sync_dist and not s.options.rank_zero_only)
+
+    def _synced_names(self) -> list[str]:
+        """Return the names whose step values all ranks average; those of a group of ranks are left out."""
+        return [one.full_name for one in self._syncs() if one.options.group is None]
+
+    def _any_syncs(self) -> bool:
+        """Return whether a rank averages step values over ranks. Collective the first time, so that all know."""
+        mine = any(True for _ in self._syncs())
+        if self._averages is None:
+            pairs = gather_object((mine, self._synced_names()))
+            self._averages = any(pair[0] for pair in pairs)
+            _check_alike([pair[1] for pair in pairs], "averaged over ranks (sync_dist=True)")
+        return mine or self._averages
 
     def bring_to_host(self, step: int) -> list[StepMetrics]:
         """Bring everything to the host that `state_dict` needs; step values stay due at the next `hand_over`."""
@@ -599,30 +664,29 @@ class MetricLog:
             return []
         transfer, held, fresh, step = self._outstanding
         self._outstanding = None
-        floats = iter(transfer.floats())
+        with _naming(transfer.values, held, fresh):
+            floats = iter(transfer.floats())
         for accumulator, weights in held:
             for weight in weights:
                 accumulator.add(next(floats), weight)
         metrics = {one.step_name: value for one, value in zip(fresh, floats, strict=True)}
+        ours = {one.step_name: one for one in self._all() if one.on_step}
         if synced:
             mine = {one.step_name: metrics[one.step_name] for one in fresh if self._counts and one.options.sync_dist}
             groups = {one.step_name: one.options.group for one in fresh}
-            by_rank = gather_object(mine)
-            by_name = _by_name(by_rank)
-            for name, values in by_name.items():
+            pairs = gather_object((mine, self._synced_names()))
+            by_rank = [pair[0] for pair in pairs]
+            _check_alike([pair[1] for pair in pairs], "averaged over ranks (sync_dist=True)")
+            for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                metrics[name] = sum(values) / len(values)
-            for one in self._all():
-                if one.on_step and one.step_name in by_name:
-                    one.last = metrics[one.step_name]  # what is shown, and saved, from now on
+                if name in ours:  # else of a group of ranks that this one is not in
+                    metrics[name] = ours[name].last = sum(values) / len(values)  # shown, and saved, from now on
         if not metrics:
             return []
-        ours = {one.step_name: one for one in self._all() if one.on_step}
         self.step_values.update({name: value for key, value in metrics.items() for name in ours[key].shown})
-        options = {name: one.options for name, one in ours.items()}
-        logged = {name: value for name, value in metrics.items() if options[name].logger is not False}
-        return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if options[name].prog_bar})]
+        logged = {name: value for name, value in metrics.items() if ours[name].options.logger is not False}
+        return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if ours[name].options.prog_bar})]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
         """Reduce the epoch values so far over ranks. Collective.
@@ -641,8 +705,12 @@ class MetricLog:
         everywhere = [local]
         counted = [metric_room().counted(accumulators)]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
-            pairs = gather_object((local, counted[0]))
-            everywhere, counted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            objects = [
+                one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
+            ]
+            triples = gather_object((local, counted[0], objects))
+            everywhere, counted = [one[0] for one in triples], [one[1] for one in triples]
+            _check_alike([one[2] for one in triples], "a metric object")
         by_name = _by_name(counted)
         shapes = {name: dict(ChainMap(*(own for own, _ in parts))) for name, parts in by_name.items()}
         empty = {name for name, parts in by_name.items() if not any(updates for _, updates in parts)}
@@ -797,14 +865,63 @@ def _copies(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
     """Return names and values of a dict, or of a collection of metrics: these as they are, with no copy of a state."""
+    if not hasattr(given, "items"):
+        raise LogError(
+            f"self.log_dict got {type(given).__name__}; it takes a dict of names and values, or a collection"
+        )
     if hasattr(given, "compute_groups"):
         # Without groups there is nothing to copy, and torchmetrics is told the same as by Lightning.
         return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
     return given.items()
 
 
+def text_of(name: Any) -> str:
+    """Return a name of a class of its own, such as an Enum of texts, as a plain text.
+
+    Raises:
+        LogError: it is no text.
+    """
+    if isinstance(name, str):
+        return str.__str__(name)
+    raise LogError(
+        f"self.log({name!r}, ...): a name must be a text, got {type(name).__name__}. Use str(...) or an f-string."
+    )
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise a `LogError` for a number, or a tensor of one element, that no float holds."""
+    if isinstance(value, Tensor):
+        problem = (
+            "complex; log its parts: .real and .imag, or .abs()"
+            if value.is_complex()
+            else "on the meta device, and has no value"
+            if value.is_meta
+            else "nested; log .values().mean()"
+            if value.is_nested
+            else "quantized; use .dequantize()"
+            if value.is_quantized
+            else "sparse; use .to_dense()"
+            if value.layout is not torch.strided
+            else ""
+        )
+        if problem:
+            raise LogError(f"self.log({name!r}) got a tensor that is {problem}.")
+    elif isinstance(value, complex):
+        raise LogError(
+            f"self.log({name!r}) got the complex number {value!r}; log its parts: .real and .imag, or abs(...)."
+        )
+    elif isinstance(value, Real):
+        try:
+            float(value)
+        except (OverflowError, ValueError):
+            raise LogError(
+                f"self.log({name!r}) got a number that is too large for a float (1.8e308 at most). Log its logarithm."
+            ) from None
+
+
 def check_value(name: str, value: Any) -> None:
     """Raise a `LogError` for what `self.log` does not take."""
+    check_number(name, value)
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise LogError(
@@ -822,6 +939,17 @@ def check_value(name: str, value: Any) -> None:
             f"self.log({name!r}) got {type(value).__name__} {value!r}; it takes a number, a tensor with one element, "
             "or a metric object with compute()."
         )
+
+
+def ranks_of(name: str, group: Any) -> tuple[int, ...]:
+    """Return the ranks of a `sync_dist_group`."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise LogError(
+            f"self.log({name!r}, sync_dist_group={group!r}): use a process group of torch, from "
+            "torch.distributed.new_group, or leave it out."
+        ) from None
 
 
 def check_attribute(name: str, value: Any, attribute: str, module: nn.Module) -> None:
@@ -970,11 +1098,13 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
         return
     from rich.console import Console  # late: only a terminal needs it
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=stage)
     table.add_column("metric")
     for index in range(len(results)):
         table.add_column("value" if len(results) == 1 else f"loader {index}", justify="right")
     for name in dict.fromkeys(name for metrics in results for name in metrics):
-        table.add_row(name, *(f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results))
+        values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
+        table.add_row(Text(clean(name, "")), *values)
     Console().print(table)

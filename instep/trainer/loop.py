@@ -100,7 +100,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
         import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
-    ctx.optimizers, ctx.schedulers, ctx.turns = configure(module.configure_optimizers(), module)
+    ctx.optimizers, ctx.schedulers, ctx.turns = configure(_call_configure(module), module)
     strategy.takes_turns = ctx.turns is not None
     if ctx.settings.nonfinite is not None and ctx.optimizers:
         from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
@@ -112,6 +112,18 @@ def configure_optimizers(ctx: RunContext) -> None:
     ]
     strategy.prepare_training(module, ctx.optimizers)
     strategy.separate_random_streams(ctx.trainer.seed)
+
+
+def _call_configure(module: TrainModule) -> Any:
+    """Call `configure_optimizers`; a module without parameters is named in place of the list that torch found empty."""
+    try:
+        return module.configure_optimizers()
+    except ValueError as error:
+        from instep.utils.trainable import why_no_parameters  # late: only an error needs it
+
+        if "empty parameter list" not in str(error) or not (why := why_no_parameters(module)):
+            raise
+        raise HookError(f"configure_optimizers has nothing to train: {why}.") from error
 
 
 def prepare_training(ctx: RunContext) -> None:
@@ -143,13 +155,13 @@ def resume(ctx: RunContext) -> None:
     batch = " done" if at.epoch_ended else f", batch {at.batch}"
     where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
     if report.complete:
-        trainer.print(f"Resuming from {report.path}: {where}.")
+        trainer._print(f"Resuming from {report.path}: {where}.")
     else:
-        trainer.print(f"{report}\n  goes on at {where}" if ctx.continues else report)
+        trainer._print(f"{report}\n  goes on at {where}" if ctx.continues else report)
     if ctx.continues is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
         steps = f"{again:,} steps are" if again > 1 else "1 step is"
-        trainer.print(
+        trainer._print(
             f"  The run had reached step {report.reached:,} or later: at least {steps} trained again."
             if trainer.run_id == ctx.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
@@ -158,7 +170,7 @@ def resume(ctx: RunContext) -> None:
     if ctx.parts is not None and ctx.parts.lr is not None:
         now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]
         rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
-        trainer.print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
+        trainer._print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
     trainer.resume_report = report
 
 
@@ -192,6 +204,7 @@ def start_training(ctx: RunContext) -> None:
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
     ctx.clock.start_loop()
     trainer.progress.stage = "train"
+    ctx.began = True
     ctx.batches_at_start, ctx.steps_at_start = at.earlier_batches + at.batch, at.global_step
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)
@@ -201,7 +214,7 @@ def start_training(ctx: RunContext) -> None:
             "that is meant."
         )
     if is_finished(ctx):
-        trainer.print(
+        trainer._print(
             f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
             f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them; "
             "a new run needs another folder, or no ckpt_path."
@@ -434,14 +447,14 @@ def print_why_it_ended(ctx: RunContext) -> None:
     else:
         why = f"max_epochs={s.max_epochs} reached"
     ctx.why = why.rstrip(".")
-    trainer.print(f"fit ended at step {at.global_step}: {ctx.why}.")
+    trainer._print(f"fit ended at step {at.global_step}: {ctx.why}.")
     trainer.metrics.keep(ctx.log)
     if bad := trainer.metrics.describe_nan():
-        trainer.print(f"{bad}. Trainer(nonfinite='stop') ends a run at the first loss or gradient that is not finite.")
+        trainer._print(f"{bad}. Trainer(nonfinite='stop') ends a run at the first loss or gradient that is not finite.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:
-        trainer.print(
+        trainer._print(
             f"Steps {settled + 1} to {at.global_step} are in no checkpoint: it was not yet time for one. "
             "ModelCheckpoint(save_last=True) saves the end of a fit too."
         )
@@ -632,7 +645,7 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
         f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step {at.global_step}: "
         f'{done if began else "nothing to save yet"}. To go on, run it again with ckpt_path="auto".'
     )
-    trainer.print(message)
+    trainer._print(message)
     error = Preempted(message, path)
     # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
     trainer.stop_reason = trigger.reason

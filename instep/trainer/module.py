@@ -9,7 +9,6 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,16 @@ from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.hooks import STEPS, ModuleHooks, is_overridden
-from instep.trainer.log import Entry, Options, check_attribute, check_value, items_to_log, reduction
+from instep.trainer.log import (
+    Entry,
+    Options,
+    check_attribute,
+    check_value,
+    items_to_log,
+    ranks_of,
+    reduction,
+    text_of,
+)
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.checks import choice
@@ -337,6 +345,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         if buffer is None:
             self._nothing_logs(name)
             return
+        if type(name) is not str:
+            name = text_of(name)
         if isinstance(value, Tensor):
             if value.ndim:
                 check_value(name, value)
@@ -348,7 +358,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             reduce_fx = reduction(name, reduce_fx)
         if metric_attribute is not None:
             check_attribute(name, value, metric_attribute, self)
-        group = None if sync_dist_group is None else tuple(dist.get_process_group_ranks(sync_dist_group))
+        group = None if sync_dist_group is None else ranks_of(name, sync_dist_group)
         buffer.append(
             (
                 name,

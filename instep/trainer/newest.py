@@ -126,7 +126,7 @@ def newest_state(ctx: RunContext) -> NewestState | None:
     if wanting:
         return NewestState(savers)
     if ctx.resumes and not ctx.settings.fast_dev_run:
-        ctx.trainer.print(f"ckpt_path={ctx.ckpt_path!r}: {_why_not(savers)}")
+        ctx.trainer._print(f"ckpt_path={ctx.ckpt_path!r}: {_why_not(savers)}")
     return None
 
 

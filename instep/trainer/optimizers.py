@@ -271,7 +271,17 @@ def _kind(value: Any) -> str:
 
 
 def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    from instep.utils.trainable import hidden_parameters, say_hidden  # late: only a fit needs it
+
     inside = names_of(module)
+    trained = {p for optimizer in optimizers for p in parameters_of(optimizer)}
+    unseen = {
+        path: hidden
+        for path, hidden in hidden_parameters(module).items()
+        if any(p.requires_grad and p not in trained for p in hidden)
+    }
+    if unseen:
+        warn_user(f"{say_hidden(module, unseen)}, or freeze them with .requires_grad_(False) if that is meant")
     devices = {parameter.device for parameter in inside}
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)

@@ -12,7 +12,7 @@ from instep.errors import HookError, SettingError, UsageError
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
-from instep.trainer.settings import Settings, check_value
+from instep.trainer.settings import Settings, check_callbacks, check_value
 from instep.utils.checks import constructor_call
 from instep.utils.hparams import plain_values
 from instep.utils.seed import isolate_rng
@@ -198,8 +198,9 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     Raises:
         SettingError: two of them keep their state under the same key, or there are two progress bars.
     """
-    own = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
-    own = [own] if isinstance(own, Callback) else list(own or ())
+    given = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
+    own = list(check_callbacks("configure_callbacks()", given or ()))
+    check_callbacks("trainer.callbacks", callbacks)  # a list that anything can be appended to
     kinds = tuple({type(callback) for callback in own})
     bars = progress_bars(callbacks) if _check_bars(own) is not None else []
     for callback in own:

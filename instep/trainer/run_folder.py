@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
@@ -197,7 +198,7 @@ class RunFolder:
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
             if version in apart:
-                ctx.trainer.print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
+                ctx.trainer._print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
             return found
         if broken is not None:
             raise broken
@@ -222,7 +223,7 @@ class RunFolder:
     @staticmethod
     def _none(ctx: RunContext, folder: Path) -> None:
         if ctx.fn == "fit":
-            ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
+            ctx.trainer._print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
 
     def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
         """Go on in the run folder of the resumed checkpoint, if it is one that this run could have, and still there."""
@@ -459,8 +460,11 @@ class RunFolder:
         text = None if error is None or status == "preempted" else f"{type(error).__name__}: {error}"
         if not trainer.is_global_zero:
             return
-        if text is not None and trainer.world_size > 1 and not signal and is_remote(error or text):
-            text = find_failure(self.path) or text
+        remote = text is not None and trainer.world_size > 1 and not signal and is_remote(error or text)
+        if remote and (cause := find_failure(self.path)):
+            text = cause
+            if trainer.run_summary is not None:  # its own error is a consequence
+                trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
         if signal:  # in its handler, or with little time left: nothing is looked for
             path = self.last_saved
@@ -609,10 +613,10 @@ def resume_restarted_job(ctx: RunContext) -> None:
         return
     found = _newest(ctx, job.id)
     if found is None:
-        ctx.trainer.print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
+        ctx.trainer._print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
         return
     ctx.ckpt_path, ctx.resumed, ctx.parts, ctx.restarted = found.path, saved_run(found), None, True
-    ctx.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
+    ctx.trainer._print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
 
 
 def _newest(ctx: RunContext, job: str) -> Reader | None:

@@ -391,6 +391,8 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     asked, saved, trainer = ctx.parts, ctx.resumed, ctx.trainer
     if ctx.fn != "fit":
         ctx.parts, ctx.report = checkpoint.Resume.weights(), checkpoint.ResumeReport(path, ("weights",))
+        if saved is not None:
+            _stand_at(ctx, saved)
         return
     kind = "weights" if saved is None else saved.reader.manifest.info.get("kind")
     parts = asked or checkpoint.Resume()
@@ -477,6 +479,17 @@ def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mappin
         return {}
     coming = checkpoint.stored_weights(path) if saved is None else saved.model_state(True, None)
     return await_weights(ctx.module, {name: getattr(value, "shape", None) for name, value in coming.items()})
+
+
+def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
+    """Set the step and epoch of an evaluation to those of its checkpoint, to which its metrics belong."""
+    trainer, at = ctx.trainer, ctx.position
+    ctx.undo.callback(setattr, trainer, "_epoch_over", trainer._epoch_over)
+    ctx.undo.callback(vars(at).update, dict(vars(at)))
+    position = saved.shared.get("position")
+    epoch = position.get("epoch") if isinstance(position, dict) else None
+    at.global_step, trainer._epoch_over = saved.reader.manifest.step, False
+    at.epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
 
 
 def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from instep.utils.checks import (
     SECONDS,
     Check,
     at_least,
+    check_object,
     checks_of,
     choice,
     constructor_call,
@@ -90,14 +91,12 @@ def _plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
 
     def check(field: str, value: Any) -> tuple[Any, ...]:
         items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
-        for item in items:
-            if isinstance(item, type):
-                raise wrong(field, item, f"an object, not the class: write {constructor_call(item)}")
-            if not isinstance(item, kind):
-                raise wrong(field, item, f"an instep {kind.__name__} or a list of them, got a {type(item).__name__}")
-        return items
+        return tuple(check_object(field, item, kind, "a list of objects, each ") for item in items)
 
     return check
+
+
+check_callbacks = _plugins(Callback)
 
 
 def _strategy(name: str, value: Any) -> str | Strategy:
@@ -135,9 +134,10 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
 def _profiler(name: str, value: Any) -> str | Profiler:
     if isinstance(value, Profiler):
         return value
-    if isinstance(value, type):
-        raise wrong(name, value, f"an object, not the class: write {constructor_call(value)}")
-    return choice(*get_args(ProfilerName))(name, value.lower() if isinstance(value, str) else value)
+    names = get_args(ProfilerName)
+    if not isinstance(value, str):
+        return check_object(name, value, Profiler, f"a name ({', '.join(names)}) or ")
+    return choice(*names)(name, value.lower())
 
 
 def _compile(name: str, value: Any) -> Any:
@@ -181,7 +181,7 @@ class Settings:
     precision: Annotated[str, precision_name] = "32-true"
     logger: Annotated[bool | tuple[Logger, ...], _logger] = True
     profiler: Annotated[str | Profiler | None, _profiler] = None
-    callbacks: Annotated[tuple[Callback, ...], _plugins(Callback)] = ()
+    callbacks: Annotated[tuple[Callback, ...], check_callbacks] = ()
     fast_dev_run: Annotated[bool | int, _fast_dev_run] = False
     max_epochs: Annotated[int, at_least(-1, "-1 for no limit")] = DEFAULT_MAX_EPOCHS
     min_epochs: Annotated[int | None, at_least(0)] = None

@@ -587,6 +587,8 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Backpropagate as `TrainModule.manual_backward` says."""
     strategy, replayed = ctx.strategy, ctx.log.weight == 0
+    if not loss.requires_grad and not is_overridden(ctx.module, "backward", TrainModule):
+        raise _without_graph(ctx, "self.manual_backward got a loss")
     if ctx.guard is not None and not replayed:
         ctx.guard.note_loss(loss)
     strategy.prepare_backward(loss)
@@ -696,11 +698,16 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
     if loss.numel() != 1:
         raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")
     if ctx.optimizers and not loss.requires_grad:
-        raise HookError(
-            "training_step returned a loss without a graph (requires_grad is False). Compute it from the module's "
-            "parameters, without .detach(), .item() or torch.no_grad()."
-        )
+        raise _without_graph(ctx, "training_step returned a loss")
     return loss
+
+
+def _without_graph(ctx: RunContext, what: str) -> HookError:
+    """Make the error for a loss that depends on nothing that is trained."""
+    from instep.utils.trainable import why_no_graph  # late: only an error needs it
+
+    why = why_no_graph([ctx.module], _parameters(ctx.optimizers))
+    return HookError(f"{what} without a graph (requires_grad is False): {why}.")
 
 
 def detached_outputs(output: Any) -> Any:

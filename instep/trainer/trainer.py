@@ -41,6 +41,7 @@ from instep.trainer.settings import ATTRIBUTES, change, check_value, no_attribut
 from instep.trainer.step import manual_backward
 from instep.types import Location, PathLike, ReadOnly
 from instep.utils.paths import to_path
+from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -840,6 +841,10 @@ class Trainer:
         """`print` on the main process only, above the progress bar."""
         if self.is_global_zero:
             (print if (bar := self.progress_bar_callback) is None else bar.print)(*args, **kwargs)
+
+    def _print(self, text: Any) -> None:
+        """Print a text of instep's own; of the names in it, nothing that a terminal would obey is left."""
+        self.print(clean(str(text)))
 
     # ------------------------------------------------------------------ what `TrainModule` calls
 

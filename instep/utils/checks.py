@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from instep.errors import SettingError, one_of
+
+T = TypeVar("T")
 
 
 def wrong(name: str, got: Any, expected: str) -> SettingError:
@@ -111,6 +113,33 @@ def above_zero(what: str) -> Check:
         float,
         float,
         {"type": "number", "exclusiveMinimum": 0},
+    )
+
+
+def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
+    """Return an object of a class of instep; `other` is what else the argument takes, for the error.
+
+    Raises:
+        SettingError: it is another object, or the class itself. Of a class of Lightning or Accelerate it has a hint.
+    """
+    if isinstance(value, type) and issubclass(value, kind):
+        raise wrong(field, value, f"an object, not the class: write {constructor_call(value)}")
+    if not isinstance(value, kind):
+        raise wrong(field, value, f"{other}an instep {kind.__name__}, got {_a(value)}")
+    return value
+
+
+def _a(value: Any) -> str:
+    """Write what kind of thing a value is.
+
+    Example:
+        >>> _a(3), _a(int), _a(None)
+        ('an object of the class int', 'the class int', 'None')
+    """
+    if value is None:
+        return "None"
+    return (
+        f"the class {value.__name__}" if isinstance(value, type) else f"an object of the class {type(value).__name__}"
     )
 
 

@@ -205,6 +205,14 @@ ADVICE = {
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
     "SingleDeviceStrategy": 'use strategy="single_device"',
+    **{
+        f"{name}Tracker": f'use log_with="{kind}"'
+        for name, kind in (
+            ("Aim", "aim"), ("ClearML", "clearml"), ("CometML", "comet_ml"), ("DVCLive", "dvclive"),
+            ("MLflow", "mlflow"), ("SwanLab", "swanlab"), ("TensorBoard", "tensorboard"), ("Trackio", "trackio"),
+            ("WandB", "wandb"),
+        )
+    },
     "SLURMEnvironment": _BY_ITSELF,
     "LightningEnvironment": _BY_ITSELF,
     "TorchElasticEnvironment": _BY_ITSELF,
@@ -257,7 +265,7 @@ ADVICE = {
     "Checkpoint": "use ModelCheckpoint",
     "DummyOptim": "give the optimizer itself",
     "DummyScheduler": "give the scheduler itself",
-    "__version__": "instep counts its own",
+    "__version__": "it stays, and is that package's, which must be installed then; instep counts its own",
     "Metric": "torchmetrics.Metric works as it is",
 }  # fmt: skip
 """What to do about names that have no counterpart; others are only named."""
@@ -354,7 +362,21 @@ _MESH = (
     "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
 )
 
+_STRICT = (
+    "a state is loaded as a whole, with names that match. Weights that fit in part are loaded by "
+    "model.load_state_dict(safetensors.torch.load_file(...), strict=False); resume=Resume(...) leaves parts of it out"
+)
+
 INSTEAD: dict[str, dict[str, str]] = {
+    "Accelerator.load_state": {
+        **dict.fromkeys(("strict", "load_module_strict"), _STRICT),
+        **dict.fromkeys(
+            ("load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+            "use resume=Resume(...), which says the parts that are loaded",
+        ),
+        "map_location": "leave it out: each tensor is read to where the model has it",
+        "load_kwargs": "leave it out: nothing is unpickled",
+    },
     "Trainer": {
         "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
         "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
@@ -539,6 +561,17 @@ POSITIONAL = {
 }
 """How many arguments without a name mean the same, where not all of them do."""
 
+_BATCHES = (
+    "with manual optimization of several optimizers, Lightning counts each optimizer's step() and instep each batch in "
+    "which one stepped: "
+)
+COUNTS = {
+    "max_steps": _BATCHES + "divide it by the number of steps in a batch",
+    "every_n_train_steps": _BATCHES + "divide it by the number of steps in a batch",
+    "global_step": _BATCHES + "it is smaller here",
+}
+"""What counts optimizer steps otherwise where a module steps several optimizers by hand."""
+
 HOOKS_GONE = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -714,6 +747,27 @@ def advice(name: str) -> str:
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
     return ADVICE.get(leaf, "instep has nothing of that name")
+
+
+def hint_of_object(value: Any) -> str:
+    """Return what to write in place of an object, or a class, of Lightning or Accelerate; "" for any other.
+
+    Args:
+        value: what was passed; an object of a class of the user's own that derives from one of theirs is one too.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    for base in kind.__mro__:
+        name = canonical(f"{base.__module__}.{base.__qualname__}")
+        if name is None:
+            continue
+        whose = "Accelerate's" if name.startswith("accelerate") else "Lightning's"
+        new = successor(name)
+        if new is None:
+            return f"{base.__name__} is {whose}: {advice(name)}"
+        if base is kind:
+            return f"{base.__name__} is {whose}: use {new} in its place"
+        return f"{kind.__name__} is derived from {whose} {base.__name__}: change its base class to {new}"
+    return ""
 
 
 OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if owner == "Trainer"}

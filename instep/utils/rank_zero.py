@@ -6,9 +6,13 @@ so that a function decorated before a fork is right in every rank.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
+
+from instep.utils.untrusted_files import clean
 
 T = TypeVar("T")
 
@@ -85,7 +89,10 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs:
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger.
+    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger; print it where no logging is set up.
+
+    It comes out whatever the root logger's level is, as Lightning's does. To turn it off, give a logger between the two
+    a level: `logging.getLogger("lightning_utilities").setLevel(logging.WARNING)`.
 
     Args:
         message, args, kwargs: as for `logging.info`.
@@ -94,7 +101,14 @@ def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: A
     Example:
         >>> rank_zero_info("training on %d samples", 1797)
     """
-    _library().rank_zero_info(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
+    library = _library()
+    message = clean(message) if isinstance(message, str) else message
+    if library.rank_zero_only.rank == 0:
+        _let_infos_through(library.log)
+        if not library.log.hasHandlers() and library.log.isEnabledFor(logging.INFO):
+            sys.stderr.write(clean(f"{str(message) % args if args else message}\n"))
+            return
+    library.rank_zero_info(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
 
 
 def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
@@ -108,6 +122,16 @@ def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: 
         >>> rank_zero_debug("batch %d has %d tokens", 3, 512)
     """
     _library().rank_zero_debug(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
+
+
+def _let_infos_through(log: logging.Logger) -> None:
+    """Give the logger the level INFO, unless it or one above it, the root left out, has a level already."""
+    above: logging.Logger | None = log
+    while above is not None and above.parent is not None:
+        if above.level != logging.NOTSET:
+            return
+        above = above.parent
+    log.setLevel(logging.INFO)
 
 
 _INNER = 3  # frames of lightning-utilities between these functions and `warnings.warn`

@@ -28,6 +28,10 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
     while frame is not None and _is_passed_over(frame.f_code.co_filename):
         level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these
         frame = frame.f_back
+    if isinstance(message, str) and not message.isprintable():
+        from instep.utils.untrusted_files import clean  # late: few warnings need it
+
+        message = clean(message)
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from instep.data import prepare_loader
+from instep.data.workers import worker_failure
+from instep.errors import LoaderWorkerError
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]
@@ -81,6 +84,41 @@ class Sender(SignalledMap):
 def test_a_second_sigterm_ends_a_worker() -> None:
     with pytest.raises(RuntimeError, match=r"worker.* exited unexpectedly"):
         list(prepare_loader(DataLoader(Sender(), batch_size=2, num_workers=1)))
+
+
+class Exits(IterableDataset[int]):
+    """The worker's process ends in the middle of the data."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+        os._exit(3)
+
+
+class Killed(SignalledMap):
+    """The system ends the worker, as for want of memory."""
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "how"), [(Sender(), "SIGTERM"), (Killed(), "SIGKILL. .*memory runs out"), (Exits(), "exit code 3")]
+)
+def test_a_dead_worker_is_named_with_what_ended_it(data: Any, how: str) -> None:
+    with pytest.raises(LoaderWorkerError, match=rf"worker \(pid \d+\) exited unexpectedly: (ended by )?{how}"):
+        list(prepare_loader(DataLoader(data, batch_size=2, num_workers=1)))
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), FileNotFoundError("/tmp/pipe")])
+def test_a_broken_pipe_to_a_dead_worker_is_told_from_errors_of_the_data(error: Exception) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(9,))
+    worker.start()
+    started = SimpleNamespace(_workers=[worker])
+    assert "exit code 9" in str(worker_failure(error, started))
+    assert worker_failure(RuntimeError("Caught ValueError in DataLoader worker process 0."), started) is None
+    assert worker_failure(ValueError("of the data set"), started) is None
+    assert worker_failure(error, None) is None
 
 
 def test_the_users_own_init_function_runs() -> None:

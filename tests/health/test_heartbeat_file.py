@@ -19,6 +19,7 @@ from instep.health.heartbeat_file import (
     SLOW,
     STEP,
     TURN,
+    WAITS,
     HangDetector,
     HeartbeatFile,
 )
@@ -167,3 +168,43 @@ def test_an_agent_believes_a_hangs_exit_code_only_with_a_report_and_collects_dum
     environment = watch.environment({"TORCH_FR_BUFFER_SIZE": "7"})
     assert "TORCH_FR_BUFFER_SIZE" not in environment
     assert Path(environment["INSTEP_HEARTBEAT_FILE"]).parent == tmp_path
+
+
+LONE, OTHERS = (
+    "train.py:12 in training_step; last collective gloo:all_gather",
+    "loop.py:77 in fit; last collective gloo:all_reduce",
+)
+
+
+@pytest.mark.parametrize(
+    ("places", "behind", "first"),
+    [
+        ([OTHERS, OTHERS, LONE], [], "rank 6 (pid"),  # a barrier that one rank alone calls
+        ([OTHERS, LONE, OTHERS], [1], "rank 5 (pid"),
+        ([OTHERS, OTHERS, LONE], [0, 1], "rank 6 (pid"),  # it has left one out, and is ahead of the others
+        ([LONE, OTHERS, OTHERS, OTHERS], [1, 2, 3], "rank 4 (pid"),
+        ([OTHERS, OTHERS, OTHERS, LONE, LONE], [], "rank 7 (pid"),
+    ],
+)
+def test_the_headline_of_a_hang_names_the_rank_that_waits_where_the_others_do_not(
+    places: list[str], behind: list[int], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch, count=len(places))
+    for rank, place in enumerate(places):
+        node.beats.set_where(rank, f"{place}\n  the stack")
+        node.ranks[rank][SAID] = node.ranks[rank][WAITS] = 1
+        node.ranks[rank][STEP] -= rank in behind
+    headline = report(node.beats).partition("\n")[0]
+    assert headline.partition("no step for 10 s. ")[2].startswith(first)
+    assert "train.py:12 in training_step" in headline.partition("elsewhere")[0]
+
+
+def test_of_two_ranks_that_wait_in_two_places_both_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path, monkeypatch, count=2)
+    for rank, place in enumerate((OTHERS, LONE)):
+        node.beats.set_where(rank, f"{place}\n  the stack")
+        node.ranks[rank][SAID] = node.ranks[rank][WAITS] = 1
+        node.ranks[rank][STEP] -= rank == 0
+    headline = report(node.beats).partition("\n")[0]
+    assert "in different places: rank 4 " in headline
+    assert "; rank 5 " in headline

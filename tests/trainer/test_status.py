@@ -102,6 +102,8 @@ def test_the_agent_names_the_cause(server: JobServer, tmp_path: Path, how: str, 
     said = status(tmp_path)
     assert (said["status"], said["exit_code"]) == ("failed", 1)
     assert re.match(cause, said["error"]), said["error"]
+    assert re.match(cause, said["why"]), said["why"]
+    assert said["summary"] is None or said["summary"]["why"] == said["why"]
     first, *_ = read_failures(next(tmp_path.rglob("status.json")).parent)
     assert (first["rank"], first["cause"], first["step"], first["phase"]) == (rank, True, STEP, "train")
     assert re.search(r"exception|SIGABRT|SIGKILL", first["how"])
@@ -116,7 +118,7 @@ def test_without_an_agent_a_rank_leaves_its_error_to_the_main_process(tmp_path: 
         run_ranks(train, 2, tmp_path, "raises", 1)
     said = status(tmp_path)
     assert said["status"] == "failed"
-    assert said["error"] == "rank 1: ValueError: boom on purpose"
+    assert said["error"] == said["why"] == said["summary"]["why"] == "rank 1: ValueError: boom on purpose"
 
 
 def test_a_finished_run_names_its_newest_checkpoint(tmp_path: Path) -> None:

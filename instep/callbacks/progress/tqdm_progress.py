@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from instep.callbacks.progress.progress_bar import ProgressBar
 from instep.utils.checks import at_least
 from instep.utils.imports import require
+from instep.utils.untrusted_files import clean
 
 if TYPE_CHECKING:
     from tqdm import tqdm as _tqdm
@@ -220,7 +221,7 @@ class TQDMProgressBar(ProgressBar):
         now_s = time.monotonic()
         draws = done == bar.total or now_s - getattr(bar, "drawn_s", 0.0) >= bar.mininterval
         if metrics is not None and (draws or type(self).get_metrics is not ProgressBar.get_metrics):
-            bar.set_postfix(metrics(), refresh=False)
+            bar.set_postfix(_clean_names(metrics()), refresh=False)
         if draws:
             bar.drawn_s = now_s
             bar.refresh()
@@ -250,7 +251,7 @@ class TQDMProgressBar(ProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not self.train_progress_bar.disable:
-            self.train_progress_bar.set_postfix(self.get_metrics(trainer, module))
+            self.train_progress_bar.set_postfix(_clean_names(self.get_metrics(trainer, module)))
         if self._leave:
             self.train_progress_bar.close()
 
@@ -281,7 +282,7 @@ class TQDMProgressBar(ProgressBar):
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
         if self._train_progress_bar is not None and trainer.state.fn == "fit":
-            self._train_progress_bar.set_postfix(self.get_metrics(trainer, module))
+            self._train_progress_bar.set_postfix(_clean_names(self.get_metrics(trainer, module)))
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.test_progress_bar = self.init_test_tqdm()
@@ -339,3 +340,7 @@ class TQDMProgressBar(ProgressBar):
             super().print(*args, sep=sep, **kwargs)
         else:
             bar.write(sep.join(map(str, args)), **{name: kwargs[name] for name in ("file", "end") if name in kwargs})
+
+
+def _clean_names(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {clean(str(name), ""): clean(one, "") if isinstance(one, str) else one for name, one in metrics.items()}

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from instep.utils.untrusted_files import clean
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -210,7 +212,7 @@ class View:
 
     def _rows(self, width: int, ascii_only: bool) -> Iterable[list[_Span]]:
         curve = None if ascii_only or self.curve is None or len(self.curve.points) < 2 else self.curve
-        name = "" if curve is None else curve.name[:16]
+        name = "" if curve is None else clean(curve.name, "")[:16]
         titles = max(len(title) for title in (name, *(line.title for line in self.lines)))
         tails, below = self._tails(width - titles - 4 - _BAR[0])
         bar = max(_BAR[0], min(_BAR[1], width - titles - 4 - max(map(len, tails))))
@@ -311,7 +313,8 @@ def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Choose the metrics that can be read without waiting for a device: numbers, texts, one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
     # A copy first: the training thread adds to the dict meanwhile.
-    for name, value in dict(metrics).items():
+    for given, value in dict(metrics).items():
+        name = clean(str(given), "")
         if isinstance(value, (float, int, str)):
             shown[name] = value
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:

@@ -245,7 +245,8 @@ class Names(cst.CSTVisitor):
                 self.plan.new[node] = cst.parse_expression(new).with_changes(**parentheses)
         for name, nodes in self.leftovers.items():
             also = _also(sorted({self.plan.line(node) for node in nodes}))
-            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{also}: {porting.advice(name)}")
+            text = f"{name.rpartition('.')[2]}{also}: {porting.advice(name)}"
+            (self.plan.note if name.endswith(".__version__") else self.plan.todo)(nodes[0], text)
         for node in self.imports:
             new = self._import(node) if isinstance(node, cst.Import) else self._import_from(node)
             if new is not None:

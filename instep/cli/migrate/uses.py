@@ -27,6 +27,10 @@ _DONE = re.compile(r"resume|start|first_|skip|done|completed")  # what scripts c
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
+_SEVERAL_BY_HAND = re.compile(
+    r"automatic_optimization\s*=\s*False[\s\S]*,[^=\n]*=\s*self\.optimizers\(|"
+    r",[^=\n]*=\s*self\.optimizers\([\s\S]*automatic_optimization\s*=\s*False"
+)
 _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
@@ -161,6 +165,7 @@ class Uses(cst.CSTVisitor):
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank = 0
         self._loads_state = ".load_state(" in plan.module.code
+        self._counts_otherwise = self.is_lightning and _SEVERAL_BY_HAND.search(plan.module.code) is not None
         if self.is_lightning:
             self.receivers |= {"trainer": porting.PARAMETERS["trainer"], "self.trainer": porting.PARAMETERS["trainer"]}
         plan.module.visit(_Receivers(self))
@@ -248,8 +253,14 @@ class Uses(cst.CSTVisitor):
             if isinstance(found, ReadOnly) or (isinstance(found, property) and found.fset is None):
                 self.plan.todo(node.target, f"{code(node.target)} cannot be set: {_first_line(found)}")
 
+    def visit_Arg(self, node: cst.Arg) -> None:
+        if node.keyword is not None and node.keyword.value in porting.COUNTS and self._counts_otherwise:
+            self.plan.note(node, f"{node.keyword.value}: {porting.COUNTS[node.keyword.value]}")
+
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, owner = node.attr.value, self._owner(node.value)
+        if self._counts_otherwise and name in porting.COUNTS and code(node.value).endswith(("self", "trainer")):
+            self.plan.note(node, f"{code(node)}: {porting.COUNTS[name]}")
         leaf = owner.rpartition(".")[2]
         known = owner != "" and has_attribute(owner, name)
         if name in porting.ATTRIBUTES_RENAMED and name not in self.names.defined:
@@ -262,6 +273,8 @@ class Uses(cst.CSTVisitor):
             text = porting.ATTRIBUTES.get(leaf, {}).get(name)
             if text is None and leaf not in _KINDS and code(node) not in self.assigned:
                 text = f"instep's {leaf} has no such attribute or method"
+            if leaf == "Accelerator" and code(node) in self.assigned:
+                text = None  # what the script sets itself, such as native_amp of old versions, it may read
             if text is not None and not (code(node.value) == "self" and name in self._own[-1]):
                 self.plan.todo(node, f"{code(node)}: {text}")
         elif name in _COLLECTIVE and self._one_rank and leaf in ("Trainer", "Accelerator"):

@@ -517,3 +517,46 @@ def test_a_class_whose_package_is_missing_stops_nothing(monkeypatch: pytest.Monk
     assert "from instep.callbacks import TQDMProgressBar" in new
     assert [(each.line, each.kind) for each in findings] == [(4, "note"), (7, "todo")]
     assert "pip install tqdm. Its arguments were not checked (also in line 5)" in findings[0].text
+
+
+GAN = """import lightning as L
+
+class Gan(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        if self.global_step % 2 == 0:
+            first.step()
+
+trainer = L.Trainer(max_steps=100)
+saver = L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=10)
+"""
+
+
+def test_what_counts_otherwise_with_several_optimizers_by_hand_is_noted() -> None:
+    found = {(one.line, one.kind, one.text.partition(":")[0]) for one in migrate(GAN)[1] if "several optim" in one.text}
+    assert found == {
+        (10, "note", "self.global_step"),
+        (13, "note", "max_steps"),
+        (14, "note", "every_n_train_steps"),
+    }
+    alone = GAN.replace("first, second = self", "first = self")
+    assert not [one for one in migrate(alone)[1] if "several optim" in one.text]
+
+
+OLD = """import accelerate
+from accelerate import Accelerator
+from packaging import version
+
+if version.parse(accelerate.__version__) >= version.parse("0.16.0"):
+    pass
+accelerator = Accelerator()
+accelerator.native_amp = False
+"""
+
+
+def test_a_version_test_and_an_attribute_that_the_script_sets_are_no_todo() -> None:
+    assert [one.kind for one in migrate(OLD)[1]] == ["note"]

@@ -1,0 +1,147 @@
+"""Notes on an error that passed through a run: the hook, the batch and its shapes, and the layer that was at work.
+
+Nothing is kept for this while a run goes well: the frames of the traceback have it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.callbacks.base import Callback
+from instep.data import DataModule
+from instep.data.seeding import add_note
+from instep.errors import InstepError
+from instep.health.error_report import is_remote
+from instep.trainer.context import RunContext
+from instep.trainer.hooks import ModuleHooks
+from instep.trainer.module import TrainModule
+
+_LOOPS = ("instep.trainer.loop", "instep.trainer.evaluation")
+_FUNCTIONS = "torch.nn.functional"
+_OF_BATCHES = ("_step", "_batch_start", "_batch_end", "backward", "_zero_grad", "gradient_clipping")
+_ITEMS, _DEPTH, _WIDTH = 8, 3, 300
+
+
+def add_notes(error: BaseException, ctx: RunContext) -> None:
+    """Add to an error of the user's code, or of torch below it, where in the run it came from.
+
+    Args:
+        error: on its way out of the run. Errors of this package and of other ranks say enough; after one for memory
+            nothing is looked at, since reading a frame's variables keeps them alive.
+        ctx: the run.
+    """
+    if isinstance(error, InstepError) or not isinstance(error, Exception) or is_remote(error):
+        return
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    frames = list(_frames(error))
+    for note in (_where(frames, ctx), _layer(frames, ctx.module)):
+        if note:
+            add_note(error, note)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _module_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _where(frames: list[FrameType], ctx: RunContext) -> str:
+    """Describe the hook, and the batch where it is one that is called for a batch."""
+    owners = (ctx.module, ctx.datamodule, *ctx.callbacks)
+    hook = next((frame for frame in reversed(frames) if _is_hook(frame, owners)), None)
+    if hook is not None:
+        owner, name = _self_of(hook), hook.f_code.co_name
+        text, of_batch = f"{type(owner).__name__}.{name}", name.endswith(_OF_BATCHES)
+    elif frames and _module_of(frames[-1]).startswith(("torch._tensor", "torch.autograd")):
+        text, of_batch = "the backward", True
+    elif any(_module_of(frame).startswith("torch.optim") for frame in frames):
+        text, of_batch = "the optimizer's step", True
+    else:
+        return ""
+    if ctx.fn == "fit":
+        text += f", epoch {ctx.position.epoch}"
+    loop = next((f for f in reversed(frames) if _module_of(f) in _LOOPS and "batch_idx" in f.f_locals), None)
+    if loop is not None and of_batch:
+        text += f", batch_idx {loop.f_locals['batch_idx']}"
+        text += f" of loader {loop.f_locals['loader_idx']}" if loop.f_locals.get("loader_idx") else ""
+        if "batch" in loop.f_locals:
+            text += f"; the batch is {describe(loop.f_locals['batch'])}"
+    return f"This came from {text}."
+
+
+def _is_hook(frame: FrameType, owners: tuple[Any, ...]) -> bool:
+    owner, name = _self_of(frame), frame.f_code.co_name
+    if owner is None or not any(owner is one for one in owners):
+        return False
+    base = TrainModule if isinstance(owner, TrainModule) else DataModule if isinstance(owner, DataModule) else Callback
+    return name != "forward" and (hasattr(ModuleHooks, name) or (hasattr(base, name) and not hasattr(nn.Module, name)))
+
+
+def _self_of(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None
+
+
+def _layer(frames: list[FrameType], module: nn.Module) -> str:
+    """Describe the innermost layer or function of torch that was at work, with what it was given."""
+    names = {id(part): name for name, part in module.named_modules()}
+    for frame in reversed(frames):
+        code = frame.f_code
+        if _module_of(frame) == _FUNCTIONS:
+            what = code.co_name
+        elif code.co_name == "forward" and names.get(id(owner := _self_of(frame))):
+            own = f"({extra})" if (extra := owner.extra_repr()) and "\n" not in extra else ""
+            what = f"{names[id(owner)]}, a {type(owner).__name__}{own},"
+        else:
+            continue
+        given = ", ".join(f"{name} {describe(value)}" for name, value in _arguments(code, frame) if _has_tensor(value))
+        if given:
+            return f"Within it, {what} was given {given}."
+    return ""
+
+
+def _arguments(code: CodeType, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        if name in frame.f_locals and name != "self":
+            yield name, frame.f_locals[name]
+
+
+def _has_tensor(value: Any) -> bool:
+    held = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(one, torch.Tensor) for one in held)
+
+
+def describe(data: Any) -> str:
+    """Describe nested data by the dtypes and shapes of its tensors, in at most 300 characters.
+
+    Example:
+        >>> describe({"x": torch.zeros(4, 3), "names": ["a", "b"]})
+        '{x: float32[4, 3], names: [str, str]}'
+    """
+    text = _described(data, _DEPTH)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _described(data: Any, depth: int) -> str:
+    if isinstance(data, torch.Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+    if isinstance(data, Mapping | list | tuple) and depth:
+        pairs = list(data.items()) if isinstance(data, Mapping) else [(None, item) for item in data]
+        parts = [
+            (f"{name}: " if name is not None else "") + _described(item, depth - 1) for name, item in pairs[:_ITEMS]
+        ]
+        parts += ["..."] if len(pairs) > _ITEMS else []
+        opening, closing = "{}" if isinstance(data, Mapping) else "()" if isinstance(data, tuple) else "[]"
+        return f"{opening}{', '.join(parts)}{closing}"
+    return type(data).__name__
