@@ -318,10 +318,11 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None
-        self._forget_missing(trainer)
+        apart = self._forget_missing(trainer)
         if trainer.resumed_from is not None:
             self._add_committed(trainer, trainer.resumed_from)
             self._warn_of_fewer(trainer)
+            self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
             if about.get("saver") == self.state_key:  # else its own may still be due
@@ -334,29 +335,36 @@ class ModelCheckpoint(Callback):
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
-    def _forget_missing(self, trainer: Trainer) -> None:
+    def _forget_missing(self, trainer: Trainer) -> list[str]:
         """Remove checkpoints from the list that the main process does not find on the disk, or that are not this run's.
 
         A run that goes on in another folder, or counts from 0 again, leaves the checkpoints of the first one alone.
+
+        Returns:
+            Ranked ones that are there, but in another folder.
         """
         known = {*(saved.key for saved in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
         ranked = [saved for saved in self.saved if saved.key in there and saved.score is not None]
         self.saved = [saved for saved in self.saved if saved.key in there and self._owns(trainer, saved)]
         apart = [saved.key for saved in ranked if saved not in self.saved and saved.step <= trainer.global_step]
-        resumed = trainer.resumed_from  # whose list does not have itself
-        about = {} if resumed is None else resumed.manifest.info
-        if resumed is not None and about.get("saver") == self.state_key and about.get("score") is not None:
-            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
-        if apart and self.own_folder is not None and trainer.is_global_zero:
-            warn_user(
-                f"ModelCheckpoint(monitor={self.monitor!r}) ranks anew: what it kept so far lies in another folder and "
-                f"stays there ({', '.join(apart)}). Give the same dirpath to rank on"
-            )
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
             self._find_best()
+        return apart
+
+    def _warn_of_another_folder(self, trainer: Trainer, resumed: Reader, apart: list[str]) -> None:
+        """Name the ranked checkpoints of the run before, where none of them lies in the folder of this one."""
+        about = resumed.manifest.info
+        if about.get("saver") == self.state_key and about.get("score") is not None:
+            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)  # its list does not have itself
+        ranked = any(saved.score is not None for saved in self.saved)
+        if apart and not ranked and self.own_folder is not None and trainer.is_global_zero:
+            warn_user(
+                f"ModelCheckpoint(monitor={self.monitor!r}) ranks anew: what it kept so far lies in another folder and "
+                f"stays there ({', '.join(apart)}). Give the same dirpath to rank on"
+            )
 
     def _warn_of_fewer(self, trainer: Trainer) -> None:
         """Name the ranked checkpoints that a resumed run with a smaller `save_top_k` deletes at its next save."""

@@ -684,7 +684,9 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     if own is None:
         log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
-    trainer.metrics.callback.update(ctx.log.last_steps(log))  # what callback_metrics showed when it was saved
+    # What callback_metrics showed when it was saved; where the ranks are others, on all of them what rank 0's did.
+    shown = next(saved.ranks()).get("log", []) if own is None else log
+    trainer.metrics.callback.update(ctx.log.last_steps(shown))
 
     rng = saved.random_state(own, strategy.data_rank)
 

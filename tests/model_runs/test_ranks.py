@@ -43,6 +43,10 @@ CHOSEN = {
         Case(Settings(max_epochs=2), Data(11, 2, shuffle=True), VAL, ranks=2, checkpoints=EVERY_STEP),
         (Process(place=0.3, kills=True, rank=1), Process(ranks=3)),
     ),
+    "a step value that shows on the new ranks too": (
+        Case(Settings(max_epochs=2), Data(3), logs=(Log(),), checkpoints=EVERY_STEP),
+        (Process(place=0.5), Process(ranks=2)),
+    ),
     "iterable data at the end of its epoch": (
         Case(
             Settings(max_epochs=2, uneven="join"),
