@@ -122,12 +122,12 @@ class RowKey(NamedTuple):
         return RowKey(float(own_step or 0), frozenset(names))
 
 
-_SPACES = "\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # they join and part words, and are harmless
+_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # they join and part words, and are harmless
 
 
 def written_name(name: str) -> str:
     """Escape in the name of a metric what UTF-8 lacks, which would cost the whole file, and what a terminal obeys."""
-    return name if name.isprintable() else clean(name, _SPACES)
+    return name if name.isprintable() else clean(name, _KEPT)
 
 
 class Backlog:
