@@ -307,12 +307,12 @@ class Run:
         if not self.samples:
             return
         limit = limit_in_batches(wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
-        over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
-        if train.kind != "map" and not over:
+        self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
+        if train.kind != "map" and not self.over:
             raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
         if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
             size = train.batch_size * self.ranks
-            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.limit])
+            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.loaders.train.limit])
             self.batch = self.batch if self.over else self.samples // size
 
     def state(self) -> dict[str, Any]:
@@ -419,6 +419,8 @@ class Run:
 
     def deal_epoch(self, batch: int, samples: int) -> list[Dealt]:
         """Return the epoch's batches. So many of them, with so many samples, are done; by other ranks perhaps."""
+        if self.over:
+            return [Dealt((), ())] * batch
         return self.loaders.train.rest(self.epoch, self.read, batch, samples)
 
     def end_window(self) -> bool:
@@ -514,7 +516,7 @@ class Run:
             self.epoch += 1
             self.batches_before += self.batch
             self.read = self.loaders.train.after(self.read, self.batch)
-            self.batch = self.samples = 0
+            self.batch, self.samples, self.over = 0, 0, False
             if self.stopper is not None:
                 self.stopper.after_epoch(self)
             for saver in self.savers:
