@@ -132,6 +132,7 @@ class StreamLoader(PreparedLoader):
         self._started: Any = None  # the loader's iterator with workers, if this made it
         self._resume: StateDict | None = None
         self._ever_gave = False
+        self._was_over = getattr(loader, "gi_frame", self) is None  # a generator that was used up by others
         self._counted = False  # what uneven="stop" leaves out
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
@@ -319,7 +320,6 @@ class StreamLoader(PreparedLoader):
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
-        self._was_over = getattr(self.loader, "gi_frame", self) is None  # a generator that was used up
         self._rewind()
         if self._rewinds is not None and self._first_state is None:
             self._first_state = copy.deepcopy(self._rewinds.state_dict())

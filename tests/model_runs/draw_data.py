@@ -97,6 +97,9 @@ def hooks(draw: st.DrawFn, case: Case) -> Case:
     """Draw who gives the loaders, and how often they are asked for again."""
     source = draw(st.sampled_from(("fit", "fit", "fit", "hooks", "hooks", "both")))
     every = draw(st.sampled_from((0, 1, 2, 3) if source == "hooks" else (0, 0, 0, 0, 0, 1)))
+    parts = (*case.train.loaders, *(() if case.val is None else case.val.loaders))
+    if source != "hooks" and any(one.kind == "generator" and not one.samples for one in parts):
+        every = 0  # whether a generator was empty or used up is not to be told later
     fewer = draw(st.integers(0, 2)) if source == "hooks" else 0
     settings = replace(case.settings, reload_dataloaders_every_n_epochs=every)
     train, val = with_fewer(case.train, fewer), None if case.val is None else with_fewer(case.val, fewer)

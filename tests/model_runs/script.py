@@ -142,6 +142,7 @@ def script(case: Case) -> str:
     return _SCRIPT.format(
         case=changed(case),
         data="\n".join(data),
+        combined="from instep.data import CombinedLoader\n" if several else "",
         joined=_JOINED if several else "",
         given="" if case.source == "hooks" else ", train, val",
         settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
@@ -186,8 +187,7 @@ _SCRIPT = """\
 from torch.utils.data import DataLoader, IterableDataset
 from instep import Callback, Trainer, TrainModule
 from instep.callbacks import EarlyStopping, ModelCheckpoint
-from instep.data import CombinedLoader
-
+{combined}
 class Module(TrainModule):
     def __init__(self):
         super().__init__()
