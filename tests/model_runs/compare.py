@@ -78,6 +78,12 @@ def without_metrics_of_setup(events: list[Event]) -> list[Event]:
     return [event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)]
 
 
+def without_places_of_loader_hooks(events: list[Event]) -> list[Event]:
+    """Leave open which step a loader hook of a resumed run sees: that of an earlier call. The samples show the epoch."""
+    hooks = ("train_dataloader", "val_dataloader")
+    return [event._replace(step=0, epoch=0, metrics=()) if event.name in hooks else event for event in events]
+
+
 def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
     """Leave the metrics out from `on_exception` on: a device that has failed is not asked for them."""
     ends = next((number for number, event in enumerate(events) if event.name == "on_exception"), len(events))
