@@ -79,7 +79,7 @@ def without_metrics_of_setup(events: list[Event]) -> list[Event]:
 
 
 def without_places_of_loader_hooks(events: list[Event]) -> list[Event]:
-    """Leave open which step a loader hook of a resumed run sees: that of an earlier call. The samples show the epoch."""
+    """Leave open which step a loader hook of a resumed run sees: that of an earlier call. Samples show the epoch."""
     hooks = ("train_dataloader", "val_dataloader")
     return [event._replace(step=0, epoch=0, metrics=()) if event.name in hooks else event for event in events]
 
