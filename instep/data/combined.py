@@ -14,7 +14,7 @@ from instep.data.base import BatchSource, PreparedLoader
 from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
-from instep.distributed.nested import iter_leaves, map_leaves
+from instep.distributed.nested import find_batch_size, iter_leaves, map_leaves
 from instep.errors import DataError, SettingError
 from instep.types import StateDict
 from instep.utils.seed import derive_seed
@@ -134,8 +134,10 @@ class CombinedLoader(BatchSource):
         """Use no more than that many batches of an epoch, or a fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        batches = resolve_limit(limit, self.num_batches, name)
-        self._limit = None if batches == math.inf else int(batches)
+        claimed = not self.plan.exact  # so that there may be more, or fewer
+        length = None if claimed and isinstance(limit, int) else self.num_batches
+        batches = resolve_limit(limit, length, name)
+        self._limit = None if batches in (math.inf, length) else int(batches)
         self._plan = None
 
     @property
@@ -422,7 +424,9 @@ class CombinedLoader(BatchSource):
             else:
                 over = all(track.ended_at is not None for track in self._tracks)
             given = [
-                track.source.share for track, batch in zip(self._tracks, batches, strict=True) if batch is not _END
+                _counted(track.source, batch)
+                for track, batch in zip(self._tracks, batches, strict=True)
+                if batch is not _END
             ]
             self._give(_together(given, over or number + 1 == most))
             parts = [None if batch is _END else batch for batch in batches]
@@ -509,6 +513,15 @@ def _left(track: _Track) -> int | None:
         return 0
     length = track.source.num_batches
     return None if length is None else length - track.source.first_batch
+
+
+def _counted(source: BatchSource, batch: Any) -> Share:
+    """Return the share of a loader's part of a batch; where one rank reads it, its samples are counted."""
+    share = source.share
+    if share.mine is not None or source.world_size > 1:
+        return share
+    size = find_batch_size(batch)
+    return share._replace(mine=size, all=size)
 
 
 def _together(shares: Sequence[Share], last: bool) -> Share:

@@ -343,9 +343,9 @@ def _by_index(
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, compare: bool) -> PreparedLoader:
     from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
 
-    stateful = _stateful_part(loader)
-    if not resumable:
-        stateful = None  # its state would be copied at every batch, for a position that nobody saves
+    stateful, rewinds = _stateful_part(loader), None
+    if not resumable:  # its state would be copied at every batch, for a position that nobody saves
+        rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")
     lengths = [length for length, _ in everyone]
@@ -370,6 +370,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
         stateful=stateful,
         frozen=frozen,
         compare=compare,
+        rewinds=rewinds,
     )
 
 

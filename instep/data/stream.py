@@ -98,6 +98,7 @@ class StreamLoader(PreparedLoader):
         stateful: whose state says where the data stands; None: batches are counted.
         frozen: random numbers are the first epoch's in every epoch.
         compare: warn where ranks read the same first batch, if the data decides the length.
+        rewinds: what is brought to its first state where a pass was left before its end; None: nothing can be.
     """
 
     def __init__(
@@ -112,10 +113,13 @@ class StreamLoader(PreparedLoader):
         stateful: Stateful | None = None,
         frozen: bool = False,
         compare: bool = False,
+        rewinds: Stateful | None = None,
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
         self._compare = compare and length is None  # until the first batch was
+        self._rewinds = rewinds
+        self._first_state: StateDict | None = None
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
@@ -128,6 +132,7 @@ class StreamLoader(PreparedLoader):
         self._started: Any = None  # the loader's iterator with workers, if this made it
         self._resume: StateDict | None = None
         self._ever_gave = False
+        self._was_over = getattr(loader, "gi_frame", self) is None  # a generator that was used up by others
         self._counted = False  # what uneven="stop" leaves out
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
@@ -294,7 +299,14 @@ class StreamLoader(PreparedLoader):
         """Whether the loader keeps the iterator after its pass: torchdata's does, and torch's where workers persist."""
         return self._started is not None and getattr(self.loader, "_iterator", None) is self._started
 
+    def _rewind(self) -> None:
+        """Bring what was left before its end to where it stood at first."""
+        if self._end_is_unread and self._rewinds is not None:
+            self._rewinds.load_state_dict(copy.deepcopy(self._first_state) or {})
+        self._end_is_unread = False
+
     def close(self) -> None:
+        self._rewind()
         end_workers(self._started)
         if self._keeps_workers:
             self.loader._iterator = None
@@ -311,7 +323,9 @@ class StreamLoader(PreparedLoader):
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
-        self._end_is_unread = self._end_is_unread or state is not None
+        self._rewind()
+        if self._rewinds is not None and self._first_state is None:
+            self._first_state = copy.deepcopy(self._rewinds.state_dict())
         if not getattr(self.loader, "persistent_workers", False):
             end_workers(self._started)  # of a pass that was left, and is still held by somebody
         with self._random.at("start"):
@@ -368,8 +382,8 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
-                if batch is _END and not number and self._end_is_unread:  # that of the pass before: it begins again now
-                    self._iterator, self._started = start_workers(self.loader)
+                if batch is _END and not number and self._started is None:  # of the pass before? Then it begins again
+                    self._iterator = iter(self.loader)
                     batch = next(self._iterator, _END)
             self._note_draws(number)
         self._pulled, self._end_is_unread = number + 1, batch is not _END
@@ -377,7 +391,7 @@ class StreamLoader(PreparedLoader):
 
     def _check_not_used_up(self) -> None:
         """Raise where a pass that began anew has found no batch, and an earlier one had some."""
-        if self._ever_gave:
+        if self._ever_gave or self._was_over:
             raise DataError(
                 f"the {described(self.loader)} gave its batches in an earlier pass and has no more. A generator gives "
                 "its values once: give an object that can be iterated again (a list, a DataLoader, a class whose "
@@ -412,7 +426,7 @@ class StreamLoader(PreparedLoader):
         return DataError(
             f"{type(self.loader).__name__} has a length of {self._length} batches but gave only {number}. Mend its "
             "__len__, or take it away: data without a length is welcome. If it goes on where the pass before was left, "
-            "let its __iter__ begin anew"
+            "let its __iter__ begin anew, or give it state_dict and load_state_dict"
         )
 
     def _give_alone(self) -> Iterator[Any]:

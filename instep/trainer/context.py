@@ -138,8 +138,10 @@ class Position:
         closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
         batches_without_loss: batches for which `training_step` returned None.
-        loaded_step: `global_step` when the training loader was asked for last, with
-            `reload_dataloaders_every_n_epochs`; `val_loaded_step` likewise of validation's.
+        loaded_epoch: the epoch in which the loaders were asked for, without `reload_dataloaders_every_n_epochs`.
+        loaded_step: `global_step` then; with reloading, when the training loader was asked for last.
+        val_loaded_epoch: the epoch in which validation's loaders were asked for last, with reloading.
+        val_loaded_step: `global_step` then.
     """
 
     epoch: int = 0
@@ -154,8 +156,10 @@ class Position:
     closed_step: int = -1
     nonfinite_steps: int = 0
     batches_without_loss: int = 0
+    loaded_epoch: int = 0
     loaded_step: int = 0
     val_loaded_step: int = 0
+    val_loaded_epoch: int | None = None
 
     def next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class Loaders:
         self.in_epoch = False
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
-        self._loaded_epoch: int | None = None  # in which validation's were asked for
+        self._gave_validation = False  # else the loaders were asked for early, and are the first validation's
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
@@ -193,9 +193,7 @@ class Loaders:
     def train(self) -> BatchSource:
         """The training data."""
         if self.prepared_train is None:
-            every, at = self.settings.reload_dataloaders_every_n_epochs, self._trainer.position
-            # A resumed run asks as the run did that never stopped: at the last epoch that loads anew.
-            with self._as_of(at.epoch - at.epoch % every, at.loaded_step) if every else nullcontext():
+            with self._as_first_asked():
                 raw = self._raw("train")
             self.prepared_train = self.prepare_train(raw)
         return self.prepared_train
@@ -297,7 +295,9 @@ class Loaders:
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self.settings
         limit = settings.val_limit if stage == "val" else getattr(settings, f"limit_{stage}_batches")
-        raw = None if limit == 0 else self._raw(stage)
+        stays = stage == "val" and not settings.reload_dataloaders_every_n_epochs and self.has("train")
+        with self._as_first_asked() if stays else nullcontext():
+            raw = None if limit == 0 else self._raw(stage)
         if raw is None:
             return []
         if isinstance(raw, room.CombinedLoader):
@@ -344,24 +344,33 @@ class Loaders:
     def validation(self, epoch: int) -> list[BatchSource]:
         """Return validation's loaders for this epoch, asked for again as `reload_dataloaders_every_n_epochs` says.
 
-        That is in the first epoch that validates, and from there in every epoch that validates and is so many epochs
-        after the one before: a function of the epoch alone, so that a resumed run does the same.
+        That is in the first epoch that validates, and then in each that validates and is so many epochs after the last
+        that did. A resumed run asks as that one did. A sanity check before the first one asks for its own.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
         if not every:
             return self.evaluation("val")
-        at, distance = self._trainer.position, -(-every // step) * step
-        first = (epoch - step + 1) // distance * distance + step - 1  # epoch that loads what this one validates
-        if self._loaded_epoch not in (None, first):
-            for source in self._eval.pop("val", ()):
+        at = self._trainer.position
+        if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):
+            for source in self._eval.pop("val", ()) if self._gave_validation else ():
                 source.close()
-        if "val" not in self._eval and epoch <= first:
-            at.val_loaded_step = at.global_step
-        self._loaded_epoch = first
-        with self._as_of(first, at.val_loaded_step) if epoch > first >= 0 else nullcontext():
+            at.val_loaded_epoch, at.val_loaded_step = epoch, at.global_step
+        self._gave_validation = True
+        loaded = epoch if at.val_loaded_epoch is None else at.val_loaded_epoch
+        with self._as_of(loaded, at.val_loaded_step) if epoch > loaded else nullcontext():
             return self.evaluation("val")
 
     # ---- both
+
+    def _as_first_asked(self) -> AbstractContextManager[None]:
+        """Let a resumed run ask as one that never stopped: at the last epoch that loads anew, or at its start."""
+        at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
+        if every:
+            return self._as_of(at.epoch - at.epoch % every, at.loaded_step)
+        if ctx is not None and ctx.continues is not None:
+            return self._as_of(at.loaded_epoch, at.loaded_step)
+        at.loaded_epoch, at.loaded_step = at.epoch, at.global_step
+        return nullcontext()
 
     @contextmanager
     def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:

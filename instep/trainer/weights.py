@@ -74,7 +74,8 @@ _SHARED_FULL = {
 }
 _POSITION = {
     **dict.fromkeys(("epoch", "batch", "window_batch", "global_step", "earlier_batches", "nonfinite_steps"), count),
-    **dict.fromkeys(("loaded_step", "val_loaded_step"), count),
+    **dict.fromkeys(("loaded_epoch", "loaded_step", "val_loaded_step"), count),
+    "val_loaded_epoch": none_or(count),
     **dict.fromkeys(("validated", "epoch_ended", "skipped_rest"), flag),
 }
 _RANK = {"rng": mapping, "metric_states": named, "data_rank": count, "counts": flag}

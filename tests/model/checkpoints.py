@@ -202,7 +202,7 @@ class Saver:
         if every is None or not run.step or run.step % every or run.step == self.saved_at:
             return
         names_metric = any(given.filename and f"{{{name}" in given.filename for name in ("val", "seen"))
-        first = given.monitor is not None and run.val_batches is not None and given.monitor not in run.metrics
+        first = given.monitor is not None and run.loaders.validates and given.monitor not in run.metrics
         if first or (validates_now and (given.monitor is not None or names_metric)):
             self.waits = True
             run.want_newest(self)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from tests.model.trace import Refused
 
-Batch = tuple[int, ...]
-Order = Callable[[int], list[int]]
+Batch: TypeAlias = tuple[Any, ...]
+"""Samples; or of several loaders together their batches, with None for one that has no more."""
+Order: TypeAlias = Callable[[int], list[int]]
 """The samples of an epoch in their order, by the number of the epoch."""
+Draw: TypeAlias = Callable[..., list[int]]
+"""The samples of a loader in their order: by the loader, its number, how often it was begun again, and the epoch."""
+
+
+def samples_of(batch: Batch) -> tuple[int, ...]:
+    """Return the samples of a batch, of all its parts."""
+    parts = (samples_of(part) if isinstance(part, tuple) else () if part is None else (part,) for part in batch)
+    return tuple(sample for part in parts for sample in part)
 
 
 class Dealt(NamedTuple):
@@ -22,7 +31,8 @@ class Dealt(NamedTuple):
     @property
     def samples(self) -> list[int]:
         """The samples of all ranks that count."""
-        return [sample for batch, counts in zip(self.batches, self.counts, strict=True) if counts for sample in batch]
+        own = [samples_of(batch) for batch, counts in zip(self.batches, self.counts, strict=True) if counts]
+        return [sample for samples in own for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,17 @@ class Data:
         batch_size: samples of a batch. The last batch of an epoch may have fewer.
         drop_last: leave out the last batch where it has fewer.
         shuffle: another order in each epoch.
-        kind: "map" is a DataLoader over data with indices, "iterable" a DataLoader over an IterableDataset, "list" a
-            list of batches.
-        claims: samples that an iterable dataset's `__len__` says it has, right or wrong; None: it has no `__len__`.
+        kind: "map" is a DataLoader over data with indices, and "batches" one with a `batch_sampler` of the user's own;
+            "iterable" is a DataLoader over an IterableDataset. Batches without a DataLoader: "list" is a list,
+            "generator" gives its values once, and "again" counts in itself: it goes on where it was left, begins again
+            at its end, and has a `state_dict`.
+        claims: samples that the `__len__` of an iterable dataset says it has, right or wrong; of "again" they are
+            right. None: it has no `__len__`.
         first: the number of the first sample.
+        sizes: samples of the batches in turn, in place of `batch_size`, where the user makes the batches.
+        workers: `num_workers` of a DataLoader. It must change nothing.
+        fewer: where the module's hook makes the loader: how many samples fewer it has in each epoch than in the one
+            before. One is left.
         parts: which samples a rank reads of an iterable dataset or of a list: "same" all, "strided" every n-th of n
             ranks, "chunks" one piece of the row, "first" and "last" all on that rank and none on the others.
     """
@@ -50,6 +67,22 @@ class Data:
     claims: int | None = None
     first: int = 0
     parts: str = "strided"
+    sizes: tuple[int, ...] = ()
+    workers: int = 0
+    fewer: int = 0
+
+    @property
+    def loaders(self) -> tuple[Data, ...]:
+        return (self,)
+
+    @property
+    def shuffled(self) -> bool:
+        return self.shuffle
+
+    def as_of(self, epoch: int) -> Data:
+        """Return the loader that the module's hook makes in an epoch."""
+        gone = min(self.fewer * epoch, max(self.samples - 1, 0))
+        return replace(self, samples=self.samples - gone)
 
     def in_sequence(self, epoch: int = 0) -> list[int]:
         """Return the samples in the order in which they are stored."""
@@ -57,13 +90,20 @@ class Data:
 
     def batches(self, order: list[int]) -> list[Batch]:
         """Cut an epoch's samples into batches."""
-        size = self.batch_size
-        batches = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
-        if self.drop_last and batches and len(batches[-1]) < size:
+        batches: list[Batch] = []
+        while order:
+            size = self.sizes[len(batches) % len(self.sizes)] if self.sizes else self.batch_size
+            batches.append(tuple(order[:size]))
+            order = order[size:]
+        if self.drop_last and batches and len(batches[-1]) < self.batch_size:
             batches.pop()
         return batches
 
     # ---- over the ranks
+
+    def read(self, draw: Draw, ranks: int, uneven: str) -> list[Dealt]:
+        """Return the batches of an epoch whose order is drawn."""
+        return self.deal(draw(self, 0, 0), ranks, uneven)
 
     def part(self, rank: int, ranks: int) -> list[int]:
         """Return the samples that a rank reads where instep cannot divide them."""
@@ -86,6 +126,8 @@ class Data:
         """
         if self.kind == "map":
             return self.deal_samples(order, ranks)
+        if self.kind == "batches":
+            return deal_batches(self.batches(order), ranks)
         own = [self.batches(self.part(rank, ranks) if ranks > 1 else order) for rank in range(ranks)]
         lengths = [len(batches) for batches in own]
         steps = min(lengths) if uneven == "stop" else max(lengths)
@@ -125,11 +167,77 @@ class Data:
 
         Of an iterable dataset this is a claim. Fractions are taken of it, but the data decides where an epoch ends.
         """
-        if self.kind != "iterable":
+        if self.kind in ("map", "batches", "list") or (self.kind == "again" and self.claims is not None):
             return len(self.deal(self.in_sequence(), ranks, uneven))
         if self.claims is None:
             return None
         return self.claims // self.batch_size if self.drop_last else -(-self.claims // self.batch_size)
+
+
+def deal_batches(batches: list[Batch], ranks: int) -> list[Dealt]:
+    """Deal whole batches out, one to each rank in each step. Those without one repeat the step's first."""
+    steps = [batches[start : start + ranks] for start in range(0, len(batches), ranks)]
+    return [
+        Dealt(
+            tuple(step[rank if rank < len(step) else 0] for rank in range(ranks)),
+            tuple(rank < len(step) for rank in range(ranks)),
+        )
+        for step in steps
+    ]
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Several loaders, of one rank.
+
+    Attributes:
+        loaders: these.
+        mode: of a CombinedLoader. "min_size" ends with the shortest loader, "max_size" and "max_size_cycle" with the
+            longest; the others give None, or begin again, shuffled anew. "sequential" is for validation, and takes
+            one after the other.
+        given: as a "combined" loader, or as a "dict" or "list", which train in mode "max_size_cycle", and are validated
+            one after the other.
+    """
+
+    loaders: tuple[Data, ...]
+    mode: str = "max_size_cycle"
+    given: str = "combined"
+
+    @property
+    def shuffled(self) -> bool:
+        return any(data.shuffle for data in self.loaders)
+
+    def as_of(self, epoch: int) -> Combined:
+        return replace(self, loaders=tuple(data.as_of(epoch) for data in self.loaders))
+
+    def length(self, ranks: int, uneven: str) -> int | None:
+        """Return the batches of an epoch, where they are known of all loaders."""
+        lengths = [data.length(ranks, uneven) for data in self.loaders]
+        known = [length for length in lengths if length is not None]
+        if len(known) < len(lengths):
+            return None
+        return min(known) if self.mode == "min_size" else max(known)
+
+    def read(self, draw: Draw, ranks: int, uneven: str) -> list[Dealt]:
+        """Return the batches of an epoch: each has a part of each loader."""
+        first = [data.batches(draw(data, number, 0)) for number, data in enumerate(self.loaders)]
+        counts = [len(batches) for batches in first]
+        if self.mode == "max_size_cycle" and 0 in counts:
+            raise Refused("DataError", "a loader without a batch cannot begin again")
+        steps = min(counts) if self.mode == "min_size" else max(counts)
+        return [
+            Dealt((tuple(self.part(draw, number, first[number], step) for number in range(len(counts))),), (True,))
+            for step in range(steps)
+        ]
+
+    def part(self, draw: Draw, number: int, batches: list[Batch], step: int) -> Batch | None:
+        """Return a loader's part of a step; `batches` are those of its first round."""
+        if step < len(batches):
+            return batches[step]
+        if self.mode != "max_size_cycle":
+            return None
+        cycle, step = divmod(step, len(batches))
+        return self.loaders[number].batches(draw(self.loaders[number], number, cycle))[step]
 
 
 def limit_in_batches(limit: int | float, length: int | None, setting: str) -> int | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tests.model.data import Dealt
 from tests.model.logs import Book, Name, send_epoch_values
 from tests.model.trace import Refused
 
 if TYPE_CHECKING:
+    from tests.model.loaders import Reader
     from tests.model.run import Run, Settings
+
+
+def validates_in(check_val_every_n_epoch: int | None, epoch: int) -> bool:
+    """Return whether an epoch validates: every one whose number, counted from 1, divides by the setting."""
+    return check_val_every_n_epoch is None or (epoch + 1) % check_val_every_n_epoch == 0
 
 
 class Plan:
@@ -37,8 +43,7 @@ class Plan:
             self.every = max(1, int(expected * interval))
 
     def in_epoch(self, epoch: int) -> bool:
-        """Return whether an epoch validates: every one whose number, counted from 1, divides by the setting."""
-        return self.epochs is None or (epoch + 1) % self.epochs == 0
+        return validates_in(self.epochs, epoch)
 
     def due_after_window(self, epoch: int, before: int, begin: int, end: int) -> bool:
         """Return whether a validation runs after an optimizer window.
@@ -71,8 +76,11 @@ class Plan:
         return batches // self.every < self.expected // self.every
 
 
-def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
-    """Run one validation, or the sanity check, whose values are forgotten at its end."""
+def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> None:
+    """Run one validation, or the sanity check, whose values are forgotten at its end.
+
+    Of several loaders the hooks of batches get the number, and the names that they log end with it.
+    """
     run.evaluation = book = Book()
     val = book.names["", "val"] = Name("val", on_step=False, on_epoch=True)
     if not sanity:
@@ -80,16 +88,24 @@ def evaluate(run: Run, batches: list[Dealt], sanity: bool) -> None:
     run.module("on_validation_model_eval")
     run.both("on_validation_start")
     run.both("on_validation_epoch_start")
-    for batch_idx, dealt in enumerate(batches):
-        batch = dealt.batches[run.rank]
-        run.transfer(batch)
-        run.dealt, run.batch_idx = dealt, batch_idx
-        run.both("on_validation_batch_start", batch, batch_idx)
-        val.add_all(run.case.values[run.validations % len(run.case.values)], dealt)
-        run.module("validation_step", batch, batch_idx)
-        run.both("on_validation_batch_end", batch, batch_idx)
-        send_step_values_of(run, book, batch_idx, sanity)
-    if not batches:
+    most, batches = run.case.settings.num_sanity_val_steps if sanity else -1, 0
+    for number, loader in enumerate(loaders):
+        place = (number,) if len(loaders) > 1 else ()
+        book.suffix = f"/dataloader_idx_{number}" if place else ""
+        read = loader.read(run.epoch, loader.given)[: None if most == -1 else most]
+        loader.given, batches = loader.after(loader.given, len(read)), batches + len(read)
+        for batch_idx, dealt in enumerate(read):
+            batch = dealt.batches[run.rank]
+            run.transfer(batch, number)
+            run.dealt, run.batch_idx = dealt, batch_idx
+            run.both("on_validation_batch_start", batch, batch_idx, *place)
+            if number == 0:
+                val.add_all(run.case.values[run.validations % len(run.case.values)], dealt)
+            run.module("validation_step", batch, batch_idx, *place)
+            run.both("on_validation_batch_end", batch, batch_idx, *place)
+            send_step_values_of(run, book, batch_idx, sanity)
+    book.suffix = ""
+    if not val.values:
         del book.names["", "val"]
     run.shown.epoch_values(book, run.rank)
     run.both("on_validation_epoch_end")

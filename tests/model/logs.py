@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.model.data import Batch, Dealt
+from tests.model.data import Batch, Dealt, samples_of
 from tests.model.trace import Refused
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class Log:
 
 def mean_of(batch: Batch) -> float:
     """Return what a step logs of a batch."""
-    return sum(batch) / len(batch)
+    samples = samples_of(batch)
+    return sum(samples) / len(samples)
 
 
 # ---- what becomes of the values
@@ -127,6 +128,7 @@ class Name:
     prog_bar: bool = False
     sync_dist: bool | None = None
     counted: Counted | None = None
+    suffix: str = ""
     values: list[tuple[int, float, int]] = field(default_factory=list)
     """Each value: of which rank, and for how many samples it counts."""
     fresh: dict[int, float] = field(default_factory=dict)
@@ -135,11 +137,15 @@ class Name:
     @property
     def step_name(self) -> str:
         """The name of the step value; where there are both, each has a name of its own."""
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return f"{self.name}{'_step' if self.on_epoch else ''}{self.suffix}"
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return f"{self.name}{'_epoch' if self.on_step else ''}{self.suffix}"
+
+    @property
+    def plain_name(self) -> str:
+        return self.name + self.suffix
 
     def add(self, rank: int, value: float, samples: int) -> None:
         self.values.append((rank, value, samples))
@@ -149,7 +155,7 @@ class Name:
         """Add one value that all ranks log. What is repeated does not count."""
         for rank, batch in enumerate(dealt.batches):
             if dealt.counts[rank]:
-                self.add(rank, value, len(batch))
+                self.add(rank, value, len(samples_of(batch)))
 
     def epoch_value(self, rank: int) -> float | None:
         """Reduce all values: in a mean each sample counts the same. An object computes its own.
@@ -174,6 +180,7 @@ class Book:
     """What was logged in training, or in one validation."""
 
     names: dict[tuple[str, str], Name] = field(default_factory=dict)
+    suffix: str = ""  # of the names, where a validation has several loaders
     objects: dict[str, Counted] = field(default_factory=dict)
 
     def log(self, hook: str, calls: Iterable[Log], dealt: Dealt, batch_idx: int, step: int, ranks: int) -> list[Name]:
@@ -188,18 +195,19 @@ class Book:
         logged: list[Name] = []
         for call in due:
             for key, _, name in objects_of(call) or [("", "", call.name)]:
-                one = self.names.get((hook, name))
+                one = self.names.get((hook, name + self.suffix))
                 if one is None:
                     given = call.reduce_fx, call.logger is not False, call.prog_bar, call.sync_dist
-                    one = self.names[hook, name] = Name(name, *call.levels(), *given, self.objects.get(key))
+                    one = Name(name, *call.levels(), *given, self.objects.get(key), suffix=self.suffix)
+                    self.names[hook, name + self.suffix] = one
                 for rank in range(ranks):
                     if not by_batch:
                         one.add(rank, float(step), call.batch_size or 1)
                     elif dealt.counts[rank]:
                         batch = dealt.batches[rank]
-                        value = mean_of(batch) if one.counted is None else one.counted.value(batch)
+                        value = mean_of(batch) if one.counted is None else one.counted.value(samples_of(batch))
                         nan = one.counted is None and batch_idx == call.nan_at
-                        one.add(rank, math.nan if nan else value, call.batch_size or len(batch))
+                        one.add(rank, math.nan if nan else value, call.batch_size or len(samples_of(batch)))
                 logged.append(one)
         return logged
 
@@ -257,14 +265,14 @@ class Shown:
     def step_value(self, name: Name, value: float, training: bool) -> None:
         """Show a step value under its own name, and under the plain name until the epoch's value takes its place."""
         if name.on_step and training:
-            self.callback[name.step_name] = self.callback[name.name] = value
+            self.callback[name.step_name] = self.callback[name.plain_name] = value
         if name.on_step and name.prog_bar:
             self.bar[name.step_name] = value
 
     def epoch_values(self, book: Book, rank: int) -> None:
         """Show epoch values under their own name, and under the plain name where they have a step value beside them."""
         for name, value in book.epoch_values(rank).items():
-            self.callback[name.name] = self.callback[name.epoch_name] = value
+            self.callback[name.plain_name] = self.callback[name.epoch_name] = value
             if name.prog_bar:
                 self.bar[name.epoch_name] = value
 

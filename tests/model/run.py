@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.model.checkpoints import Checkpoints, Newest, Saved, Saver
-from tests.model.data import Batch, Data, Dealt, Order, expected_batches, limit_in_batches
-from tests.model.evaluation import Plan, evaluate
+from tests.model.data import Batch, Combined, Data, Dealt, Draw, limit_in_batches
+from tests.model.evaluation import evaluate
+from tests.model.loaders import Loaders
 from tests.model.logs import NOWHERE, Book, Log, Shown, send_epoch_values, send_step_values
 from tests.model.optimization import (
     ByHand,
@@ -42,6 +43,7 @@ class Settings:
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
     log_every_n_steps: int = 50
+    reload_dataloaders_every_n_epochs: int = 0
     uneven: str = "stop"
 
 
@@ -64,12 +66,13 @@ class Case:
         checkpoints: of a ModelCheckpoint; None: there is none.
         second: of another one beside it.
         stopping: of EarlyStopping; None: there is none.
+        source: who gives the loaders: "fit" gets them, the module's "hooks" make them, or "both": those of `fit` count.
         watch: which hooks the user has overridden: "all", the "callback"'s, or "few". It must change nothing.
     """
 
     settings: Settings = field(default_factory=Settings)
-    train: Data = field(default_factory=lambda: Data(4))
-    val: Data | None = None
+    train: Data | Combined = field(default_factory=lambda: Data(4))
+    val: Data | Combined | None = None
     schedulers: tuple[Scheduler, ...] = ()
     ranks: int = 1
     stop_at: int | None = None
@@ -81,6 +84,7 @@ class Case:
     checkpoints: Checkpoints | None = None
     second: Checkpoints | None = None
     stopping: Stopping | None = None
+    source: str = "fit"
     watch: str = "all"
 
 
@@ -92,7 +96,7 @@ VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
 
 NOT_SAVED = (
     *("case", "order", "start", "rank", "events", "line", "newest"),
-    *("max_epochs", "trains", "wanted", "limit", "val_batches", "plan"),  # of the settings
+    *("max_epochs", "loaders"),  # of the settings
     *("asked_to_stop", "noted", "agreed"),
     "by_hand",  # gradients that are accumulated by hand begin anew
 )
@@ -103,7 +107,7 @@ class Broken(Exception):
     """What breaks a run off."""
 
 
-def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | None = None) -> list[Event]:
+def run(case: Case, order: Draw | None = None, rank: int = 0, start: Start | None = None) -> list[Event]:
     """Return all that is seen of a fit on one rank.
 
     All ranks do the same at the same time. They differ in the batches they see and in the values they log; rank 0 alone
@@ -111,11 +115,11 @@ def run(case: Case, order: Order | None = None, rank: int = 0, start: Start | No
 
     Args:
         case: the run.
-        order: the order of the training samples where they are shuffled. It is drawn; here it is given.
+        order: the order of samples where they are shuffled. It is drawn; here it is given.
         rank: which one's events.
         start: what the process finds on the disk, what it is told to go on from, and where it is broken off.
     """
-    it = Run(case, order or case.train.in_sequence, start or Start(), rank, case.ranks)
+    it = Run(case, order or (lambda data, *_: data.in_sequence()), start or Start(), rank, case.ranks)
     try:
         it.fit()
         it.read_rows()
@@ -135,7 +139,7 @@ class Run:
     """The state of a fit, and what it does."""
 
     case: Case
-    order: Order
+    order: Draw
     start: Start
     rank: int = 0  # the one that is watched
     ranks: int = 1
@@ -167,6 +171,8 @@ class Run:
     newest: Newest | None = None
     stopper: Stopper | None = None
     line: Line = field(default_factory=Line)
+    read: int = 0  # batches of data that goes on from one epoch to the next
+    val_loaded: int | None = None  # the epoch in which validation's loaders were asked for, with reloading
     asked_to_stop: bool = False
     noted: bool = False  # the last window's end has noted the wish to stop
     agreed: bool = False  # the loop knows of the wish
@@ -200,10 +206,10 @@ class Run:
         self.callback(hook, *args)
         self.module(hook, *args)
 
-    def transfer(self, batch: Batch) -> None:
-        self.module("on_before_batch_transfer", batch)
-        self.module("transfer_batch_to_device", batch)
-        self.module("on_after_batch_transfer", batch)
+    def transfer(self, batch: Batch, loader: int = 0) -> None:
+        self.module("on_before_batch_transfer", batch, loader)
+        self.module("transfer_batch_to_device", batch, loader)
+        self.module("on_after_batch_transfer", batch, loader)
 
     # ---- logs
 
@@ -258,6 +264,7 @@ class Run:
         self.both("setup", "fit")
         self.module("configure_model")
         self.module("configure_optimizers")
+        self.loaders.load()
         self.both("on_fit_start")
         if resumed is None:
             self.sanity_check()
@@ -275,7 +282,7 @@ class Run:
 
     def resolve(self) -> None:
         """Find out how long everything is; refuse settings that do not fit each other or the data."""
-        s, train, val = self.case.settings, self.case.train, self.case.val
+        s = self.case.settings
         without_epochs = 1000 if s.max_steps == -1 else -1
         self.max_epochs = without_epochs if s.max_epochs is None else s.max_epochs
         if s.min_epochs is not None and self.max_epochs != -1 and s.min_epochs > self.max_epochs:
@@ -284,21 +291,7 @@ class Run:
             raise Refused("SettingError", "min_steps is more than max_steps", early=True)
         if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
             raise Refused("SettingError", "a fraction of an epoch cannot be counted across epochs", early=True)
-        # overfit_batches stands in place of both limits.
-        self.wanted = limit = s.overfit_batches or s.limit_train_batches
-        self.trains = limit != 0
-        length = train.length(self.case.ranks, s.uneven)
-        self.limit = limit_in_batches(limit, length, "limit_train_batches")
-        if length == 0 and self.trains:
-            raise Refused("DataError", "the training data says that it has no batch", early=True)
-        self.val_batches: list[Dealt] | None = None
-        val_limit = s.overfit_batches or s.limit_val_batches
-        if val is not None and val_limit != 0:
-            # An evaluation leaves no sample out: a rank that has no more waits for the others.
-            limit = limit_in_batches(val_limit, val.length(self.case.ranks, "join"), "limit_val_batches")
-            self.val_batches = val.deal(val.in_sequence(), self.case.ranks, "join")[:limit]
-            if self.trains:
-                self.plan = Plan(s, expected_batches(length, self.limit))
+        self.loaders = Loaders(self)
         self.rates = Rates(self.case.schedulers, self.case.optimization.optimizers)
         if self.case.optimization.manual is not None:
             check_manual(s)
@@ -307,19 +300,19 @@ class Run:
 
     def move(self) -> None:
         """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
-        train, before = self.case.train, self.ranks
+        train, before, wanted = self.case.train.loaders[0], self.ranks, self.loaders.train_limit
         self.ranks = self.case.ranks
         for name in self.book.names.values():  # what was rank 0's shows on all ranks
             name.fresh = dict.fromkeys(range(self.ranks), name.fresh[0]) if 0 in name.fresh else {}
         if not self.samples:
             return
-        limit = limit_in_batches(self.wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
+        limit = limit_in_batches(wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
         self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
         if train.kind != "map" and not self.over:
             raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
         if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
             size = train.batch_size * self.ranks
-            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.limit])
+            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.loaders.train.limit])
             self.batch = self.batch if self.over else self.samples // size
 
     def state(self) -> dict[str, Any]:
@@ -356,12 +349,16 @@ class Run:
         return new
 
     def sanity_check(self) -> None:
-        """Run a few validation batches before the training; -1 runs all. What they log is forgotten."""
-        steps = self.case.settings.num_sanity_val_steps
-        if self.val_batches is None or steps == 0:
+        """Run a few validation batches before the training; -1 runs all. What they log is forgotten.
+
+        Data that gives its values once is left alone: the first validation would lack them.
+        """
+        if not self.loaders.validates or self.case.settings.num_sanity_val_steps == 0:
             return
         self.callback("on_sanity_check_start")
-        evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
+        loaders = self.loaders.validation()
+        if not any(loader.once for loader in loaders):
+            evaluate(self, loaders, sanity=True)
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
@@ -369,7 +366,7 @@ class Run:
 
     def is_finished(self) -> bool:
         s = self.case.settings
-        if not self.trains or (self.max_epochs != -1 and self.epochs_done >= self.max_epochs):
+        if not self.loaders.trains or (self.max_epochs != -1 and self.epochs_done >= self.max_epochs):
             return True
         if self.batch and self.closed != self.step and (self.step <= s.max_steps or s.max_steps == -1):
             return False  # resumed behind the last step, but before the epoch's end
@@ -394,11 +391,12 @@ class Run:
 
     def train_epoch(self) -> None:
         s = self.case.settings
-        batches = self.deal_epoch(self.batch, self.samples)
+        self.loaders.begin_epoch()
         self.callback("on_train_epoch_start")
         if self.case.rate_monitor != "step":
             self.monitor_rates("epoch")
         self.module("on_train_epoch_start")
+        batches = self.deal_epoch(self.batch, self.samples)
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
         complete, over = True, False
@@ -421,15 +419,9 @@ class Run:
 
     def deal_epoch(self, batch: int, samples: int) -> list[Dealt]:
         """Return the epoch's batches. So many of them, with so many samples, are done; by other ranks perhaps."""
-        s, train = self.case.settings, self.case.train
-        # overfit_batches takes the data in sequence.
-        order = (self.order if train.shuffle and not s.overfit_batches else train.in_sequence)(self.epoch)
         if self.over:
             return [Dealt((), ())] * batch
-        if train.kind != "map":
-            return train.deal(order, self.ranks, s.uneven)[: self.limit]
-        end = len(order) if self.limit is None else self.limit * train.batch_size * self.ranks
-        return [Dealt((), ())] * batch + train.deal(order[samples:end], self.ranks, s.uneven)
+        return self.loaders.train.rest(self.epoch, self.read, batch, samples)
 
     def end_window(self) -> bool:
         """Log, validate and agree on what was asked for, after an optimizer step; return whether the run ends."""
@@ -441,11 +433,12 @@ class Run:
 
     def is_due(self, begin: int, end: int) -> bool:
         """Return whether a validation is planned after a window."""
-        return self.val_batches is not None and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
+        loaders = self.loaders
+        return loaders.validates and loaders.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def is_due_at_epoch_end(self, end: int, batches: int) -> bool:
         """Return whether the batch before `end` is the epoch's last, and a validation waits for it."""
-        return self.val_batches is not None and end == batches and self.plan.due_at_epoch_end(self.epoch, batches)
+        return self.loaders.validates and end == batches and self.loaders.plan.due_at_epoch_end(self.epoch, batches)
 
     def train_window(self, begin: int, window: list[Dealt], last: bool) -> None:
         """Train on the batches of one optimizer step; in manual optimization on one batch.
@@ -498,16 +491,15 @@ class Run:
                 self.module("lr_scheduler_step", *args)
 
     def validate(self) -> None:
-        assert self.val_batches is not None
-        evaluate(self, self.val_batches, sanity=False)
+        evaluate(self, self.loaders.validation(), sanity=False)
         self.agree_now()
 
     def end_epoch(self, complete: bool) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
         if self.case.optimization.manual is None and not self.had_loss:
             raise Refused("HookError", "every batch so far was skipped: nothing was trained")
-        if self.val_batches is not None and not self.validated:
-            due = self.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
+        if self.loaders.validates and not self.validated:
+            due = self.loaders.plan.due_at_epoch_end(self.epoch, self.batch) if complete else self.is_stopping()
             if due:
                 self.validate()
         self.shown.epoch_values(self.book, self.rank)
@@ -523,6 +515,7 @@ class Run:
             self.epochs_done += 1
             self.epoch += 1
             self.batches_before += self.batch
+            self.read = self.loaders.train.after(self.read, self.batch)
             self.batch, self.samples, self.over = 0, 0, False
             if self.stopper is not None:
                 self.stopper.after_epoch(self)

@@ -82,4 +82,4 @@ def at_epoch_ends(run: Run, asked: bool | None) -> bool:
         return asked
     s = run.case.settings
     once = isinstance(s.val_check_interval, float) and s.val_check_interval == 1.0 and s.check_val_every_n_epoch == 1
-    return once or run.val_batches is None
+    return once or not run.loaders.validates

@@ -11,7 +11,7 @@ from tests.model_runs.accelerator_record import record
 from tests.model_runs.compare import FAST
 from tests.model_runs.loaders import shuffled
 from tests.model_runs.pool import POOLS
-from tests.model_runs.script import changed, data_of
+from tests.model_runs.script import changed, source_of
 
 
 def difference(case: Loop) -> str | None:
@@ -68,7 +68,7 @@ def script(case: Loop) -> str:
     return _SCRIPT.format(
         case=case,
         changed=changed(case),
-        train=data_of("train", case.train),
+        train=f"train = {source_of(case.train)}",
         samples=max(1, case.train.samples),
         starts=[(start.batches, start.load, start.way) for start in case.starts],
     )

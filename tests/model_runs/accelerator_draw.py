@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.model.accelerator import WAYS, Loop, Start
 from tests.model.data import Data
-from tests.model_runs.draw import loaders, sometimes
+from tests.model_runs.draw_data import plain_loaders, sometimes
 
 
 def evaluates_what_is_dealt_anew(case: Loop) -> bool:
@@ -101,8 +101,8 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
 def rank_loaders(ranks: int, split: bool, first: int = 0) -> st.SearchStrategy[Data]:
     """Draw a loader whose batches divide over the ranks where each is split."""
     if not split:
-        return loaders(first=first, ranks=ranks)
-    drawn = loaders(first=first).filter(lambda data: data.kind != "list")
+        return plain_loaders(first, ranks)
+    drawn = plain_loaders(first).filter(lambda data: data.kind != "list")
     return drawn.map(lambda data: replace(data, batch_size=ranks * data.batch_size))
 
 

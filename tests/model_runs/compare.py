@@ -6,10 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.model.data import Order
 from tests.model.run import Case, run
 from tests.model.trace import Event
-from tests.model_runs.loaders import shuffled
+from tests.model_runs.loaders import draw
 from tests.model_runs.pool import Failed, record_ranks
 from tests.model_runs.record import is_recorded
 from tests.model_runs.script import script
@@ -17,17 +16,15 @@ from tests.model_runs.script import script
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A file system in memory, if there is one."""
 
-SETUP = ("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start")
-
-
-def order_of(case: Case) -> Order | None:
-    """Return the order of the training samples, where they are shuffled."""
-    return shuffled(case.train) if case.train.shuffle else None
+SETUP = (
+    *("configure_callbacks", "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start"),
+    *("train_dataloader", "val_dataloader"),
+)
 
 
 def expected(case: Case, rank: int = 0) -> list[Event]:
     """Return what the model says of a case on one rank, as far as the recorder sees it."""
-    return [event for event in run(case, order_of(case), rank) if is_recorded(event, case.watch)]
+    return [event for event in run(case, draw, rank) if is_recorded(event, case.watch)]
 
 
 def difference(case: Case) -> str | None:
@@ -79,6 +76,12 @@ def without_metrics_of_setup(events: list[Event]) -> list[Event]:
     """Leave open what is shown during the set-up: a resume restores counters and metrics one by one."""
     begin = next((n for n, event in enumerate(events) if event.name not in SETUP), len(events))
     return [event._replace(step=0, epoch=0, metrics=()) if n < begin else event for n, event in enumerate(events)]
+
+
+def without_places_of_loader_hooks(events: list[Event]) -> list[Event]:
+    """Leave open which step a loader hook of a resumed run sees: that of an earlier call. Samples show the epoch."""
+    hooks = ("train_dataloader", "val_dataloader")
+    return [event._replace(step=0, epoch=0, metrics=()) if event.name in hooks else event for event in events]
 
 
 def without_metrics_after_an_error(events: list[Event]) -> list[Event]:

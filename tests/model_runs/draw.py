@@ -10,25 +10,20 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.model.checkpoints import Checkpoints
-from tests.model.data import Data
+from tests.model.data import Combined, Data
 from tests.model.logs import BATCHES_OF_TRAINING, BATCHES_OF_VALIDATION, EPOCHS, NOWHERE, Log
 from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
+from tests.model_runs.draw_data import FRACTIONS, data, fitting, hooks, limits, logs_that_fit, sometimes
 from tests.model_runs.processes import Process
 
 METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
 """Methods of the module that are no hooks: an error of what they log comes at the end of the step, so none is drawn."""
-FRACTIONS = (0.1, 0.25, 0.34, 0.5, 0.75, 1.0)
 
 
 KNOWN: dict[str, Callable[[Case], bool]] = {}
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
-
-
-def sometimes(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw a value in half of the runs, so that not all settings are drawn at once."""
-    return st.one_of(st.just(value), otherwise)
 
 
 def rarely(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -36,41 +31,8 @@ def rarely(value: Any, otherwise: st.SearchStrategy[Any]) -> st.SearchStrategy[A
     return sometimes(value, sometimes(value, otherwise))
 
 
-def limits(data: Data | None, ranks: int = 1) -> st.SearchStrategy[int | float]:
-    """Draw a limit of batches. Most of them fit the data; what is refused is drawn too."""
-    length = None if data is None else data.length(ranks, "join")
-    numbers = st.one_of(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
-    if length is None:
-        return numbers if data is None else sometimes(1.0, numbers)
-    fitting = [fraction for fraction in FRACTIONS if int(length * fraction)]
-    return st.one_of(numbers, st.sampled_from(fitting or FRACTIONS), st.sampled_from(fitting or FRACTIONS))
-
-
 @st.composite
-def loaders(draw: st.DrawFn, first: int = 0, ranks: int = 1) -> Data:
-    kind = draw(st.sampled_from(("map", "iterable", "list")))
-    samples = draw(
-        st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(kind == "list", 11))
-    )  # [] is no loader
-    size = draw(st.integers(1, 4))
-    drop_last = kind != "list" and draw(st.booleans())
-    claims = None
-    if kind == "iterable":
-        claims = draw(st.one_of(st.none(), st.just(samples), st.integers(1, 14)))
-    shuffle = kind == "map" and samples > 0 and not first and draw(st.booleans())
-    parts = "strided"
-    if ranks > 1 and kind == "iterable":
-        parts = draw(st.sampled_from(("strided", "strided", "same", "chunks", "first", "last")))
-    elif ranks > 1 and kind == "list":  # [] is no loader, so each rank has a sample
-        samples = max(samples, ranks + 1)
-        parts = draw(
-            st.sampled_from(("same", "strided") if samples == 4 and ranks == 3 else ("same", "strided", "chunks"))
-        )
-    return Data(samples, size, drop_last, shuffle, kind, claims, first, parts)
-
-
-@st.composite
-def settings(draw: st.DrawFn, train: Data, val: Data | None, ranks: int = 1) -> Settings:
+def settings(draw: st.DrawFn, train: Data | Combined, val: Data | Combined | None, ranks: int = 1) -> Settings:
     max_epochs = draw(st.one_of(st.integers(1, 4), st.integers(0, 4), st.none()))
     max_steps = draw(st.integers(0, 12)) if max_epochs is None else draw(sometimes(-1, st.integers(0, 12)))
     most_epochs = 4 if max_epochs is None else max_epochs + draw(st.sampled_from((0, 0, 0, 1)))
@@ -250,21 +212,22 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
         worlds: the numbers of ranks that may be drawn.
     """
     ranks = draw(st.sampled_from(worlds))
-    train = draw(loaders(ranks=ranks))
-    val = draw(st.one_of(loaders(first=100, ranks=ranks), loaders(first=100, ranks=ranks), st.none()))
+    train = draw(data(ranks=ranks))
+    val = draw(st.one_of(data(first=100, ranks=ranks), data(first=100, ranks=ranks), st.none()))
     optimization = draw(sometimes(Optimization(), optimizations(ranks)))
-    asked = draw(settings(train, val, ranks))
+    asked = fitting(draw(settings(train, val, ranks)), train)
     if asked.max_epochs is None and optimization.never_steps:  # without an end
         asked = replace(asked, max_epochs=2)
     if optimization.manual is not None and draw(st.integers(0, 9)):  # else it is refused
         asked = replace(asked, accumulate_grad_batches=1, gradient_clip_val=None)
     given = st.lists(schedulers(optimization), min_size=1, max_size=3).map(tuple)
     calls = draw(sometimes((), st.lists(logs(), min_size=1, max_size=4).map(together)))
+    calls = logs_that_fit(calls, val)
     saver = draw(st.one_of(st.none(), checkpoints(calls, ranks), checkpoints(calls, ranks)))
     second = None if saver is None else draw(st.one_of(st.none(), st.none(), checkpoints(calls, ranks)))
     if second is not None:
         second = replace(second, folder=draw(st.sampled_from(("checkpoints", "second"))))
-    return Case(
+    case = Case(
         settings=asked,
         ranks=ranks,
         train=train,
@@ -281,6 +244,7 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
         stopping=draw(st.one_of(st.none(), st.none(), stoppings(calls, ranks))),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
+    return draw(hooks(case)) if draw(st.booleans()) else case
 
 
 def allowed(case: Case) -> bool:

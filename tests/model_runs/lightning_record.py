@@ -347,12 +347,8 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return ()
     if name == "lr_scheduler_step":
         return (None if args[1] is None else comparable(float(args[1])),)
-    if name.startswith("on_validation_batch"):
-        args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):
         args = (*(["loss"] if "train" in name else []), *args[1:])
-    if "transfer" in name:
-        args = args[:1]
     return tuple(
         tuple(arg.tolist()) if isinstance(arg, torch.Tensor) else arg
         for arg in args

@@ -61,7 +61,7 @@ MOST_EPOCHS = 30
 
 def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[list[Event], Refused | None]:
     """Return what is seen of a fit under some of Lightning's rules, and the error that ends it."""
-    it = LightningRun(case, order or case.train.in_sequence, Start(), rules=rules)
+    it = LightningRun(case, order or (lambda epoch: case.train.loaders[0].in_sequence()), Start(), rules=rules)
     refused = None
     try:
         it.fit()
@@ -75,6 +75,20 @@ def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[
 
 
 @dataclass
+class Listed:
+    """A loader whose batches are known."""
+
+    batches: list[Dealt]
+    given: int = 0
+
+    def read(self, epoch: int, done: int = 0) -> list[Dealt]:
+        return self.batches
+
+    def after(self, done: int, batches: int) -> int:
+        return 0
+
+
+@dataclass
 class LightningRun(Run):
     """A fit under some of Lightning's rules."""
 
@@ -82,10 +96,15 @@ class LightningRun(Run):
     stepped: int = 0  # optimizer steps whose batch is over
 
     has_empty_validation: bool = False
+    plan: Any = None
+    limit: int | None = None
+    val_batches: list[Dealt] | None = None
 
     def resolve(self) -> None:
         super().resolve()
-        s, val = self.case.settings, self.case.val
+        s, val, loaders = self.case.settings, self.case.val, self.loaders
+        self.limit, self.plan = loaders.train.limit, loaders.plan if loaders.validates and loaders.trains else None
+        self.val_batches = None if loaders.val is None else loaders.val[0].read(0)
         if val is None or self.val_batches is None:
             return
         length = val.length(1, "join")
@@ -101,7 +120,7 @@ class LightningRun(Run):
             return
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
-            evaluate(self, self.val_batches if steps == -1 else self.val_batches[:steps], sanity=True)
+            evaluate(self, [Listed(self.val_batches)], sanity=True)
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
@@ -270,7 +289,7 @@ class LightningRun(Run):
                 self.module("on_validation_model_zero_grad")
         else:
             try:
-                evaluate(self, self.val_batches, sanity=False)
+                evaluate(self, [Listed(self.val_batches)], sanity=False)
             except Refused:
                 if "callbacks first" in self.rules and self.events[-1][:2] == ("M", "on_validation_end"):
                     self.events.pop()

@@ -9,9 +9,24 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from instep import TrainModule
+from tests.model.data import Combined, Data
 from tests.model.logs import EPOCHS, NOWHERE, Log
 from tests.model.optimization import RATE, Scheduler, as_seen
 from tests.model.run import Case
+from tests.model_runs.loaders import loaders
+
+
+def size_of(data: Data | Combined) -> int:
+    """Return how many samples the training data has room for."""
+    return max(1, *(one.first + one.samples for one in data.loaders))
+
+
+def all_of(batch: Any) -> torch.Tensor:
+    """Return the samples of a batch, of all its parts."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return torch.cat([part for part in parts if part is not None])
 
 
 class RecordingSGD(torch.optim.SGD):
@@ -41,9 +56,9 @@ class Module(TrainModule):
         super().__init__()
         self.case, self.given = case, case.optimization
         self.automatic_optimization = self.given.manual is None
-        shape = max(1, case.train.samples)
+        shape = size_of(case.train)
         self.weights = torch.nn.ParameterList(torch.zeros(shape) for _ in range(self.given.optimizers))
-        self.validations = 0
+        self.validations, self.validated = 0, False
         self.batch: Any = None
         self.batch_idx = 0
         self.objects = _metric_objects(case)
@@ -53,7 +68,7 @@ class Module(TrainModule):
             self.optimize(batch, batch_idx)
         if self.given.skipped(batch_idx):
             return None
-        loss = torch.stack([weights[batch].mean() for weights in self.weights]).sum()
+        loss = torch.stack([weights[all_of(batch)].mean() for weights in self.weights]).sum()
         return loss if self.given.returns == "loss" else {"loss": loss, "number": batch_idx}
 
     def optimize(self, batch: Any, batch_idx: int) -> None:
@@ -67,7 +82,7 @@ class Module(TrainModule):
             every = given.every[number]
             with self.toggled_optimizer(optimizer) if given.toggles else contextlib.nullcontext():
                 part = self.weights if given.both else [self.weights[number]]
-                loss = torch.stack([weights[batch].mean() for weights in part]).sum()
+                loss = torch.stack([weights[all_of(batch)].mean() for weights in part]).sum()
                 self.manual_backward(loss * self.batch_weight / max(1, every))
             if every and ((batch_idx + 1) % every == 0 or last):
                 if given.clip is not None:
@@ -95,9 +110,11 @@ class Module(TrainModule):
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         values = self.case.values
-        self.log("val", values[self.validations % len(values)])
+        self.validated = True
+        if not dataloader_idx:
+            self.log("val", values[self.validations % len(values)], add_dataloader_idx=False)
 
     def log_from(self, hook: str) -> None:
         """Log what the case logs in a hook."""
@@ -173,3 +190,18 @@ def _scheduler(optimizer: Any, given: Scheduler, bare: bool) -> Any:
     names = ("interval", "frequency", "strict", *(("monitor",) if given.plateau else ()))
     options = {name: getattr(given, name) for name in (*names, *(("name",) if given.name else ()))}
     return {"scheduler": scheduler, **options}
+
+
+def with_loaders(case: Case, rank: int = 0) -> type[Module]:
+    """Make the class of a module that makes its loaders itself, as of the present epoch."""
+
+    class Loading(Module):
+        def train_dataloader(self) -> Any:
+            return loaders(case.train.as_of(self.current_epoch), rank, case.ranks)
+
+        def val_dataloader(self) -> Any:
+            return None if case.val is None else loaders(case.val.as_of(self.current_epoch), rank, case.ranks)
+
+    if case.val is None:
+        del Loading.val_dataloader
+    return Loading

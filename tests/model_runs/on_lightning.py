@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.model.data import Order
+from tests.model.data import Combined, Data, Order
 from tests.model.optimization import Optimization
 from tests.model.run import Case
 from tests.model.trace import Event
@@ -36,15 +36,25 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 def for_lightning(case: Case) -> Case:
     """Return a case of what is compared here.
 
-    Left out are manual optimization and several optimizers, metric objects, values that are logged outside of the two
-    steps or in the steps of a validation, and monitors of rates.
+    Left out are several loaders, other data than samples, streams and lists, loaders of hooks, manual optimization and
+    several optimizers, metric objects, values that are logged outside of the two steps or in the steps of a validation,
+    and monitors of rates.
     """
     steps = [call for call in case.logs if call.metric is None and call.hook in ("training_step", "validation_step")]
     calls = [replace(call, nan_at=None) for call in steps if call.hook == "training_step" or not call.on_step]
     schedulers = tuple(replace(one, optimizer=0, name=None) for one in case.schedulers)
-    return replace(
-        case, watch="all", logs=tuple(calls), schedulers=schedulers, rate_monitor=None, optimization=Optimization()
-    )
+    val = None if case.val is None else replace(plain(case.val), shuffle=False)
+    case = replace(case, train=plain(case.train), val=val, source="fit", watch="all", logs=tuple(calls))
+    settings = replace(case.settings, reload_dataloaders_every_n_epochs=0)
+    return replace(case, settings=settings, schedulers=schedulers, rate_monitor=None, optimization=Optimization())
+
+
+def plain(data: Data | Combined) -> Data:
+    """Return the first loader, without what is not compared."""
+    one = data.loaders[0]
+    kind = one.kind if one.kind in ("map", "iterable") else "list"
+    claims = one.claims if kind == "iterable" else None
+    return replace(one, kind=kind, claims=claims, sizes=(), workers=0, fewer=0)
 
 
 def kinds_of(case: Case) -> tuple[set[str], str | None]:

@@ -22,8 +22,8 @@ from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
 from tests.model.run import LOOKS, VIEWS, Case, Settings
 from tests.model.trace import Event, comparable, rounded
-from tests.model_runs.loaders import SEED, loader
-from tests.model_runs.modules import Module
+from tests.model_runs.loaders import SEED, loaders
+from tests.model_runs.modules import Module, all_of, with_loaders
 from tests.model_runs.saving import ask, callbacks_of, looks_at_disk
 from tests.trainer.recorder import OPTIMIZATION
 
@@ -48,7 +48,7 @@ def module_hooks(watch: str) -> tuple[str, ...]:
 
 def is_recorded(event: Event, watch: str) -> bool:
     """Return whether the recorder sees an event of the model."""
-    if event.owner in "OLF-":
+    if event.owner in "OLF-" or event.name.endswith("_dataloader"):
         return True
     if event.owner == "S":
         return False
@@ -116,9 +116,10 @@ def record(
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
         try:
-            train = loader(case.train, rank, case.ranks)
-            val = None if case.val is None else loader(case.val, rank, case.ranks)
-            module: Any = make_module(case, events)
+            train = val = None
+            if case.source != "hooks":
+                train, val = loaders(case.train, rank, case.ranks), loaders(case.val, rank, case.ranks)
+            module: Any = make_module(case, events, rank)
             rows = Rows(events if rank == 0 else [])
             callbacks = [make_callback(case, events, rank), *rate_monitors(case), *callbacks_of(case, folder)]
             callbacks[0].module = module
@@ -174,12 +175,17 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
 # ---- module and callback
 
 
-def make_module(case: Case, events: Events) -> Module:
+def make_module(case: Case, events: Events, rank: int = 0) -> Module:
     """Make the module, with as many of its hooks overridden and recorded as the case says."""
     recorded = module_hooks(case.watch)
     logs = {call.hook for call in case.logs} | {"training_step", "validation_step"}
     wrapped = {name: _recorded(Module, "M", name, events if name in recorded else None) for name in (*recorded, *logs)}
-    module: Any = type("RecordedModule", (Module,), wrapped)(case)
+    base: type[Module] = Module
+    if case.source != "fit":
+        base = with_loaders(case, rank)
+        names = ("train_dataloader", *(["val_dataloader"] if case.val is not None else []))
+        wrapped |= {name: _recorded(base, "M", name, events) for name in names}
+    module: Any = type("RecordedModule", (base,), wrapped)(case)
     module.record = lambda *args: events.append(_event(module.recording_trainer, *args))
     return module
 
@@ -207,7 +213,8 @@ def make_callback(case: Case, events: Events, rank: int) -> Any:
                 trainer.should_stop = True
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
-            module.validations += not trainer.sanity_checking and bool(trainer.progress.eval_batch)
+            module.validations += not trainer.sanity_checking and module.validated
+            module.validated = False
 
     wrapped = {name: _recorded(Acting, "C", name, events) for name in callback_hooks(case.watch)}
     return type("RecordedCallback", (Acting,), wrapped)()
@@ -253,7 +260,7 @@ def _recorded(base: type, owner: str, name: str, events: Events | None) -> Any:
         first = name == "optimizer_step"  # the closure, with forward and backward, runs inside
         result = function(self, *args, **kwargs) if first else None
         if owner == "M" and name in _BATCHES:
-            self.batch, self.batch_idx = args[:2]
+            self.batch, self.batch_idx = all_of(args[0]), args[1]
         if events is not None:
             events.append(_event(trainer, owner, name, *seen))
             looks = owner == "C" and name in LOOKS and trainer.is_global_zero
@@ -276,22 +283,26 @@ def views(trainer: Trainer) -> tuple[Any, ...]:
     return rounded({name: float(value) for name, value in trainer.logged_metrics.items()}), rounded(bar)
 
 
+def _samples(batch: Any) -> Any:
+    """Return a batch as the model has it."""
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.tolist())
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return tuple(None if part is None else _samples(part) for part in parts)
+
+
 def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a hook's arguments as the model has them: no outputs, losses, optimizers, devices and loader numbers."""
+    """Return a hook's arguments as the model has them: no outputs, losses, optimizers and devices."""
     if name in _NO_ARGUMENTS:
         return ()
     if name == "lr_scheduler_step":
         return (None if args[1] is None else comparable(float(args[1])),)
-    if name.startswith("on_validation_batch"):
-        args = args[:3] if name.endswith("end") else args[:2]
     if name.endswith("_batch_end"):
         args = (*([_shown(args[0])] if "train" in name else []), *args[1:])
-    if "transfer" in name:
-        args = args[:1]
     kept: list[Any] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
-            kept.append(tuple(arg.tolist()))
+        if isinstance(arg, torch.Tensor | dict | list):
+            kept.append(_samples(arg))
         elif isinstance(arg, BaseException):
             kept.append(type(arg).__name__)
         elif isinstance(arg, int | str):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 
 from tests.model.checkpoints import Checkpoints
-from tests.model.data import Data
+from tests.model.data import Combined, Data
 from tests.model.logs import Log
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
+from tests.model_runs.modules import size_of
 
 
 def saver_of(given: Checkpoints) -> str:
@@ -97,22 +98,31 @@ def optimizers_of(case: Case) -> str:
     return f"return o, [{', '.join(parts)}]" if parts else "return o"
 
 
-def data_of(name: str, data: Data | None) -> str:
-    """Write the lines that make a loader."""
+def source_of(data: Data | Combined | None) -> str:
+    """Write the loaders of a stage as one expression."""
     if data is None:
-        return f"{name} = None"
-    if data.kind == "list":
-        batches = [list(batch) for batch in data.batches(data.in_sequence())]
-        return f"{name} = {batches}\n{name} = [torch.tensor(batch) for batch in {name}]"
+        return "None"
+    if isinstance(data, Combined):
+        parts = [source_of(one) for one in data.loaders]
+        if data.given == "list":
+            return f"[{', '.join(parts)}]"
+        named = ", ".join(f"{name!r}: {part}" for name, part in zip("abc", parts, strict=False))
+        return f"{{{named}}}" if data.given == "dict" else f"CombinedLoader({{{named}}}, {data.mode!r})"
+    numbers, rest = f"range({data.first}, {data.first + data.samples})", f"num_workers={data.workers}"
+    batches = [list(batch) for batch in data.batches(data.in_sequence())]
     if data.kind == "map":
-        options = f"{data.batch_size}, shuffle={data.shuffle}, drop_last={data.drop_last}"
-        return f"{name} = DataLoader(range({data.first}, {data.first + data.samples}), {options})"
-    length = "" if data.claims is None else f', "__len__": lambda self: {data.claims}'
-    numbers = f"iter(range({data.first}, {data.first + data.samples}))"
-    return (
-        f'{name} = type("Stream", (IterableDataset,), {{"__iter__": lambda self: {numbers}{length}}})()\n'
-        f"{name} = DataLoader({name}, {data.batch_size}, drop_last={data.drop_last})"
-    )
+        return f"DataLoader({numbers}, {data.batch_size}, shuffle={data.shuffle}, drop_last={data.drop_last}, {rest})"
+    if data.kind == "batches":
+        places = [[sample - data.first for sample in batch] for batch in batches]
+        return f"DataLoader({numbers}, batch_sampler={places}, {rest})"
+    if data.kind == "iterable":
+        length = "" if data.claims is None else f', "__len__": lambda self: {data.claims}'
+        stream = f'type("Stream", (IterableDataset,), {{"__iter__": lambda self: iter({numbers}){length}}})()'
+        return f"DataLoader({stream}, {data.batch_size}, drop_last={data.drop_last}, {rest})"
+    tensors = f"torch.tensor(batch) for batch in {batches}"
+    if data.kind == "again":
+        return f"{'Again' if data.claims is None else 'SizedAgain'}([{tensors}])"
+    return f"({tensors})" if data.kind == "generator" else f"[{tensors}]"
 
 
 def script(case: Case) -> str:
@@ -122,11 +132,21 @@ def script(case: Case) -> str:
         "trigger_every": 1
     }
     objects = any(call.metric for call in case.logs)
+    stages = [case.train] if case.val is None else [case.train, case.val]
+    again = any(one.kind == "again" for stage in stages for one in stage.loaders)
+    several = any(isinstance(stage, Combined) for stage in stages)
+    data = [_AGAIN] if again else []
+    data += [f"train = {source_of(case.train)}", f"val = {source_of(case.val)}"]
+    if case.source == "hooks":  # epoch 0 alone: what the case says of fewer samples is left out
+        data.append("Module.train_dataloader, Module.val_dataloader = lambda self: train, lambda self: val")
     return _SCRIPT.format(
         case=changed(case),
-        data="\n".join(data_of(name, getattr(case, name)) for name in ("train", "val")),
+        data="\n".join(data),
+        combined="from instep.data import CombinedLoader\n" if several else "",
+        joined=_JOINED if several else "",
+        given="" if case.source == "hooks" else ", train, val",
         settings=", ".join(f"{name}={value!r}" for name, value in given.items()),
-        samples=max(1, case.train.samples),
+        samples=size_of(case.train),
         optimizers=case.optimization.optimizers,
         automatic=case.optimization.manual is None,
         training_logs=logs_of(case, "training_step") + "\n" if logs_of(case, "training_step") else "",
@@ -167,7 +187,7 @@ _SCRIPT = """\
 from torch.utils.data import DataLoader, IterableDataset
 from instep import Callback, Trainer, TrainModule
 from instep.callbacks import EarlyStopping, ModelCheckpoint
-
+{combined}
 class Module(TrainModule):
     def __init__(self):
         super().__init__()
@@ -175,11 +195,11 @@ class Module(TrainModule):
         self.validations, self.automatic_optimization = -1, {automatic}{objects}
     def on_validation_model_zero_grad(self): self.validations += 1
     def training_step(self, batch, batch_idx):
-        print("training_step", batch.tolist(), batch_idx, "step", self.global_step, "epoch", self.current_epoch)
-{training_logs}{training}
-    def validation_step(self, batch, batch_idx):
+        print("training_step", batch, batch_idx, "step", self.global_step, "epoch", self.current_epoch)
+{joined}{training_logs}{training}
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val", {values}[self.validations % {number}])
-{validation_logs}        print("validation_step", batch.tolist(), batch_idx, dict(self.trainer.callback_metrics))
+{joined}{validation_logs}        print("validation_step", batch, batch_idx, dataloader_idx, self.trainer.callback_metrics)
 {other_logs}    def on_before_optimizer_step(self, optimizer):
         print("weights", [weights.grad for weights in self.weights], "rate", optimizer.param_groups[0]["lr"])
     def configure_optimizers(self):
@@ -190,11 +210,27 @@ class Module(TrainModule):
 root = tempfile.mkdtemp()
 trainer = Trainer({settings}, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
     default_root_dir=root, callbacks=[{stopping}(), {callbacks}])
-trainer.fit(Module(), train, val)
+trainer.fit(Module(){given})
 print("kept", [callback.saved for callback in trainer.checkpoint_callbacks], dict(trainer.callback_metrics))
 """
 
+_AGAIN = """\
+class Again:
+    at = 0
+    def __init__(self, batches): self.batches = batches
+    def __iter__(self):
+        while self.at < len(self.batches):
+            self.at += 1
+            yield self.batches[self.at - 1]
+        self.at = 0
+SizedAgain = type("SizedAgain", (Again,), {"__len__": lambda self: len(self.batches)})"""
+_JOINED = """\
+        parts = batch.values() if isinstance(batch, dict) else [batch] if isinstance(batch, torch.Tensor) else batch
+        batch = torch.cat([part for part in parts if part is not None])
+"""
+
 FOR_LIGHTNING = {
+    "from instep.data import": "from lightning.pytorch.utilities import",
     "from instep import Callback": "from lightning.pytorch import Callback",
     ", TrainModule": ", LightningModule",
     "from instep.callbacks": "from lightning.pytorch.callbacks",
