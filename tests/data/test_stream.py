@@ -223,9 +223,9 @@ def test_windows_of_data_without_an_end() -> None:
     gradients = []
     total = 0.0
     for number, _ in enumerate(source):
-        total = (total + window_scale(source, number, 3)) * gradient_correction(source, number, 3)
+        total += window_scale(source, number, 3)
         if (number + 1) % 3 == 0 or source.share.last:
-            gradients.append(total)
+            gradients.append(total * gradient_correction(source, number, 3))
             total = 0.0
     assert gradients == pytest.approx([1.0, 1.0])
 
@@ -242,6 +242,53 @@ def test_windows_of_a_resumed_pass() -> None:
             sums.append(total)
             total = 0.0
     assert sums == pytest.approx([1.0, 1.0])
+
+
+class Counting:
+    """Batches of an object that goes on where it was left, and begins again at its end."""
+
+    def __init__(self, batches: int, sized: bool) -> None:
+        self.at, self.batches = 0, batches
+        if sized:
+            self.__class__ = type("Sized", (type(self),), {"__len__": lambda self: self.batches})
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.batches:
+            self.at += 1
+            yield [self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_data_that_begins_again_at_its_end_gives_all_of_it_in_each_pass(sized: bool) -> None:
+    source = prepare_loader(Counting(3, sized))
+    assert [run(source) for _ in range(3)] == [[[0], [1], [2]]] * 3
+
+
+def test_an_evaluation_that_was_left_begins_anew() -> None:
+    source = prepare_loader(Counting(4, sized=True), stage="val")
+    assert run(source, stop=2) == [[0], [1]]
+    assert [run(source) for _ in range(2)] == [[[0], [1], [2], [3]]] * 2
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_samples_of_a_window_weigh_alike_whatever_the_sizes_of_its_batches(listed: bool) -> None:
+    batches = [torch.zeros(size) for size in (3, 1, 2, 2, 4)]
+    source = prepare_loader(batches if listed else iter(batches))
+    source.history = 3
+    weights, sums = [], []
+    for number, batch in enumerate(source):
+        weights.append(window_scale(source, number, 3) / len(batch))
+        if number == 2 or source.share.last:
+            sums += [weight * gradient_correction(source, number, 3) for weight in weights]
+            weights = []
+    assert sums == pytest.approx([1 / 6] * 3 + [1 / 6] * 2)
 
 
 def test_windows_of_unknown_sizes() -> None:

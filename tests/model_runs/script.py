@@ -199,7 +199,7 @@ class Module(TrainModule):
 {joined}{training_logs}{training}
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val", {values}[self.validations % {number}])
-{joined}{validation_logs}        print("validation_step", batch, batch_idx, dataloader_idx, self.trainer.callback_metrics)
+{joined}{validation_logs}        print("validation_step", batch, batch_idx, self.trainer.callback_metrics)
 {other_logs}    def on_before_optimizer_step(self, optimizer):
         print("weights", [weights.grad for weights in self.weights], "rate", optimizer.param_groups[0]["lr"])
     def configure_optimizers(self):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 
 import tests.model
 from tests.model.checkpoints import Checkpoints
-from tests.model.data import Data
+from tests.model.data import Combined, Data
 from tests.model.logs import Log
 from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
@@ -147,6 +147,43 @@ CHOSEN = {
         ),
     ),
     "a log where nothing can be logged": Case(Settings(max_epochs=1), Data(2), logs=(Log("on_train_end"),)),
+    "a smaller last batch in a window": Case(
+        Settings(max_epochs=1, accumulate_grad_batches=2), Data(5, kind="list", sizes=(3, 1, 1))
+    ),
+    "counts in itself": Case(
+        Settings(max_epochs=3),
+        Data(5, 2, kind="again", claims=5),
+        Data(5, 2, kind="again", claims=5, first=100),
+        checkpoints=Checkpoints(every_n_train_steps=2),
+    ),
+    "cut short, counts in itself": Case(Settings(max_epochs=4, limit_train_batches=2), Data(4, kind="again")),
+    "a generator is used up": Case(Settings(max_epochs=2), Data(3, kind="generator"), VAL),
+    "a generator of a validation": Case(Settings(max_epochs=2), Data(3), Data(3, kind="generator", first=100)),
+    "batches of a sampler": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2), Data(6, kind="batches", sizes=(3, 1))
+    ),
+    "loaders that begin again": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2), Combined((Data(5, 2, shuffle=True), Data(2, first=12)))
+    ),
+    "loaders of which one ends": Case(
+        Settings(max_epochs=2, accumulate_grad_batches=2),
+        Combined((Data(5, 2), Data(2, first=12, kind="iterable")), "max_size"),
+    ),
+    "as the shortest of the loaders": Case(
+        Settings(max_epochs=2), Combined((Data(5, 2), Data(2, first=12)), "min_size")
+    ),
+    "several validation loaders": Case(
+        Settings(max_epochs=2, limit_val_batches=0.5),
+        Data(3),
+        Combined((Data(4, first=100), Data(6, 2, first=112)), given="list"),
+        logs=(Log("validation_step", "seen", True, True),),
+    ),
+    "another loader every second epoch": Case(
+        Settings(max_epochs=5, reload_dataloaders_every_n_epochs=2),
+        Data(6, fewer=1),
+        Data(6, first=100, fewer=1),
+        source="hooks",
+    ),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
