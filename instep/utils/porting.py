@@ -523,6 +523,14 @@ VALUES = {
 }
 """Texts that have another name, by class and argument."""
 
+MEANS = {
+    ("Trainer", "accumulate_grad_batches"): "each sample of a window counts the same, also where a batch or the last "
+    "window is smaller; a validation waits for the window's end",
+    ("Trainer", "min_steps"): "an epoch that is longer need not be finished; Lightning also sets min_epochs=1",
+    ("ModelCheckpoint", "save_last"): "the newest is saved always, not only beside the best; there is no link",
+}
+"""Arguments that mean something else, by class and argument."""
+
 POSITIONAL = {
     "TensorBoardLogger": 7,
     "Trainer": 0,

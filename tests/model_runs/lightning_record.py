@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.loggers import Logger  # pyright: ignore[reportMissingImports]
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
@@ -301,7 +301,12 @@ def _disk(saver: Any) -> tuple[Any, ...]:
     """Return the steps of the checkpoints that are there, of the best one with its score, and of the last one."""
     there = {step_of(str(path)) for path in Path(saver.dirpath or "").glob("*.ckpt")}
     score = None if saver.best_model_score is None else comparable(float(saver.best_model_score))
-    return (tuple(sorted(there)), step_of(saver.best_model_path), score, step_of(saver.last_model_path))
+    return (
+        tuple(sorted(step or 0 for step in there)),
+        step_of(saver.best_model_path),
+        score,
+        step_of(saver.last_model_path),
+    )
 
 
 def step_of(path: str) -> int | None:
@@ -337,7 +342,7 @@ def _recorded(base: type, owner: str, name: str, it: Recorded, savers: list[Any]
         return function(self, *args, **kwargs)
 
     if name in ("training_step", "validation_step"):  # Lightning asks for their arguments' names
-        method.__wrapped__ = function
+        method.__wrapped__ = function  # pyright: ignore[reportFunctionMemberAccess]
     return method
 
 

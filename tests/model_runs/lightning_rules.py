@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import Any
 
-from tests.model.checkpoints import Disk, Saved, Saver
+from tests.model.checkpoints import Disk, Saved, Saver, name_of
 from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
 from tests.model.logs import send_epoch_values, send_step_values
@@ -37,10 +37,11 @@ RULES = {
     "last_model_path": "there is one only with save_last",
     "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if better by then",
     "callbacks first": "EarlyStopping and ModelCheckpoint act before the module's on_validation_end",
+    "one name": "without monitor, a checkpoint replaces the one before if it has the same name",
     "nan": "a checkpoint with the metric nan is ranked as the worst",
     "worst of equals": "of equally bad checkpoints the oldest goes",
     "best without monitor": "it is the newest that save_top_k has saved, not that save_last or the end has",
-    "no validation to wait for": "check_val_every_n_epoch other than 1 saves at validations, also where none runs",
+    "no validation to wait for": "callbacks that act at validations by default wait for one also where none runs",
     "1 is 1.0": "val_check_interval=1 saves at epoch ends, as 1.0 does",
     "saves by steps": "a save that waits for a validation",
     "row at a stop": "a batch that ends an epoch by should_stop logs a row, whatever log_every_n_steps is",
@@ -99,6 +100,8 @@ class LightningRun(Run):
     plan: Any = None
     limit: int | None = None
     val_batches: list[Dealt] | None = None
+    window_has_ended: bool = True
+    savers: list[LightningSaver] = field(default_factory=list)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def resolve(self) -> None:
         super().resolve()
@@ -282,11 +285,15 @@ class LightningRun(Run):
                 if args is not None:
                     self.module("lr_scheduler_step", *args)
 
+    def module(self, hook: str, *args: Any) -> None:
+        if hook != "on_validation_model_zero_grad" or self.window_has_ended:
+            super().module(hook, *args)
+
     def validate(self, window_ends: bool = True) -> None:
         assert self.val_batches is not None
+        self.window_has_ended = window_ends
         if self.has_empty_validation:
-            if window_ends:
-                self.module("on_validation_model_zero_grad")
+            self.module("on_validation_model_zero_grad")
         else:
             try:
                 evaluate(self, [Listed(self.val_batches)], sanity=False)
@@ -294,9 +301,6 @@ class LightningRun(Run):
                 if "callbacks first" in self.rules and self.events[-1][:2] == ("M", "on_validation_end"):
                     self.events.pop()
                 raise
-            if not window_ends:
-                at = max(n for n, e in enumerate(self.events) if e.name == "on_validation_model_zero_grad")
-                del self.events[at]
             self.validated = True
         self.agree_now()
 
@@ -410,17 +414,18 @@ class LightningSaver(Saver):
         if lost:
             score = None if "nan" not in self.rules else inf if given.mode == "min" else -inf
         judged = given.monitor is not None
-        new = Saved(
-            given.folder, f"{run.step}", 0, run.step, run.line, given.key, given.metric, score, judged, run.state()
-        )
+        base = f"{run.step}" if given.filename is None else name_of(given, run)
+        new = Saved(given.folder, base, 0, run.step, run.line, given.key, given.metric, score, judged, run.state())
         self.saved_at = self.judged_at = run.step
         is_top = new in self.to_keep([*self.kept, new])
         wanted = is_top or (bool(given.save_last) and ("last" not in self.rules or by_steps))
         if lost and "nan" not in self.rules:
             wanted = wanted or (not given.saves_nothing and given.save_last is not False)
-        self.top = new if is_top else self.top
+        before, self.top = self.top, new if is_top else self.top
         if wanted:
             self.add(run, new)
+        if "one name" in self.rules and is_top and before is not None and before.base == base and not judged:
+            run.delete([one for one in self.kept if one.step == before.step], self)
 
     def add(self, run: Run, new: Saved) -> None:
         self.step = new.step
@@ -453,12 +458,18 @@ class LightningStopper(Stopper):
     rules: frozenset[str] = frozenset()
 
     def after_validation(self, run: Run) -> None:
-        if not acts_at_epoch_ends(run, self.given.check_on_train_epoch_end, self.rules):
+        if not self.acts_at_epoch_ends(run):
             self.check(run)
 
     def after_epoch(self, run: Run) -> None:
-        if acts_at_epoch_ends(run, self.given.check_on_train_epoch_end, self.rules):
+        if self.acts_at_epoch_ends(run):
             self.check(run)
+
+    def acts_at_epoch_ends(self, run: Run) -> bool:
+        asked, s = self.given.check_on_train_epoch_end, run.case.settings
+        if asked is None and "no validation to wait for" in self.rules:
+            asked = False if s.val_check_interval != 1 or s.check_val_every_n_epoch != 1 else None
+        return acts_at_epoch_ends(run, asked, self.rules)
 
     def check(self, run: Run) -> None:
         stopped = self.stops

@@ -21,6 +21,7 @@ from tests.model.stopping import Stopping
 from tests.model_runs import compare
 from tests.model_runs.compare import difference
 from tests.model_runs.draw import allowed, cases, processes
+from tests.model_runs.lightning_rules import RULES
 from tests.model_runs.processes import Process, difference_after_a_break, difference_over_processes, differences
 from tests.model_runs.record import record
 from tests.model_runs.script import script
@@ -280,3 +281,9 @@ def test_a_program_that_differs_is_found(change: dict[str, int], monkeypatch: py
     other = Case(Settings(**{**vars(meant.settings), **change}), meant.train, meant.val)
     monkeypatch.setattr(compare, "record_ranks", lambda case, folder: [record(other, folder)])
     assert difference(meant) is not None
+
+
+def test_the_guide_has_a_row_for_each_rule_of_lightning() -> None:
+    page = (Path(tests.model.__file__).parents[2] / "docs/porting/lightning.md").read_text()
+    table = page.partition("## 500 random runs on both")[2]
+    assert [rule for rule in RULES if f"\n| {rule} | " not in table] == []

@@ -423,6 +423,8 @@ class Uses(cst.CSTVisitor):
             problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:
             self.plan.todo(arg, f"{key}({_text(arg)}): {problem}")
+        elif (key, name) in porting.MEANS and value not in (None, False):
+            self.plan.note(arg, f"{key}({_text(arg)}): {porting.MEANS[key, name]}")
 
     def _into_config(self, node: cst.Call, moved: list[cst.Arg]) -> None:
         words = ", ".join(f"{arg.keyword.value}={code(arg.value)}" for arg in moved if arg.keyword)

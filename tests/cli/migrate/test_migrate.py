@@ -173,6 +173,8 @@ def test_small_pieces(old: str, new: str | None) -> None:
         (_L + "L.Trainer(gpus=1, devices=2)", 2, "todo", "devices=...; already there: devices="),
         (_L + "L.Trainer(gpus=1, accelerator=a)", 2, "todo", "already there: accelerator="),
         (_L + "L.Trainer(**x)", 2, "note", "cannot be seen"),
+        (_L + "L.Trainer(accumulate_grad_batches=4)", 2, "note", "each sample of a window counts the same"),
+        (_L + "L.Trainer(accumulate_grad_batches=None, min_steps=n)", 2, "note", "also sets min_epochs=1"),
         (_L + "L.Trainer.from_argparse_args(x)", 2, "todo", "TrainerCLI"),
         (_L + "t = L.Trainer()\nt.fit_loop", 3, "todo", "say where a run stands"),
         (_L + "t = L.Trainer()\nt.teleport()", 3, "todo", "no such attribute"),
@@ -417,6 +419,8 @@ def test_the_tables_are_not_older_than_the_classes() -> None:
     for key, arguments in porting.DROPPED.items():
         for old in arguments:
             assert not uses.has_argument(function(key), old), (key, old)
+    for key, argument in porting.MEANS:
+        assert uses.has_argument(function(key), argument), (key, argument)
     for owner, attributes in porting.ATTRIBUTES.items():
         assert not attributes.keys() & uses.attributes(uses.load(homes[owner]))
     for (_, argument), values in porting.VALUES.items():
