@@ -78,7 +78,8 @@ def main() -> int:
     print(f"seed {given_.seed}: {runs} runs in {given_.minutes:g} minutes, {len(groups)} groups of differences")
     for group, (count, first, at, pair) in sorted(groups.items(), key=lambda item: -item[1][0]):
         case, in_turn = shrunk(pair, group)
-        print(f"\n{count} runs, first in run {first} after {at:.1f} minutes: {group}\n  {changed(case)}\n  {in_turn}")
+        where = f"{count} runs, first in run {first} after {at:.1f} minutes: {group}"
+        print(f"\n{where}\n  {changed(case)}\n  {in_turn}", flush=True)
     return int(bool(groups))
 
 
