@@ -198,7 +198,7 @@ class LightningRun(Run):
             window_ends = end % size == 0 or is_last
             due = self.validates_after(begin, end, window_ends)
             self.train_batch(batch_idx, dealt, batches[begin:end] if window_ends else None, is_last)
-            self.batch = end
+            self.batch, self.samples = end, self.samples + len(dealt.samples)
             for saver in self.savers:
                 waits = due or self.is_due_at_epoch_end(end, len(batches))
                 saver.after_batch(self, waits, window_ends, is_last)
@@ -326,7 +326,7 @@ class LightningRun(Run):
             self.epochs_done += 1
         self.epoch += 1
         self.batches_before += self.batch
-        self.batch = 0
+        self.batch = self.samples = 0
         if self.stopper is not None and (not cut or "saves in a cut epoch" in self.rules):
             self.stopper.after_epoch(self)
         for saver in self.savers:
