@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +167,9 @@ def candidates(pair: Any) -> Any:
 
 
 def smaller_ones(thing: Any) -> Any:
+    plain = type(thing)(1) if "samples" in vars(thing) else type(thing)()
     for field in fields(thing):
-        value = getattr(thing, field.name)
-        default = field.default if field.default is not MISSING else field.default_factory()  # pyright: ignore
+        value, default = getattr(thing, field.name), getattr(plain, field.name)
         if repr(value) != repr(default):
             yield replace(thing, **{field.name: default})
         if is_dataclass(value):

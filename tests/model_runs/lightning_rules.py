@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isnan
 from typing import Any
 
@@ -36,6 +36,7 @@ RULES = {
     "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
     "last_model_path": "there is one only with save_last",
     "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if better by then",
+    "threshold": "EarlyStopping has reached its stopping_threshold only where the metric is better",
     "callbacks first": "EarlyStopping and ModelCheckpoint act before the module's on_validation_end",
     "one name": "without monitor, a checkpoint replaces the one before if it has the same name",
     "nan": "a checkpoint with the metric nan is ranked as the worst",
@@ -470,6 +471,15 @@ class LightningStopper(Stopper):
         if asked is None and "no validation to wait for" in self.rules:
             asked = False if s.val_check_interval != 1 or s.check_val_every_n_epoch != 1 else None
         return acts_at_epoch_ends(run, asked, self.rules)
+
+    def judge(self, value: float) -> bool:
+        given = self.given
+        if "threshold" in self.rules and value == given.stopping_threshold:
+            self.given = replace(given, stopping_threshold=None)
+        try:
+            return super().judge(value)
+        finally:
+            self.given = given
 
     def check(self, run: Run) -> None:
         stopped = self.stops

@@ -72,6 +72,8 @@ def kinds_of(case: Case) -> tuple[set[str], str | None]:
         return {"empty epoch"}, None if ended is not None and ended.kind == "Endless" else "Lightning never ends"
     if refused is not None and refused.early:
         return (set() if ends_early(seen.events) else {f"instep refuses: {refused}"}), None
+    if ends_early(seen.events) and ends_early(ours):
+        return set(), None
     if ends_early(seen.events):
         text = " ".join(str(seen.error).split())
         known = next((name for name, part in lightning_rules.REFUSED.items() if part in text), None)
