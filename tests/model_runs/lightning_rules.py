@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from math import inf, isnan
 from typing import Any
 
-from tests.model.checkpoints import Disk, Saved, Saver, name_of
+from tests.model.checkpoints import Disk, Saved, Saver, delete, name_of
 from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
-from tests.model.logs import send_epoch_values, send_step_values
+from tests.model.logs import send_epoch_values
 from tests.model.optimization import as_seen, clipped
-from tests.model.resume import Start
+from tests.model.resume import Start, find_checkpoint
 from tests.model.run import Case, Run
 from tests.model.stopping import Stopper, at_epoch_ends
 from tests.model.trace import Event, Refused, comparable
@@ -32,7 +32,7 @@ RULES = {
     "empty validation": "a validation without a batch has no hooks",
     "teardown": "teardown does not run after an exception",
     "saves in a cut epoch": "an epoch that is cut short saves as one that has ended",
-    "saves without the metric": "before the first validation nothing is saved, without an error",
+    "saves without the metric": "without the metric nothing is saved, and before the first validation without an error",
     "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
     "last_model_path": "there is one only with save_last",
     "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if better by then",
@@ -46,6 +46,7 @@ RULES = {
     "1 is 1.0": "val_check_interval=1 saves at epoch ends, as 1.0 does",
     "saves by steps": "a save that waits for a validation",
     "row at a stop": "a batch that ends an epoch by should_stop logs a row, whatever log_every_n_steps is",
+    "values again": "a row has the last value of each name of the epoch, also one that an earlier row had",
     "min_steps": "min_steps alone implies min_epochs=1",
     "plateau before the row": "a plateau scheduler by epochs steps before the row of the epoch's values",
 }
@@ -73,7 +74,14 @@ def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[
         if "teardown" not in rules:
             it.both("teardown", "fit")
         it.note("-", "error")
-    return [event for event in it.events if event.owner not in "SVF"], refused
+    return without_metrics_after_an_error([event for event in it.events if event.owner not in "SVF"]), refused
+
+
+def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
+    """Leave the metrics out from `on_exception` on."""
+    ends = next((number for number, event in enumerate(events) if event.name == "on_exception"), len(events))
+    ends = min(ends, len(events) - 1 if events and events[-1].name == "error" else ends)
+    return [*events[:ends], *(event._replace(metrics=()) for event in events[ends:])]
 
 
 @dataclass
@@ -134,18 +142,21 @@ class LightningRun(Run):
         super().send(values, self.stepped if "row steps" in self.rules else step)
 
     def send_step_values(self) -> None:
+        every = self.case.settings.log_every_n_steps
         asked = self.asked_to_stop or (self.stopper is not None and self.stopper.stops)
-        if "row at a stop" in self.rules and asked and self.case.settings.log_every_n_steps:
-            self.send(self.book.step_row(self), self.step)
-        else:
-            send_step_values(self)
+        if every and (self.step % every == 0 or ("row at a stop" in self.rules and asked)):
+            row = self.book.step_row(self)
+            if "values again" in self.rules:
+                logged = [name for name in self.book.names.values() if name.on_step and name.logger and name.values]
+                row = {name.step_name: self.metrics[name.step_name] for name in logged}
+            self.send(row, self.step)
 
     # ---- the whole
 
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
-        self.find_checkpoint()
+        find_checkpoint(self)
         if self.stopper is not None:
             self.stopper = LightningStopper(self.stopper.given, rules=self.rules)
         self.savers = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
@@ -299,8 +310,9 @@ class LightningRun(Run):
             try:
                 evaluate(self, [Listed(self.val_batches)], sanity=False)
             except Refused:
-                if "callbacks first" in self.rules and self.events[-1][:2] == ("M", "on_validation_end"):
-                    self.events.pop()
+                last = [event for event in self.events if event.owner != "S"][-1]
+                if "callbacks first" in self.rules and last[:2] == ("M", "on_validation_end"):
+                    self.events.remove(last)
                 raise
             self.validated = True
         self.agree_now()
@@ -386,7 +398,10 @@ class LightningSaver(Saver):
             self.save_by_epoch(run)
 
     def after_training(self, run: Run) -> None:
-        if "last" not in self.rules or not self.step:
+        if "last" not in self.rules:
+            super().after_training(run)
+        elif not self.step:
+            self.saved_at = -1
             super().after_training(run)
 
     def save_by_epoch(self, run: Run) -> None:
@@ -408,6 +423,8 @@ class LightningSaver(Saver):
         if given.monitor is not None and score is None:
             if "saves without the metric" not in self.rules:
                 super().save(run, end, full)
+            elif run.validations and given.save_top_k != 0:
+                raise Refused("SettingError", "the monitored metric was not logged in the validation")
             return
         if run.step == self.step and "saves by steps" in self.rules:
             return
@@ -426,11 +443,11 @@ class LightningSaver(Saver):
         if wanted:
             self.add(run, new)
         if "one name" in self.rules and is_top and before is not None and before.base == base and not judged:
-            run.delete([one for one in self.kept if one.step == before.step], self)
+            delete(run, [one for one in self.kept if one.step == before.step], self)
 
-    def add(self, run: Run, new: Saved) -> None:
+    def add(self, run: Run, new: Saved, *args: Any) -> None:
         self.step = new.step
-        super().add(run, new)
+        super().add(run, new, *args)
 
     def find_best(self) -> None:
         if self.given.monitor is None and "best without monitor" in self.rules:
