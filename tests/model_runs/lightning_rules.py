@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from typing import Any
 
@@ -25,8 +26,8 @@ RULES = {
     "epoch schedules": "a schedule by epochs steps before on_train_batch_end of the last batch",
     "plateau by steps": "a plateau scheduler by steps steps after the validation",
     "frequency of steps": "a schedule by steps counts the batches of its epoch",
-    "length: shorter": "where data ends before its length, the epoch has no last batch",
-    "length: longer": "data that goes on after its length is left out",
+    "shorter than its length": "where data ends before its length, the epoch has no last batch",
+    "longer than its length": "data that goes on after its length is left out",
     "empty epoch": "an epoch without a batch is no error",
     "nothing to train": "where no step is due, on_train_start and on_train_end do not run",
     "empty validation": "a validation without a batch has no hooks",
@@ -98,6 +99,11 @@ class Listed:
         return 0
 
 
+def listed(batches: list[Dealt]) -> Any:
+    """Return loaders for `evaluate`: one of these batches."""
+    return [Listed(batches)]
+
+
 @dataclass
 class LightningRun(Run):
     """A fit under some of Lightning's rules."""
@@ -110,7 +116,6 @@ class LightningRun(Run):
     limit: int | None = None
     val_batches: list[Dealt] | None = None
     window_has_ended: bool = True
-    savers: list[LightningSaver] = field(default_factory=list)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def resolve(self) -> None:
         super().resolve()
@@ -123,7 +128,7 @@ class LightningRun(Run):
         limit = limit_in_batches(s.overfit_batches or s.limit_val_batches, length, "limit_val_batches")
         expected = expected_batches(length, limit)
         self.has_empty_validation = expected == 0 and "empty validation" in self.rules
-        if expected is not None and "length: longer" in self.rules:
+        if expected is not None and "longer than its length" in self.rules:
             self.val_batches = self.val_batches[:expected]
 
     def sanity_check(self) -> None:
@@ -132,7 +137,7 @@ class LightningRun(Run):
             return
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
-            evaluate(self, [Listed(self.val_batches)], sanity=True)
+            evaluate(self, listed(self.val_batches), sanity=True)
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
@@ -159,7 +164,8 @@ class LightningRun(Run):
         find_checkpoint(self)
         if self.stopper is not None:
             self.stopper = LightningStopper(self.stopper.given, rules=self.rules)
-        self.savers = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
+        savers: Any = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
+        self.savers = savers
         self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
@@ -187,12 +193,13 @@ class LightningRun(Run):
         return window_ends and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def train_epoch(self) -> None:
-        s, train = self.case.settings, self.case.train
+        s = self.case.settings
+        train: Any = self.case.train  # not combined
         size = s.accumulate_grad_batches
         order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
         batches = train.deal(order(self.epoch), 1, s.uneven)[: self.limit]
         expected = expected_batches(train.length(1, s.uneven), self.limit)
-        if expected is not None and "length: longer" in self.rules:
+        if expected is not None and "longer than its length" in self.rules:
             batches = batches[:expected]
         self.both("on_train_epoch_start")
         if self.epoch > MOST_EPOCHS:
@@ -203,7 +210,7 @@ class LightningRun(Run):
         for batch_idx, dealt in enumerate(batches):
             end = batch_idx + 1
             is_last = end == len(batches)
-            if expected is not None and "length: shorter" in self.rules:
+            if expected is not None and "shorter than its length" in self.rules:
                 is_last = end >= expected
             if batch_idx % size == 0:
                 begin = batch_idx
@@ -211,7 +218,8 @@ class LightningRun(Run):
             due = self.validates_after(begin, end, window_ends)
             self.train_batch(batch_idx, dealt, batches[begin:end] if window_ends else None, is_last)
             self.batch, self.samples = end, self.samples + len(dealt.samples)
-            for saver in self.savers:
+            savers: list[Any] = self.savers
+            for saver in savers:
                 waits = due or self.is_due_at_epoch_end(end, len(batches))
                 saver.after_batch(self, waits, window_ends, is_last)
             if window_ends:
@@ -308,7 +316,7 @@ class LightningRun(Run):
             self.module("on_validation_model_zero_grad")
         else:
             try:
-                evaluate(self, [Listed(self.val_batches)], sanity=False)
+                evaluate(self, listed(self.val_batches), sanity=False)
             except Refused:
                 last = [event for event in self.events if event.owner != "S"][-1]
                 if "callbacks first" in self.rules and last[:2] == ("M", "on_validation_end"):
@@ -445,9 +453,9 @@ class LightningSaver(Saver):
         if "one name" in self.rules and is_top and before is not None and before.base == base and not judged:
             delete(run, [one for one in self.kept if one.step == before.step], self)
 
-    def add(self, run: Run, new: Saved, *args: Any) -> None:
+    def add(self, run: Run, new: Saved, again: Sequence[Saved] = ()) -> None:
         self.step = new.step
-        super().add(run, new, *args)
+        super().add(run, new, again)
 
     def find_best(self) -> None:
         if self.given.monitor is None and "best without monitor" in self.rules:
