@@ -310,9 +310,14 @@ class CombinedLoader(BatchSource):
 
     def _make_plan(self) -> Plan:
         """Work out how long the pass is, from where the loaders stand at its beginning."""
+        plans = [source.plan for source in self._sources]
+        exact = all(plan.exact for plan in plans)
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total = None
-        if len(known) == len(self._tracks):
+        if len(known) == len(self._tracks) and not exact:  # a claim, which is the same wherever the pass begins
+            lengths = [plan.total or 0 for plan in plans]
+            total = {"sequential": sum, "min_size": min}.get(self.mode, max)(lengths)
+        elif len(known) == len(self._tracks):
             running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
             if self.mode in ("sequential", "min_size"):
                 total = self.first_batch + (sum(known) if self.mode == "sequential" else min(known))
@@ -320,12 +325,10 @@ class CombinedLoader(BatchSource):
                 total = self.first_batch + max(running, default=0)
         if (most := self._most()) is not None:
             total = most if total is None else min(total, most)
-        plans = [source.plan for source in self._sources]
         even = [0 if self.mode == "sequential" else sys.maxsize]
         even += [self.first_batch + plan.even - plan.first for plan in plans if not plan.uniform]
         if self.mode == "max_size":  # a part is missing from where its loader has ended
             even += [self.first_batch + number for number in known]
-        exact = all(plan.exact for plan in plans)
         if exact and total is not None:
             even.append(total)
         alike = all(plan.alike for plan in plans)
@@ -397,8 +400,8 @@ class CombinedLoader(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         self._ready()
         self._start_pass()
-        total = self.plan.total
-        if self._finished or (total is not None and self._given >= total):
+        end = self.plan.total if self.plan.exact else self._most()
+        if self._finished or (end is not None and self._given >= end):
             return
         for track in self._tracks:
             track.source.history = self.history

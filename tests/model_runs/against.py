@@ -18,8 +18,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-LONGEST_S = 30
+LONGEST_S = 10
 """A run that takes more seconds hangs."""
+SHRINK_S = 20
+"""How many seconds are spent on a group to find a smaller case."""
 
 
 class Hangs(Exception):
@@ -114,7 +116,7 @@ def group_of(pair: Any) -> str | None:
     real = compare.first_difference
     compare.first_difference = processes.first_difference = differs
     if pair[0].ranks == 1:  # ranks have a deadline of their own
-        signal.alarm(LONGEST_S)
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_S, 1.0)  # again, where the first falls into a finalizer
     try:
         found = processes.differences(*pair)
     except Hangs:
@@ -122,7 +124,7 @@ def group_of(pair: Any) -> str | None:
     except Exception as error:  # of the program, outside of what it may raise, or of the comparison
         found = f"{type(error).__name__}: {str(error)[:80]}"
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         compare.first_difference = processes.first_difference = real
     if found is None:
         return None
@@ -147,10 +149,12 @@ def named(event: Any, other: Any = None) -> str:
 
 def shrunk(pair: Any, group: str) -> Any:
     """Return the smallest case of a group that is found by putting back one setting after the other."""
-    found = True
+    found, until_s = True, time.monotonic() + SHRINK_S
     while found:
         found = False
         for smaller in candidates(pair):
+            if time.monotonic() > until_s:
+                return pair
             if group_of(smaller) == group:
                 pair, found = smaller, True
                 break

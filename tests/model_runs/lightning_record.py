@@ -165,7 +165,7 @@ class _Recording(RandomSampler):
         return iter(order)
 
 
-def _loader(data: Data, it: Recorded) -> Any:
+def _loader(data: Any, it: Recorded) -> Any:
     if data.kind == "list":
         return _Batches(data)
     if data.kind == "iterable":
@@ -204,7 +204,7 @@ class _Module(LightningModule):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.weights = torch.nn.Parameter(torch.zeros(max(1, case.train.samples)))
+        self.weights = torch.nn.Parameter(torch.zeros(max(1, getattr(case.train, "samples", 1))))
         self.validations = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf, isnan
 from typing import Any
 
-from tests.model.checkpoints import Disk, Saved, Saver, name_of
+from tests.model.checkpoints import Disk, Saved, Saver, delete, name_of
 from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
 from tests.model.evaluation import evaluate
-from tests.model.logs import send_epoch_values, send_step_values
+from tests.model.logs import send_epoch_values
 from tests.model.optimization import as_seen, clipped
-from tests.model.resume import Start
+from tests.model.resume import Start, find_checkpoint
 from tests.model.run import Case, Run
 from tests.model.stopping import Stopper, at_epoch_ends
 from tests.model.trace import Event, Refused, comparable
@@ -25,14 +26,14 @@ RULES = {
     "epoch schedules": "a schedule by epochs steps before on_train_batch_end of the last batch",
     "plateau by steps": "a plateau scheduler by steps steps after the validation",
     "frequency of steps": "a schedule by steps counts the batches of its epoch",
-    "length: shorter": "where data ends before its length, the epoch has no last batch",
-    "length: longer": "data that goes on after its length is left out",
+    "shorter than its length": "where data ends before its length, the epoch has no last batch",
+    "longer than its length": "data that goes on after its length is left out",
     "empty epoch": "an epoch without a batch is no error",
     "nothing to train": "where no step is due, on_train_start and on_train_end do not run",
     "empty validation": "a validation without a batch has no hooks",
     "teardown": "teardown does not run after an exception",
     "saves in a cut epoch": "an epoch that is cut short saves as one that has ended",
-    "saves without the metric": "before the first validation nothing is saved, without an error",
+    "saves without the metric": "without the metric nothing is saved, and before the first validation without an error",
     "last": "save_last saves only where top k saves, and at the end only where nothing was saved",
     "last_model_path": "there is one only with save_last",
     "a verdict stays": "once EarlyStopping has asked to stop, the run stops at its minimum, also if better by then",
@@ -46,6 +47,7 @@ RULES = {
     "1 is 1.0": "val_check_interval=1 saves at epoch ends, as 1.0 does",
     "saves by steps": "a save that waits for a validation",
     "row at a stop": "a batch that ends an epoch by should_stop logs a row, whatever log_every_n_steps is",
+    "values again": "a row has the last value of each name of the epoch, also one that an earlier row had",
     "min_steps": "min_steps alone implies min_epochs=1",
     "plateau before the row": "a plateau scheduler by epochs steps before the row of the epoch's values",
 }
@@ -73,7 +75,14 @@ def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[
         if "teardown" not in rules:
             it.both("teardown", "fit")
         it.note("-", "error")
-    return [event for event in it.events if event.owner not in "SVF"], refused
+    return without_metrics_after_an_error([event for event in it.events if event.owner not in "SVF"]), refused
+
+
+def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
+    """Leave the metrics out from `on_exception` on."""
+    ends = next((number for number, event in enumerate(events) if event.name == "on_exception"), len(events))
+    ends = min(ends, len(events) - 1 if events and events[-1].name == "error" else ends)
+    return [*events[:ends], *(event._replace(metrics=()) for event in events[ends:])]
 
 
 @dataclass
@@ -90,6 +99,11 @@ class Listed:
         return 0
 
 
+def listed(batches: list[Dealt]) -> Any:
+    """Return loaders for `evaluate`: one of these batches."""
+    return [Listed(batches)]
+
+
 @dataclass
 class LightningRun(Run):
     """A fit under some of Lightning's rules."""
@@ -102,7 +116,6 @@ class LightningRun(Run):
     limit: int | None = None
     val_batches: list[Dealt] | None = None
     window_has_ended: bool = True
-    savers: list[LightningSaver] = field(default_factory=list)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def resolve(self) -> None:
         super().resolve()
@@ -115,7 +128,7 @@ class LightningRun(Run):
         limit = limit_in_batches(s.overfit_batches or s.limit_val_batches, length, "limit_val_batches")
         expected = expected_batches(length, limit)
         self.has_empty_validation = expected == 0 and "empty validation" in self.rules
-        if expected is not None and "length: longer" in self.rules:
+        if expected is not None and "longer than its length" in self.rules:
             self.val_batches = self.val_batches[:expected]
 
     def sanity_check(self) -> None:
@@ -124,7 +137,7 @@ class LightningRun(Run):
             return
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
-            evaluate(self, [Listed(self.val_batches)], sanity=True)
+            evaluate(self, listed(self.val_batches), sanity=True)
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
@@ -134,21 +147,25 @@ class LightningRun(Run):
         super().send(values, self.stepped if "row steps" in self.rules else step)
 
     def send_step_values(self) -> None:
+        every = self.case.settings.log_every_n_steps
         asked = self.asked_to_stop or (self.stopper is not None and self.stopper.stops)
-        if "row at a stop" in self.rules and asked and self.case.settings.log_every_n_steps:
-            self.send(self.book.step_row(self), self.step)
-        else:
-            send_step_values(self)
+        if every and (self.step % every == 0 or ("row at a stop" in self.rules and asked)):
+            row = self.book.step_row(self)
+            if "values again" in self.rules:
+                logged = [name for name in self.book.names.values() if name.on_step and name.logger and name.values]
+                row = {name.step_name: self.metrics[name.step_name] for name in logged}
+            self.send(row, self.step)
 
     # ---- the whole
 
     def fit(self) -> None:
         self.resolve()
         self.module("configure_callbacks")
-        self.find_checkpoint()
+        find_checkpoint(self)
         if self.stopper is not None:
             self.stopper = LightningStopper(self.stopper.given, rules=self.rules)
-        self.savers = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
+        savers: Any = [LightningSaver(saver.given, rules=self.rules) for saver in self.savers]
+        self.savers = savers
         self.module("prepare_data")
         self.both("setup", "fit")
         self.module("configure_model")
@@ -176,12 +193,13 @@ class LightningRun(Run):
         return window_ends and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def train_epoch(self) -> None:
-        s, train = self.case.settings, self.case.train
+        s = self.case.settings
+        train: Any = self.case.train  # not combined
         size = s.accumulate_grad_batches
         order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
         batches = train.deal(order(self.epoch), 1, s.uneven)[: self.limit]
         expected = expected_batches(train.length(1, s.uneven), self.limit)
-        if expected is not None and "length: longer" in self.rules:
+        if expected is not None and "longer than its length" in self.rules:
             batches = batches[:expected]
         self.both("on_train_epoch_start")
         if self.epoch > MOST_EPOCHS:
@@ -192,7 +210,7 @@ class LightningRun(Run):
         for batch_idx, dealt in enumerate(batches):
             end = batch_idx + 1
             is_last = end == len(batches)
-            if expected is not None and "length: shorter" in self.rules:
+            if expected is not None and "shorter than its length" in self.rules:
                 is_last = end >= expected
             if batch_idx % size == 0:
                 begin = batch_idx
@@ -200,7 +218,8 @@ class LightningRun(Run):
             due = self.validates_after(begin, end, window_ends)
             self.train_batch(batch_idx, dealt, batches[begin:end] if window_ends else None, is_last)
             self.batch, self.samples = end, self.samples + len(dealt.samples)
-            for saver in self.savers:
+            savers: list[Any] = self.savers
+            for saver in savers:
                 waits = due or self.is_due_at_epoch_end(end, len(batches))
                 saver.after_batch(self, waits, window_ends, is_last)
             if window_ends:
@@ -297,10 +316,11 @@ class LightningRun(Run):
             self.module("on_validation_model_zero_grad")
         else:
             try:
-                evaluate(self, [Listed(self.val_batches)], sanity=False)
+                evaluate(self, listed(self.val_batches), sanity=False)
             except Refused:
-                if "callbacks first" in self.rules and self.events[-1][:2] == ("M", "on_validation_end"):
-                    self.events.pop()
+                last = [event for event in self.events if event.owner != "S"][-1]
+                if "callbacks first" in self.rules and last[:2] == ("M", "on_validation_end"):
+                    self.events.remove(last)
                 raise
             self.validated = True
         self.agree_now()
@@ -386,7 +406,10 @@ class LightningSaver(Saver):
             self.save_by_epoch(run)
 
     def after_training(self, run: Run) -> None:
-        if "last" not in self.rules or not self.step:
+        if "last" not in self.rules:
+            super().after_training(run)
+        elif not self.step:
+            self.saved_at = -1
             super().after_training(run)
 
     def save_by_epoch(self, run: Run) -> None:
@@ -408,6 +431,8 @@ class LightningSaver(Saver):
         if given.monitor is not None and score is None:
             if "saves without the metric" not in self.rules:
                 super().save(run, end, full)
+            elif run.validations and given.save_top_k != 0:
+                raise Refused("SettingError", "the monitored metric was not logged in the validation")
             return
         if run.step == self.step and "saves by steps" in self.rules:
             return
@@ -426,11 +451,11 @@ class LightningSaver(Saver):
         if wanted:
             self.add(run, new)
         if "one name" in self.rules and is_top and before is not None and before.base == base and not judged:
-            run.delete([one for one in self.kept if one.step == before.step], self)
+            delete(run, [one for one in self.kept if one.step == before.step], self)
 
-    def add(self, run: Run, new: Saved) -> None:
+    def add(self, run: Run, new: Saved, again: Sequence[Saved] = ()) -> None:
         self.step = new.step
-        super().add(run, new)
+        super().add(run, new, again)
 
     def find_best(self) -> None:
         if self.given.monitor is None and "best without monitor" in self.rules:
