@@ -395,7 +395,7 @@ print(json.dumps([len(gc.get_objects()) - before, sorted(sys.modules)]))
     heavy = {"tensorboard", "wandb", "rich", "deepspeed", "lightning_utilities", "torch.distributed.checkpoint"}
     assert not heavy & set(loaded)
     # The more an import makes, the sooner Python's full collection comes: 60 ms with torch's 350,000 objects.
-    most = 12_250 if sys.version_info >= (3, 11) else 12_750  # Python 3.10 has a dict for each object
+    most = 12_500 if sys.version_info >= (3, 11) else 13_000  # Python 3.10 has a dict for each object
     assert objects < most, "load what only a run needs when it runs; benchmarks/import_time.py has the bar in seconds"
 
 

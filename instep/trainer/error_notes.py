@@ -15,6 +15,7 @@ from torch import nn
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.data.seeding import add_note
+from instep.distributed.after_error import is_device_error
 from instep.errors import InstepError
 from instep.health.error_report import is_remote
 from instep.trainer.context import RunContext
@@ -32,12 +33,12 @@ def add_notes(error: BaseException, ctx: RunContext) -> None:
 
     Args:
         error: on its way out of the run. Errors of this package and of other ranks say enough; after one for memory
-            nothing is looked at, since reading a frame's variables keeps them alive.
+            or of the device nothing is looked at, since reading a frame's variables keeps them alive.
         ctx: the run.
     """
     if isinstance(error, InstepError) or not isinstance(error, Exception) or is_remote(error):
         return
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or is_device_error(error):
         return
     frames = list(_frames(error))
     for note in (_where(frames, ctx), _layer(frames, ctx.module)):

@@ -492,18 +492,19 @@ def validation_interval(ctx: RunContext) -> int | None:
 
 def plan_validation(ctx: RunContext) -> None:
     """Set when this epoch validates: after so many batches, at its end, by time, or not at all."""
-    s, plan = ctx.settings, ctx.validation
+    s, plan, at = ctx.settings, ctx.validation, ctx.position
+    due, at.validation_due = at.validation_due, None
     plan.every, plan.next_batch, plan.at_epoch_end, plan.has_clock = None, math.inf, False, False
     if not plan.enabled:
         return
     if isinstance(s.val_check_interval, timedelta):
         plan.has_clock = ctx.rank == 0
         return
-    if s.check_val_every_n_epoch is not None and (ctx.position.epoch + 1) % s.check_val_every_n_epoch:
+    if s.check_val_every_n_epoch is not None and (at.epoch + 1) % s.check_val_every_n_epoch:
         return
     plan.every = validation_interval(ctx)
     plan.at_epoch_end = plan.every is None
-    plan_next_validation(ctx)
+    plan_next_validation(ctx, due)
 
 
 def waits_for_end(ctx: RunContext) -> bool:
@@ -523,13 +524,18 @@ def validates_now(ctx: RunContext) -> bool:
     return plan.enabled and (ctx.position.batch >= plan.next_batch or (ctx.source.share.last and waits_for_end(ctx)))
 
 
-def plan_next_validation(ctx: RunContext) -> None:
-    """Set the batch after which the next validation is due, where batches are counted."""
+def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
+    """Set the batch after which the next validation is due, where batches are counted.
+
+    Args:
+        ctx: the run.
+        due: whether the checkpoint that it goes on from says that one is due at once; None: see by the batches.
+    """
     every, at = ctx.validation.every, ctx.position
     if every is not None:
         before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
         done = before + at.batch
-        due_now = done % every == 0 if at.validation_due is None else at.validation_due
+        due_now = done % every == 0 if due is None else due
         due_now = due_now and at.batch > 0 and not at.validated
         ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
 

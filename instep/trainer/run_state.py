@@ -5,14 +5,12 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -337,7 +335,7 @@ def dry_run(ctx: RunContext) -> None:
 
 
 def _warn_of_unsaved(ctx: RunContext) -> None:
-    """Warn of optimizers, schedulers, generators and the like that hang on the module, and that no checkpoint holds."""
+    """Warn of optimizers, schedulers, scalers and the like that hang on the module, and that no checkpoint holds."""
     saved = {id(held) for held in (*ctx.optimizers, *(config.scheduler for config in ctx.schedulers))}
     saved |= {id(getattr(held, "optimizer", None)) for held in ctx.wrapped_optimizers}
     for owner, module in ctx.module.named_modules():
@@ -356,12 +354,10 @@ def _warn_of_unsaved(ctx: RunContext) -> None:
 
 def _has_state(item: Any) -> bool:
     """Return whether an object has a state that changes in training, and is no module, whose state is saved."""
-    if isinstance(item, (torch.Generator, random.Random, LRScheduler)):
+    if isinstance(item, LRScheduler):
         return True
-    if type(item).__module__.startswith("numpy.random"):
-        return hasattr(item, "random")
     saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")  # loaders, with the data
-    ours = any(base.__module__.partition(".")[0] == "instep" for base in type(item).__mro__)
+    ours = any(base.__module__.partition(".")[0] == "instep" for base in type.mro(type(item)))
     return not saved_elsewhere and not ours and isinstance(item, Stateful)
 
 

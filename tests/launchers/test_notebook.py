@@ -259,7 +259,7 @@ def test_a_rank_does_not_launch(launcher: Callable[..., Any], monkeypatch: pytes
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_arguments_are_checked(launcher: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="num_processes=0 must be at least 1"):
+    with pytest.raises(SettingError, match="num_processes=0: expected an integer of at least 1"):
         launcher(print, num_processes=0)
     with pytest.raises(UsageError, match="does not take 'use_port'; instead: master_port"):
         launcher(print, num_processes=2, use_port=1)

@@ -168,7 +168,9 @@ def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], t
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1", python=sys.executable)  # its ranks' parent
     check_error_was_told(done, tmp_path)
-    assert done.stderr.rstrip().endswith("ValueError: boom on purpose"), done.stderr
+    *_, error, note = done.stderr.splitlines()
+    assert error == "ValueError: boom on purpose", done.stderr
+    assert note.startswith("This came from Event.on_train_batch_end, epoch 1, batch_idx 0"), done.stderr
 
 
 @pytest.mark.parametrize(("devices", "hint"), [(3, "start 3 processes"), ("auto", "")])

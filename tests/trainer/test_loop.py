@@ -607,6 +607,7 @@ def test_manual_optimization_knows_the_last_batch_too():
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             seen.append(GradientState().end_of_dataloader)
+            self.optimizers().step()
 
     quiet(max_epochs=1).fit(Manual(), loader())
     assert seen == [False, False, False, True]
