@@ -90,6 +90,7 @@ def put_first(package: Path) -> None:
     folder = tempfile.mkdtemp()
     os.symlink(package / "instep", f"{folder}/instep")
     sys.path.insert(0, folder)
+    os.environ["PYTHONSAFEPATH"] = "1"  # a process that is started does not look into the present folder first
     os.environ["PYTHONPATH"] = os.pathsep.join((folder, str(Path(__file__).parents[2])))
 
 
