@@ -167,7 +167,7 @@ class Position:
         self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
         self.validated = self.epoch_ended = self.skipped_rest = False
-        self.validation_due = None
+        self.validation_due, self.closed_step = None, -1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position at the end of the last optimizer window, where a resumed run goes on."""
