@@ -76,7 +76,7 @@ class Growth(Callback):
         grown = {name: last[name] - first[name] for name in last if last[name] > first[name]}
         few = {name: by for name, by in grown.items() if name.startswith("object ")}
         assert {name: by for name, by in grown.items() if name not in few} == {}
-        # What stays of each epoch would be 800 and more. Caches of abstract base classes grow with other tests' classes.
+        # What stays of each epoch would be 800 or more. Caches of abstract classes grow with other tests' classes.
         assert max(few.values(), default=0) < 300, few
         early, *_, late = (after - before for before, after in zip(self.spent_s, self.spent_s[1:], strict=False))
         assert late < 2 * early
