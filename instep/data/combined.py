@@ -70,7 +70,8 @@ class CombinedLoader(BatchSource):
     The ranks, and the batches of an optimizer window, weigh by their samples in all loaders' parts.
 
     Args:
-        iterables: loaders in dicts, lists and tuples, nested as you like. A list of plain numbers or texts is a loader.
+        iterables: loaders in dicts, lists and tuples, nested as you like. A list of plain numbers or texts is a loader,
+            and so is an empty one within.
         mode: "min_size" stops with the shortest loader, "max_size_cycle" with the longest and starts the others again
             (shuffled anew), "max_size" with the longest and gives None for the others, "sequential" takes one after the
             other and gives (batch, batch_idx, dataloader_idx).
@@ -491,16 +492,17 @@ class CombinedLoader(BatchSource):
 _END = object()
 
 
-def _places(nest: Any, loaders: list[Any]) -> Any:
+def _places(nest: Any, loaders: list[Any], inside: bool = False) -> Any:
     """Add the loaders of a nest to the list, and return the nest with the index of each in its place."""
-    plain = isinstance(nest, list | tuple) and nest and all(isinstance(item, int | float | str) for item in nest)
+    items = nest if isinstance(nest, list | tuple) else [None]
+    plain = (inside or len(items) > 0) and all(isinstance(item, int | float | str) for item in items)
     if isinstance(nest, list | tuple) and not plain:
-        values = [_places(item, loaders) for item in nest]
+        values = [_places(item, loaders, inside=True) for item in nest]
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if isinstance(nest, Mapping):
         places: Any = copy.copy(nest)  # keeps what the class holds besides its items
         for key, value in nest.items():
-            places[key] = _places(value, loaders)
+            places[key] = _places(value, loaders, inside=True)
         return places
     loaders.append(nest)
     return len(loaders) - 1

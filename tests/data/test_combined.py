@@ -275,3 +275,11 @@ def test_wrong_use() -> None:
         CombinedLoader({"a": range(2), "b": [None]})
     with pytest.raises(DataError, match="another combination"):
         combined("min_size").load_state_dict(combined("max_size").state_dict(0))
+
+
+@pytest.mark.parametrize("empty", [[], (), range(0)], ids=["list", "tuple", "range"])
+def test_an_empty_list_within_is_a_loader_as_a_filled_one_is(empty: Any) -> None:
+    assert list(CombinedLoader([empty, [1, 2, 3]], "sequential")) == [(1, 0, 1), (2, 1, 1), (3, 2, 1)]
+    nested = CombinedLoader({"a": {"b": empty}, "c": [1, 2]}, "max_size")
+    assert list(nested) == [{"a": {"b": None}, "c": 1}, {"a": {"b": None}, "c": 2}]
+    assert len(CombinedLoader([empty, [1, 2, 3]], "min_size")) == 0
