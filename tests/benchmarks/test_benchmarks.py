@@ -42,8 +42,9 @@ def test_a_soak_that_loses_something_says_so_and_fails(tmp_path: Path) -> None:
     done = run_command([sys.executable, "-c", program + BROKEN_SOAK], cwd=BENCHMARKS.parent, env=env)
     assert done.returncode == 1, done.stderr
     result = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert (result["kills"], result["recovered"], result["unrecoverable"], result["runs"]) == (2, 0, 2, 2)
-    assert [loss["run"] for loss in result["losses"]] == [0, 1]
+    assert (result["kills"], result["recovered"], result["unrecoverable"]) == (2, 0, 2)
+    first, second = (loss["run"] for loss in result["losses"])  # a run that ends before its kill is none of them
+    assert first < second < result["runs"]
     for loss in result["losses"]:
         assert loss["kill"]["target"] in ("job", "rank", "agent")
         assert "step 7 was saved, but 6 is the newest (seed 1, " in loss["text"]
@@ -193,8 +194,9 @@ def test_scaling_and_that_a_step_has_one_collective_at_any_number_of_ranks(tmp_p
     result = run("scaling.py", tmp_path, "--quick")
     few, many = (result["counted"][world] for world in ("2", "64"))
     assert few["parts"] == many["parts"]
-    assert many["parts"]["40 steps"] == {"allreduce": 39, "gradients": 40}
-    assert many["sent"]["40 steps"] == 39 * 16
+    once = {"allgather": 2}  # ranks agree once which values they average
+    assert many["parts"]["40 steps"] == {"allreduce": 39, "gradients": 40, **once}
+    assert 39 * 16 < many["sent"]["40 steps"] < 39 * 16 + 200
     assert result["timed_us"]["2"]["triggers.sync"] > 0
 
 
