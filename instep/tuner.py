@@ -12,8 +12,8 @@ from instep.errors import SettingError
 from instep.profilers import make_profiler
 from instep.trainer.context import Progress, RunContext, TrainerState
 from instep.trainer.lifecycle import open_run
-from instep.trainer.log import Metrics
 from instep.trainer.loop import agree_on_triggers, configure_optimizers, prepare_training
+from instep.trainer.metrics import Metrics
 from instep.trainer.plugins import check_data, check_module, need_loaders, saves
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.trainer import Trainer

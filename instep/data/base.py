@@ -12,7 +12,7 @@ from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
 _LISTED = 16  # samples of a batch in a message
-_UNKNOWN = -1
+UNKNOWN = -1  # samples of a batch that nobody has counted
 _KEPT = 1024  # batches beyond the longest window, of which the samples are remembered
 OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
 
@@ -64,7 +64,7 @@ class BatchSource(ABC):
         self.epoch = 0
         self.cycle = 0
         self._given = 0  # batches of the epoch so far, where they are counted
-        self._seen = array("q")  # samples of all ranks in each of the last ones, or _UNKNOWN
+        self._seen = array("q")  # samples of all ranks in each of the last ones, or UNKNOWN
         self._pending = False  # a position was loaded that no pass has used yet
         self._plan: Plan | None = None  # of the position that the source stands at
 
@@ -146,7 +146,7 @@ class BatchSource(ABC):
         self.share = share
         self._given += 1
         if self.history > 1:
-            self._seen.append(_UNKNOWN if share.all is None else share.all)
+            self._seen.append(UNKNOWN if share.all is None else share.all)
             if len(self._seen) > 2 * (kept := _KEPT + self.history):
                 del self._seen[:-kept]
 
@@ -154,9 +154,9 @@ class BatchSource(ABC):
         """Return the samples of given batches, as `Plan.seen`; those that are unknown count as the first one's."""
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()
-        if not seen or seen[0] == _UNKNOWN:
+        if not seen or seen[0] == UNKNOWN:
             return ()
-        return [seen[0] if samples == _UNKNOWN else samples for samples in seen] if _UNKNOWN in seen else seen
+        return [seen[0] if samples == UNKNOWN else samples for samples in seen] if UNKNOWN in seen else seen
 
 
 class DataShard(NamedTuple):

@@ -86,12 +86,12 @@ class DataLoaderConfiguration:
             count. False: such a rank ends earlier, as `join_uneven_inputs` allows.
         data_seed: what shuffling is derived from; None: the seed of the run.
         non_blocking: do not wait for copies from pinned memory to the device.
-        use_distributed_sampler: False: the ranks' data differ already, and each rank reads all of its own.
         use_stateful_dataloader: read iterable data through torchdata's StatefulDataLoader, which resumes without
             reading again. Map-style data resumes by arithmetic, with or without.
         restore_position: where a loader goes on after `load_state`, when K batches of its epoch are done. "auto": at
             batch K, also in a script that passes over K batches by itself. True: always at batch K. False: at the
             epoch's beginning, and the script skips.
+        use_distributed_sampler: False: the ranks' data differ already, and each rank reads all of its own.
 
     Raises:
         SettingError: a value is of the wrong type.
@@ -107,8 +107,8 @@ class DataLoaderConfiguration:
     data_seed: Annotated[int | None, Check(is_int, "an integer, or None", int)] = None
     non_blocking: Annotated[bool, FLAG] = False
     use_stateful_dataloader: Annotated[bool, FLAG] = False
-    use_distributed_sampler: Annotated[bool, FLAG] = True
     restore_position: Annotated[bool | Literal["auto"], _RESTORE] = "auto"
+    use_distributed_sampler: Annotated[bool, FLAG] = True
 
     def __post_init__(self) -> None:
         check_fields(self)

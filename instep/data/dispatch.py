@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from instep.data.base import DataShard, PreparedLoader
+from instep.data.base import UNKNOWN, DataShard, PreparedLoader
 from instep.data.partition import Splitter
 from instep.data.plan import Plan, Share
 from instep.data.sampler import local_slice
@@ -33,12 +33,11 @@ from instep.state.process import step_group
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
-_UNKNOWN = -1
 _ALIGN = 16  # bytes; so that any dtype can be seen in the middle of a buffer
 
 
 class _Step(NamedTuple):
-    """One step of a rank: its slice, the samples by rank (_UNKNOWN where they cannot be counted), the end."""
+    """One step of a rank: its slice, the samples by rank (UNKNOWN where they cannot be counted), the end."""
 
     batch: Any
     rows: list[int]
@@ -133,7 +132,7 @@ class DispatchLoader(PreparedLoader):
                 total = self._reader.num_batches
                 totals = _totals(self._reader)
                 first = self._reader.first_batch
-                head = torch.tensor([_BATCH, first, _UNKNOWN if total is None else total, totals is not None])
+                head = torch.tensor([_BATCH, first, UNKNOWN if total is None else total, totals is not None])
             except Exception as caught:  # noqa: BLE001  `_receive_head` raises it, together with the other ranks
                 error = caught
         _, first, total, known = _receive_head(head, error, "position", "preparing the data on rank 0")
@@ -142,7 +141,7 @@ class DispatchLoader(PreparedLoader):
         self._begin(-(-first // self._group))
         self._given = self.first_batch
         left = math.ceil((total - first) / self._group)
-        self._num_batches = None if total == _UNKNOWN else self.first_batch + left
+        self._num_batches = None if total == UNKNOWN else self.first_batch + left
 
     @property
     def plan(self) -> Plan:
@@ -166,10 +165,10 @@ class DispatchLoader(PreparedLoader):
 
     def _share_of(self, rows: list[int], last: bool = False) -> Share:
         """Return the share of a batch with so many samples by rank."""
-        mine, unknown = rows[self.rank], _UNKNOWN in rows
+        mine, unknown = rows[self.rank], UNKNOWN in rows
         weights = [int(count != 0) for count in rows] if unknown else rows
         units = (weights[self.rank], sum(weights)) if any(weights) else None
-        return Share(None if mine == _UNKNOWN else mine, None if unknown else sum(rows), last, units)
+        return Share(None if mine == UNKNOWN else mine, None if unknown else sum(rows), last, units)
 
     def _rows(self, batch_idx: int) -> list[int]:
         """Return the samples of each rank in a step, before it was read."""
@@ -285,14 +284,14 @@ class DispatchLoader(PreparedLoader):
         return self._splitter.count(batch, size, exact=full)
 
     def _samples(self, batch: Any, number: int) -> int:
-        """Return samples in a batch that is given whole, _UNKNOWN where they cannot be counted."""
+        """Return samples in a batch that is given whole, UNKNOWN where they cannot be counted."""
         if self._totals is not None:
             return self._totals.at(number)
         try:
             count = self._splitter.count(batch, self.batch_size)
         except DataError:
-            return _UNKNOWN
-        return _UNKNOWN if count is None else count
+            return UNKNOWN
+        return UNKNOWN if count is None else count
 
     def close(self) -> None:
         if self._reader is not None:

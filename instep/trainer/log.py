@@ -9,9 +9,7 @@ callbacks and the progress bar, and sends values to the loggers.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,16 +19,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
 from instep.state.rank_records import named_ranks
-from instep.utils.untrusted_files import clean
+from instep.trainer.log_arguments import check_number, is_metric
 
 if TYPE_CHECKING:
-    from instep.callbacks.base import Trainer
     from instep.distributed.metric_states import Counts
 
 K = TypeVar("K")
@@ -501,7 +497,7 @@ class MetricLog:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
         check_number(name, value)
-        metric = self._checked(name, value, suffix) if _is_metric(value) else None
+        metric = self._checked(name, value, suffix) if is_metric(value) else None
         op = reduction(name, options.reduce_fx)
         accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._check_names(accumulator)
@@ -533,7 +529,7 @@ class MetricLog:
         """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
         before, name = accumulator.metric, accumulator.name
         # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
-        if not _is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
+        if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
             raise metric_room().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
@@ -847,10 +843,6 @@ def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _is_metric(value: Any) -> bool:
-    return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
-
-
 def metric_room() -> ModuleType:
     """Return the module that knows the states of metric objects; it loads when used: only a run pays for it."""
     from instep.distributed import metric_states
@@ -863,248 +855,9 @@ def _copies(entries: Iterable[Entry]) -> Iterator[Entry]:
         yield name, value.clone() if isinstance(value, Tensor) else value, options, batch_size
 
 
-def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
-    """Return names and values of a dict, or of a collection of metrics: these as they are, with no copy of a state."""
-    if not hasattr(given, "items"):
-        raise LogError(
-            f"self.log_dict got {type(given).__name__}; it takes a dict of names and values, or a collection"
-        )
-    if hasattr(given, "compute_groups"):
-        # Without groups there is nothing to copy, and torchmetrics is told the same as by Lightning.
-        return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
-    return given.items()
-
-
-def text_of(name: Any) -> str:
-    """Return a name of a class of its own, such as an Enum of texts, as a plain text.
-
-    Raises:
-        LogError: it is no text.
-    """
-    if isinstance(name, str):
-        return str.__str__(name)
-    raise LogError(
-        f"self.log({name!r}, ...): a name must be a text, got {type(name).__name__}. Use str(...) or an f-string."
-    )
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raise a `LogError` for a number, or a tensor of one element, that no float holds."""
-    if isinstance(value, Tensor):
-        problem = (
-            "complex; log its parts: .real and .imag, or .abs()"
-            if value.is_complex()
-            else "on the meta device, and has no value"
-            if value.is_meta
-            else "nested; log .values().mean()"
-            if value.is_nested
-            else "quantized; use .dequantize()"
-            if value.is_quantized
-            else "sparse; use .to_dense()"
-            if value.layout is not torch.strided
-            else ""
-        )
-        if problem:
-            raise LogError(f"self.log({name!r}) got a tensor that is {problem}.")
-    elif isinstance(value, complex):
-        raise LogError(
-            f"self.log({name!r}) got the complex number {value!r}; log its parts: .real and .imag, or abs(...)."
-        )
-    elif isinstance(value, Real):
-        try:
-            float(value)
-        except (OverflowError, ValueError):
-            raise LogError(
-                f"self.log({name!r}) got a number that is too large for a float (1.8e308 at most). Log its logarithm."
-            ) from None
-
-
-def check_value(name: str, value: Any) -> None:
-    """Raise a `LogError` for what `self.log` does not take."""
-    check_number(name, value)
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise LogError(
-                f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}; it takes one number. "
-                "Reduce it first, for instance with .mean()."
-            )
-    elif isinstance(value, dict):
-        raise LogError(f"self.log({name!r}) got a dict; use self.log_dict for several values at once.")
-    elif _is_metric(value) and hasattr(value, "items"):
-        raise LogError(
-            f"self.log({name!r}) got a {type(value).__name__}; use self.log_dict for several metrics at once."
-        )
-    elif not isinstance(value, Real) and not _is_metric(value):
-        raise LogError(
-            f"self.log({name!r}) got {type(value).__name__} {value!r}; it takes a number, a tensor with one element, "
-            "or a metric object with compute()."
-        )
-
-
-def ranks_of(name: str, group: Any) -> tuple[int, ...]:
-    """Return the ranks of a `sync_dist_group`."""
-    try:
-        return tuple(dist.get_process_group_ranks(group))
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise LogError(
-            f"self.log({name!r}, sync_dist_group={group!r}): use a process group of torch, from "
-            "torch.distributed.new_group, or leave it out."
-        ) from None
-
-
-def check_attribute(name: str, value: Any, attribute: str, module: nn.Module) -> None:
-    """Raise a `LogError` where the module has another object, or none, under the name that `self.log` was told."""
-    if dict(module.named_modules()).get(attribute) is not value:
-        raise LogError(
-            f"self.log({name!r}, metric_attribute={attribute!r}): Could not find the `{type(module).__name__}` "
-            f"attribute for this metric under that name. Set self.{attribute} to it, or leave metric_attribute out."
-        )
-
-
 def _by_name(parts: Iterable[dict[K, Any]]) -> dict[K, list[Any]]:
     names: dict[K, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
             names.setdefault(name, []).append(value)
     return names
-
-
-_ENDS, _MOST_NAN = ("_step", "_epoch"), 8
-
-
-class Metrics:
-    """Last values of all logged names; new ones are sent to the loggers.
-
-    Args:
-        trainer: whose loggers they are.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.callback: dict[str, float] = {}
-        self.logged: dict[str, float] = {}
-        self.bar: dict[str, float] = {}
-        self.nan_since: dict[str, int] = {}
-        """Names whose last known value is nan, and the step at which that was seen first."""
-        self._eval_steps: dict[str, int] = {}
-
-    def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
-        """Send step values to the loggers, with the epoch beside them."""
-        for metrics, step, bar in arrived:
-            if self._trainer.state.stage == "train":
-                self.callback.update(metrics)
-                self._look_for_nan(metrics, step)
-            self.bar.update(bar)
-            if metrics and self._trainer.settings.log_every_n_steps:
-                self.logged.update(metrics)
-                self._send(metrics, step)
-
-    def keep(self, log: MetricLog) -> None:
-        """Keep the step values of a log that another one replaces: callbacks may watch them."""
-        values = {name: float(value) for name, value in log.callback_values.items()}
-        self.callback.update(values)
-        self._look_for_nan(values, self._trainer.global_step)
-        self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
-
-    def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
-        """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
-        to_log: dict[str, float] = {}
-        ctx = self._trainer._ctx
-        logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
-        for name, value, options, plain, _ in metrics:
-            self.callback[name] = self.callback[plain] = value
-            self._look_for_nan({name: value, plain: value}, self._trainer.global_step)
-            for log in logs:
-                log.step_values.pop(name, None)
-                log.step_values.pop(plain, None)
-            if options.prog_bar:
-                self.bar[name] = value
-            if options.logger is not False:
-                to_log[name] = value
-        if final and to_log:
-            self.logged.update(to_log)
-            self._send(to_log, self._trainer.global_step)
-
-    def _look_for_nan(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            if math.isnan(value):
-                self.nan_since.setdefault(name, step)
-            elif self.nan_since:
-                self.nan_since.pop(name, None)
-
-    def describe_nan(self) -> str:
-        """Return in words which values are nan and since when; "" where none is. Its step values must be kept first."""
-        since = self.nan_since
-        plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
-        by_step: dict[int, list[str]] = {}
-        for name in plain:
-            by_step.setdefault(since[name], []).append(name)
-        parts = []
-        for step, names in sorted(by_step.items()):
-            *others, last = names if len(names) <= _MOST_NAN else [*names[:_MOST_NAN], f"{len(names) - _MOST_NAN} more"]
-            parts.append(f"{', '.join(others)} and {last} are" if others else f"{last} is")
-            parts[-1] += f" nan since step {step:,}"
-        return "; ".join(parts)
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
-        own_step = metrics.get("step", math.nan)
-        if math.isfinite(own_step):
-            metrics, step = {name: value for name, value in metrics.items() if name != "step"}, int(own_step)
-        metrics = {**metrics, "epoch": metrics.get("epoch", float(self._trainer.current_epoch))}
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step)
-
-    def next_eval_step(self, stage: str) -> int:
-        """Count a step value of an evaluation: the x-axis of these has a count of its own."""
-        self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
-        return self._eval_steps[stage]
-
-    def forget(self) -> None:
-        """Drop all values: those of the sanity check are no metrics of the run."""
-        self.callback.clear()
-        self.logged.clear()
-        self.bar.clear()
-        self.nan_since.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "callback": dict(self.callback),
-            "logged": dict(self.logged),
-            "bar": dict(self.bar),
-            "nan_since": dict(self.nan_since),
-            "eval_steps": dict(self._eval_steps),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
-        self.nan_since = dict(state_dict.get("nan_since", {}))
-        self._eval_steps = dict(state_dict["eval_steps"])
-
-
-def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
-    """Return metrics as users of Lightning read them: 0-dim tensors, float64 unless they are tensors already."""
-    return {
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, value in metrics.items()
-    }
-
-
-def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
-    """Print what validate or test measured, as a table on a terminal and as JSON lines elsewhere."""
-    if not sys.stdout.isatty():
-        for index, metrics in enumerate(results):
-            print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
-        return
-    from rich.console import Console  # late: only a terminal needs it
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=stage)
-    table.add_column("metric")
-    for index in range(len(results)):
-        table.add_column("value" if len(results) == 1 else f"loader {index}", justify="right")
-    for name in dict.fromkeys(name for metrics in results for name in metrics):
-        values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
-        table.add_row(Text(clean(name, "")), *values)
-    Console().print(table)

@@ -17,16 +17,8 @@ from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.hooks import STEPS, ModuleHooks, is_overridden
-from instep.trainer.log import (
-    Entry,
-    Options,
-    check_attribute,
-    check_value,
-    items_to_log,
-    ranks_of,
-    reduction,
-    text_of,
-)
+from instep.trainer.log import Entry, Options, reduction
+from instep.trainer.log_arguments import check_attribute, check_value, items_to_log, ranks_of, text_of
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.checks import choice

@@ -31,8 +31,9 @@ from instep.trainer.devices import count_devices, launch, make_cublas_repeatable
 from instep.trainer.evaluation import evaluate, forward_training_data, predict
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
-from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
+from instep.trainer.log import MetricLog
 from instep.trainer.loop import fit, validates_now
+from instep.trainer.metrics import Metrics, as_tensors, print_results
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import change_in_run, check_data, check_module, default_callbacks, need_loaders

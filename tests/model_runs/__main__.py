@@ -60,6 +60,17 @@ def main() -> int:
     return int(any(failed))
 
 
+def drawing(count: int) -> settings:
+    """Return hypothesis's settings for so many runs."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+    )
+
+
 def work(number: int, count: int, file: Path) -> int:
     """Run a part of the cases; write what was drawn to a file."""
     torch.set_num_threads(1)
@@ -67,13 +78,7 @@ def work(number: int, count: int, file: Path) -> int:
     coverage = Coverage()
 
     @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
-    )
+    @drawing(count)
     @given(cases((1, 1, 1, 1, 1, 1, 1, 1, 2, 3)), processes((None, None, 1, 2, 3)))
     def compare(case: Case, in_turn: tuple[Process, ...]) -> None:
         if not allowed(case):
@@ -116,13 +121,7 @@ def compare_scripts(number: int, count: int) -> int:
     began_s = time.monotonic()
 
     @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
-    )
+    @drawing(count)
     @given(loops((1, 1, 1, 1, 1, 1, 1, 1, 2, 3)))
     def compare(case: Loop) -> None:
         if not is_allowed_script(case):

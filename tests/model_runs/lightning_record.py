@@ -16,12 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ign
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.loggers import Logger  # pyright: ignore[reportMissingImports]
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from tests.model.data import Data
 from tests.model.optimization import RATE, Scheduler, as_seen
 from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, comparable, rounded
+from tests.model_runs.samples import ClaimingStream, Samples, Stream
 
 LONGEST_S = 30
 MOST_EPOCHS = 100
@@ -115,31 +116,6 @@ def _arguments(case: Case, folder: str) -> dict[str, Any]:
 # ---- data
 
 
-class _Samples(Dataset[int]):
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.samples
-
-    def __getitem__(self, index: int) -> int:
-        return self.data.first + index
-
-
-class _Stream(IterableDataset[int]):
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data.in_sequence())
-
-
-class _ClaimingStream(_Stream):
-    def __len__(self) -> int:
-        assert self.data.claims is not None
-        return self.data.claims
-
-
 class _Batches:
     """A loader of one's own. A list would be a list of loaders for Lightning."""
 
@@ -169,9 +145,9 @@ def _loader(data: Any, it: Recorded) -> Any:
     if data.kind == "list":
         return _Batches(data)
     if data.kind == "iterable":
-        stream = _Stream(data) if data.claims is None else _ClaimingStream(data)
+        stream = Stream(data) if data.claims is None else ClaimingStream(data)
         return DataLoader(stream, data.batch_size, drop_last=data.drop_last)
-    samples = _Samples(data)
+    samples = Samples(data)
     if not data.shuffle:
         return DataLoader(samples, data.batch_size, drop_last=data.drop_last)
     sampler = _Recording(samples)

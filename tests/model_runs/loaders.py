@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from instep.data import CombinedLoader, ShardedBatchSampler
 from instep.utils.seed import derive_seed
 from tests.model.data import Combined, Data
+from tests.model_runs.samples import ClaimingStream, Samples, Stream
 
 SEED = 7
 """The seed of the order of shuffled data."""
@@ -35,37 +36,6 @@ def draw(data: Data, number: int, cycle: int, epoch: int) -> list[int]:
 def shuffled(data: Data) -> Any:
     """Return the order of shuffled data by its epoch."""
     return lambda epoch: draw(data, 0, 0, epoch)
-
-
-class Samples(Dataset[int]):
-    """Numbers from `first` on."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.samples
-
-    def __getitem__(self, index: int) -> int:
-        return self.data.first + index
-
-
-class Stream(IterableDataset[int]):
-    """The same numbers one after the other, or a rank's part of them."""
-
-    def __init__(self, data: Data, rank: int = 0, ranks: int = 1) -> None:
-        self.data, self.rank, self.ranks = data, rank, ranks
-
-    def __iter__(self) -> Any:
-        return iter(self.data.part(self.rank, self.ranks))
-
-
-class ClaimingStream(Stream):
-    """The same with a length, which may be wrong."""
-
-    def __len__(self) -> int:
-        assert self.data.claims is not None
-        return self.data.claims
 
 
 class Again:

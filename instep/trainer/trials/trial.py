@@ -22,8 +22,9 @@ from instep.trainer.context import Progress, RunContext
 from instep.trainer.evaluation import evaluate, predict, take_batches
 from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
-from instep.trainer.log import MetricLog, Metrics, NullBuffer
+from instep.trainer.log import MetricLog, NullBuffer
 from instep.trainer.loop import after_batch, plan_validation
+from instep.trainer.metrics import Metrics
 from instep.trainer.module import takes_batches
 from instep.trainer.optimizers import TrainOptimizer
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step

@@ -1,0 +1,158 @@
+"""Values of a run as they are shown: the last ones of all logged names, and what goes to the loggers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from instep.utils.untrusted_files import clean
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
+    from instep.trainer.log import EpochMetric, MetricLog, StepMetrics
+
+_ENDS, _MOST_NAN = ("_step", "_epoch"), 8
+
+
+class Metrics:
+    """Last values of all logged names; new ones are sent to the loggers.
+
+    Args:
+        trainer: whose loggers they are.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.callback: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self.bar: dict[str, float] = {}
+        self.nan_since: dict[str, int] = {}
+        """Names whose last known value is nan, and the step at which that was seen first."""
+        self._eval_steps: dict[str, int] = {}
+
+    def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
+        """Send step values to the loggers, with the epoch beside them."""
+        for metrics, step, bar in arrived:
+            if self._trainer.state.stage == "train":
+                self.callback.update(metrics)
+                self._look_for_nan(metrics, step)
+            self.bar.update(bar)
+            if metrics and self._trainer.settings.log_every_n_steps:
+                self.logged.update(metrics)
+                self._send(metrics, step)
+
+    def keep(self, log: MetricLog) -> None:
+        """Keep the step values of a log that another one replaces: callbacks may watch them."""
+        values = {name: float(value) for name, value in log.callback_values.items()}
+        self.callback.update(values)
+        self._look_for_nan(values, self._trainer.global_step)
+        self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
+
+    def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
+        """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
+        to_log: dict[str, float] = {}
+        ctx = self._trainer._ctx
+        logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
+        for name, value, options, plain, _ in metrics:
+            self.callback[name] = self.callback[plain] = value
+            self._look_for_nan({name: value, plain: value}, self._trainer.global_step)
+            for log in logs:
+                log.step_values.pop(name, None)
+                log.step_values.pop(plain, None)
+            if options.prog_bar:
+                self.bar[name] = value
+            if options.logger is not False:
+                to_log[name] = value
+        if final and to_log:
+            self.logged.update(to_log)
+            self._send(to_log, self._trainer.global_step)
+
+    def _look_for_nan(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            if math.isnan(value):
+                self.nan_since.setdefault(name, step)
+            elif self.nan_since:
+                self.nan_since.pop(name, None)
+
+    def describe_nan(self) -> str:
+        """Return in words which values are nan and since when; "" where none is. Its step values must be kept first."""
+        since = self.nan_since
+        plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
+        by_step: dict[int, list[str]] = {}
+        for name in plain:
+            by_step.setdefault(since[name], []).append(name)
+        parts = []
+        for step, names in sorted(by_step.items()):
+            *others, last = names if len(names) <= _MOST_NAN else [*names[:_MOST_NAN], f"{len(names) - _MOST_NAN} more"]
+            parts.append(f"{', '.join(others)} and {last} are" if others else f"{last} is")
+            parts[-1] += f" nan since step {step:,}"
+        return "; ".join(parts)
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
+        own_step = metrics.get("step", math.nan)
+        if math.isfinite(own_step):
+            metrics, step = {name: value for name, value in metrics.items() if name != "step"}, int(own_step)
+        metrics = {**metrics, "epoch": metrics.get("epoch", float(self._trainer.current_epoch))}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step)
+
+    def next_eval_step(self, stage: str) -> int:
+        """Count a step value of an evaluation: the x-axis of these has a count of its own."""
+        self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
+        return self._eval_steps[stage]
+
+    def forget(self) -> None:
+        """Drop all values: those of the sanity check are no metrics of the run."""
+        self.callback.clear()
+        self.logged.clear()
+        self.bar.clear()
+        self.nan_since.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "callback": dict(self.callback),
+            "logged": dict(self.logged),
+            "bar": dict(self.bar),
+            "nan_since": dict(self.nan_since),
+            "eval_steps": dict(self._eval_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
+        self.nan_since = dict(state_dict.get("nan_since", {}))
+        self._eval_steps = dict(state_dict["eval_steps"])
+
+
+def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
+    """Return metrics as users of Lightning read them: 0-dim tensors, float64 unless they are tensors already."""
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in metrics.items()
+    }
+
+
+def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
+    """Print what validate or test measured, as a table on a terminal and as JSON lines elsewhere."""
+    if not sys.stdout.isatty():
+        for index, metrics in enumerate(results):
+            print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
+        return
+    from rich.console import Console  # late: only a terminal needs it
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=stage)
+    table.add_column("metric")
+    for index in range(len(results)):
+        table.add_column("value" if len(results) == 1 else f"loader {index}", justify="right")
+    for name in dict.fromkeys(name for metrics in results for name in metrics):
+        values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
+        table.add_row(Text(clean(name, "")), *values)
+    Console().print(table)
