@@ -18,7 +18,7 @@ from instep.checkpoint import CheckpointStore
 from instep.errors import NonFiniteError, SettingError
 from instep.strategies.gradients import Gradients
 from instep.trainer import nonfinite
-from tests.trainer.toys import Toy, assert_same, loader, quiet, weights
+from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
 
 NAN, INF = float("nan"), float("inf")
 
@@ -580,3 +580,19 @@ def test_with_a_scaler_the_loss_is_looked_at_and_the_scaler_looks_at_the_gradien
     trainer = fit(by_guard, "skip")
     assert trainer.position.nonfinite_steps == 1
     assert_same(weights(by_guard), expected)
+
+
+def test_the_end_of_a_run_says_what_is_nan_and_since_when(capsys: pytest.CaptureFixture[str]) -> None:
+    class Breaks(LoggingToy):
+        breaks = True
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * (float("nan") if self.breaks and self.global_step >= 5 else 1.0)
+
+    trainer = quiet(max_epochs=3)
+    trainer.fit(Breaks(), loader(), loader())  # of 4 steps each
+    assert "train_loss and val_loss are nan since step 8." in capsys.readouterr().out
+    sound = Breaks()
+    sound.breaks = False
+    trainer.fit(sound, loader())
+    assert "nan since" not in capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -45,3 +47,18 @@ def test_warnings_and_logs_come_from_rank_zero_and_name_the_caller(be_second, ca
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rank_zero_warn("not here")
+
+
+SET_UPS = {
+    "none": ("", "seen 1\n"),
+    "basicConfig": ("logging.basicConfig(format='%(levelname)s %(message)s')", "INFO seen 1\n"),
+    "a level between": ("logging.getLogger('lightning_utilities').setLevel(logging.WARNING)", ""),
+}
+
+
+@pytest.mark.parametrize("set_up", SET_UPS)
+def test_infos_are_seen_in_a_program_that_sets_no_level(set_up: str) -> None:
+    line, seen = SET_UPS[set_up]
+    program = f"import logging\nfrom instep.utils import rank_zero_info\n{line}\nrank_zero_info('seen %d', 1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == seen
