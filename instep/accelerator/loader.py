@@ -81,6 +81,7 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
+        self._others = 0  # how many more batches of the epoch are done than their numbers say, by other ranks
         self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
         self._restored: RestoredPlace | None = None  # where `load_state` was, until something uses it
         self._held, self._ahead = 1, 0  # as the opening of a pass has found them
@@ -195,8 +196,11 @@ class AcceleratedLoader:
                 f"skip_first_batches(loader, {batches}) after load_state: {place.batches} batches of the epoch were "
                 "done when the state was saved, so some come again or are left out. Skip as many as were done, or none"
             )
+        self._others = 0
         if batches is not None and (place is None or batches != place.batches):
             source.start_at(batches)
+        elif place is not None:
+            self._others = place.batches - source.first_batch
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         self.trains = self.trains or self.batches_done is not None
         self.batch_idx = source.first_batch - 1
@@ -297,7 +301,7 @@ class AcceleratedLoader:
         if window_begin is not None:
             done = min(done, window_begin)
         done = max(done, self.source.first_batch)
-        return {"epoch": self.epoch, "source": self.source.state_dict(done), **about}
+        return {"epoch": self.epoch, "source": self.source.state_dict(done), "batches": done + self._others, **about}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next pass go on where the state says."""
@@ -306,8 +310,8 @@ class AcceleratedLoader:
             source.set_epoch(epoch + 1)  # what another state had set is void
         else:
             source.load_state_dict(state["source"])
-            batches = source.first_batch
-            if state["source"].get("finished") or (source.plan.exact and batches >= len(source)):
+            batches = state.get("batches", source.first_batch)
+            if state["source"].get("finished") or (source.plan.exact and source.first_batch >= len(source)):
                 epoch, batches = epoch + 1, 0  # nothing is left of that epoch
                 source.set_epoch(epoch)
         self._next_epoch, self.opening = epoch, None
@@ -397,7 +401,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Make a loader whose passes leave out the first batches of each epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
-    already skips nothing twice. Which samples count stays known, so `gather_for_metrics` is exact.
+    already skips nothing twice. It is the number that was done then, also where another number of processes took more
+    or fewer samples at once. Which samples count stays known, so `gather_for_metrics` is exact.
 
     Args:
         loader: a loader that `prepare` returned. Of any other loader, the first batches of each pass are left out.

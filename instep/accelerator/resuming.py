@@ -56,7 +56,8 @@ class RestoredPlace:
     Args:
         state: the loader's state, which a save before the first use writes again.
         epoch: the epoch that the next pass goes on with, or begins.
-        batches: how many of its batches are done.
+        batches: how many of its batches are done, in the count of those who did them: another number of processes may
+            have taken more or fewer samples at once.
     """
 
     def __init__(self, state: StateDict, epoch: int, batches: int) -> None:
@@ -321,15 +322,16 @@ class Opening:
         elif self._place is None:
             return
         elif self.evaluates and self._goes_on and not self._skipped:
-            yield from self._before_place(self._place.batches)
+            yield from self._before_place()
         else:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
         """Yield batches that the script may pass over; return those that follow, and the number of the first."""
+        assert self._place is not None
         kept: list[tuple[Any, Any]] = []
         source, most, passed = self._loader.source, self._loader.most_kept, 0
-        while passed < first:
+        while passed < self._place.batches:
             if passed == len(kept):
                 raw = next(self._raw, _END) if passed < most else _END
                 if raw is not _END:
@@ -347,12 +349,11 @@ class Opening:
         self._skipped, self._before, self._given = True, self._given, []
         return kept, first
 
-    def _before_place(self, batches: int) -> Iterator[tuple[int, Any]]:
+    def _before_place(self) -> Iterator[tuple[int, Any]]:
         """Yield the epoch's batches before the place: an evaluation sees them all."""
         source = self._loader.source
-        source.start_at(0)
-        for number, batch in zip(range(batches), self._loader.moved(iter(source)), strict=False):
-            source.share = source.share._replace(last=number == batches - 1)
+        source.start_before()
+        for number, batch in enumerate(self._loader.moved(iter(source))):
             yield number, self._give(batch)
             self._ask()
 

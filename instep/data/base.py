@@ -210,6 +210,10 @@ class PreparedLoader(BatchSource):
         """Derive everything random from another seed."""
         self.seed = seed
 
+    @abstractmethod
+    def start_before(self) -> None:
+        """Begin the next pass at the epoch's beginning, and end it at the position where the last one began."""
+
     @property
     def reads_once(self) -> bool:
         return hasattr(self.loader, "__next__")

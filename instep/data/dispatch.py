@@ -192,6 +192,11 @@ class DispatchLoader(PreparedLoader):
         self._with_reader(lambda reader: reader.start_at(batches * self._group))
         self._pending = True
 
+    def start_before(self) -> None:
+        super()._enter(self.epoch, self.cycle)
+        self._with_reader(lambda reader: reader.start_before())
+        self._pending = True
+
     # ---- state
 
     def state_dict(self, batches_done: int) -> StateDict:

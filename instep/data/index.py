@@ -130,6 +130,11 @@ class IndexLoader(PreparedLoader):
         batches = min(batches, self.sampler.steps)
         self._move(batches, min(batches * self.sampler.per_step, self.sampler.end))
 
+    def start_before(self) -> None:
+        stop = self.sampler.cursor
+        self.start_at(0)
+        self.sampler.stop = stop
+
     def _move(self, first_batch: int, cursor: int) -> None:
         self._begin(first_batch)
         self.sampler.cursor = cursor

@@ -46,6 +46,7 @@ class ShardedSampler(ABC):
     Attributes:
         cursor: units of the epoch that were consumed before the pass.
         limit_steps: use no more than that many steps of an epoch, counted from its start; None for all.
+        stop: use no more than that many units of this epoch; None for all.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ShardedSampler(ABC):
         self.cycle = 0
         self.cursor = 0
         self.limit_steps: int | None = None
+        self.stop: int | None = None
         self._draw = draw
         self._order: Sequence[Any] | torch.Tensor = ()
         self.redraw()
@@ -91,8 +93,8 @@ class ShardedSampler(ABC):
 
     @property
     def end(self) -> int:
-        """Units of the epoch that are used: all, or fewer with `limit_steps`."""
-        length = self.length
+        """Units of the epoch that are used: all, or fewer with `limit_steps` and `stop`."""
+        length = self.length if self.stop is None else min(self.length, self.stop)
         return length if self.limit_steps is None else min(length, self.limit_steps * self.per_step)
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
@@ -105,6 +107,7 @@ class ShardedSampler(ABC):
         self.epoch = epoch
         self.cycle = cycle
         self.cursor = 0
+        self.stop = None
 
     @property
     def steps(self) -> int:

@@ -139,10 +139,12 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _end(self) -> int:
-        """Batches that an epoch has at most."""
-        return self._limit if self._length is None else self._length
+        """Batches that the pass has at most."""
+        end = self._limit if self._length is None else self._length
+        return end if self._stop is None else min(end, self._stop)
 
     def _reset(self) -> None:
+        self._stop: int | None = None  # the pass ends before this batch
         self._given = 0  # batches of the epoch given so far
         self._pulled = 0  # batches of the epoch asked of the loader, the end counted
         self._snapshots: dict[int, StateDict] = {}
@@ -171,6 +173,11 @@ class StreamLoader(PreparedLoader):
     def start_at(self, batches: int) -> None:
         self._enter(self.epoch, self.cycle)
         self._resume_at({"batches": batches, "own": None, "finished": False})
+
+    def start_before(self) -> None:
+        stop = self.first_batch
+        self.start_at(0)
+        self._stop = stop
 
     def _resume_at(self, state: StateDict) -> None:
         self._resume = state
@@ -273,14 +280,14 @@ class StreamLoader(PreparedLoader):
         alone = self.world_size == 1 or self.uneven == OWN_END
         alone = alone or (self._length is not None and not dist.is_initialized())  # a rank's part, asked for by itself
         if alone and self._length is not None and isinstance(self.loader, Sequence):
-            yield from self._give_sized(self._length, lambda: self.loader[self._given])
+            yield from self._give_sized(self._end, lambda: self.loader[self._given])
             return
         try:
             self._open()
             if not alone:
                 yield from self._give_together()
             elif self._length is not None:
-                yield from self._give_sized(self._length, self._pull)
+                yield from self._give_sized(self._end, self._pull)
             else:
                 yield from self._give_alone()
         except Exception as error:
@@ -430,12 +437,12 @@ class StreamLoader(PreparedLoader):
         )
 
     def _give_alone(self) -> Iterator[Any]:
-        batch = self._pull()
+        batch, end = self._pull(), self._end
         if batch is _END and not self._given:
             self._check_not_used_up()
         while batch is not _END:
             self._ever_gave = True
-            following = _END if self._pulled >= self._limit else self._pull()
+            following = _END if self._pulled >= end else self._pull()
             self._give_own(batch, following is _END)
             yield batch
             batch = following
@@ -497,7 +504,7 @@ class StreamLoader(PreparedLoader):
         The others are read to be counted, for a short time, where that changes nothing for the next pass.
         """
         sizes, is_all, until_s = [find_batch_size(batch) for batch in left], True, time.monotonic() + COUNT_S
-        while left and self._own_end is None and self._pulled < self._limit:
+        while left and self._own_end is None and self._pulled < self._end:
             again = self.stateful is None and not hasattr(self.loader, "__next__")
             if not again or len(sizes) >= COUNT_BATCHES or time.monotonic() > until_s:
                 is_all = False

@@ -119,7 +119,10 @@ class Seen(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the loader of a run stands: the epoch, how many of its batches are done, and how many samples."""
+    """Where the loader of a run stands: the epoch, how many of its batches are done, and how many samples.
+
+    Batches stay counted as they were done: by another number of ranks each may have had more or fewer samples.
+    """
 
     epoch: int
     done: int = 0
@@ -224,13 +227,23 @@ class Run:
     def note(self, name: str, *args: Any) -> None:
         self.seen.append(Seen(name, args))
 
-    def batches(self, epoch: int) -> list[Dealt]:
-        """Return the batches of an epoch. After a state of another number of ranks what is left is dealt anew."""
-        order, place = self.order(epoch), self.restored
-        whole = self.deal(self.case.train, order)
-        if place is None or place.samples == count(whole[: place.done]):
-            return whole
-        return [Dealt((), ())] * place.done + self.deal(self.case.train, order[place.samples :])
+    def batches(self, place: Place) -> list[Dealt]:
+        """Return the batches of an epoch. Those before a place after another number of ranks have no samples here."""
+        done, left = self.parts(place)
+        return [*(done if self.is_dealt_alike(place) else [Dealt((), ())] * place.done), *left]
+
+    def parts(self, place: Place) -> tuple[list[Dealt], list[Dealt]]:
+        """Return the batches before and after a place. After a state of another number of ranks both are dealt anew."""
+        order, data = self.order(place.epoch), self.case.train
+        if self.is_dealt_alike(place):
+            whole = self.deal(data, order)
+            return whole[: place.done], whole[place.done :]
+        return self.deal(data, order[: place.samples]), self.deal(data, order[place.samples :])
+
+    def is_dealt_alike(self, place: Place) -> bool:
+        """Return whether as many batches have as many samples here as where the state was saved."""
+        whole = self.deal(self.case.train, self.order(place.epoch))
+        return place.done <= len(whole) and place.samples == count(whole[: place.done])
 
     def deal(self, data: Data, order: list[int]) -> list[Dealt]:
         """Deal an epoch out to the ranks."""
@@ -267,7 +280,7 @@ class Run:
             self.epoch, self.done, self.at_end = epoch, 0, False
             passes, by_accelerate = 0, False
             if loaded and start.way == "count":
-                passes = self.done = min(to_pass, len(self.batches(self.loader_epoch)))
+                passes = self.done = min(to_pass, len(self.batches(self.begins_at(0, False))))
                 to_pass -= passes
             elif loaded and epoch == first:
                 self.done = done
@@ -286,15 +299,19 @@ class Run:
                 self.save()
         self.note("end", self.step, self.rate)
 
-    def train_epoch(self, epoch: int, batches: list[Dealt], begin: int, first: int) -> None:
-        """Train on the batches of an epoch from `first` on, in a pass that begins at `begin`."""
-        case = self.case
-        # Windows begin at multiples of their length, or where a pass does; the last one of an epoch may be shorter.
-        opens = max(begin, first - first % case.accumulate)
+    def train_epoch(self, place: Place, begin: int, first: int) -> None:
+        """Train on the batches of an epoch from `first` on, in a pass that begins at `begin`.
+
+        Windows begin at multiples of their length, or where a pass does; the last one of an epoch may be shorter. They
+        are counted as if all samples before had been dealt to this number of ranks.
+        """
+        case, epoch, batches = self.case, place.epoch, self.batches(place)
+        earlier = place.samples - count(batches[: place.done])  # that others have done
+        shift = earlier and earlier // (case.train.batch_size * self.start.ranks) - place.done
+        opens = max(begin, first - (first + shift) % case.accumulate)
         left_out = first - opens
-        earlier = 0 if self.restored is None else self.restored.samples - count(batches[: self.restored.done])
         for index in range(first, len(batches)):
-            syncs = (index + 1) % case.accumulate == 0 or index + 1 == len(batches)
+            syncs = (index + 1 + shift) % case.accumulate == 0 or index + 1 == len(batches)
             self.train_batch(epoch, batches[opens : index + 1], left_out, syncs)
             if syncs:
                 opens, left_out = index + 1, 0
@@ -375,27 +392,35 @@ class Run:
             self.restored, self.place = None, Place(epoch)
         self.next_epoch = epoch
 
-    def begin_pass(self, passes: int, by_accelerate: bool) -> tuple[int, list[Dealt], int, int]:
-        """Begin a pass over the loader; return its epoch, its batches, where it begins, and what the script uses first.
+    def begins_at(self, passes: int, by_accelerate: bool) -> Place:
+        """Return the place where the next pass begins: the restored one, unless the script goes elsewhere."""
+        place = self.restored
+        if place is None:
+            return Place(self.next_epoch)
+        goes_on = passes == place.done if by_accelerate else self.case.restore_position is not False
+        return place if goes_on else Place(place.epoch)
+
+    def begin_pass(self, passes: int, by_accelerate: bool) -> tuple[Place, int, int]:
+        """Begin a pass over the loader; return its place, the batch it begins at, and the one that is used first.
 
         Args:
             passes: batches that the script passes over before it uses one.
             by_accelerate: by `skip_first_batches`, which counts from the epoch's beginning.
         """
-        epoch, place, first = self.loader_epoch, self.restored, passes
+        this, place, first = self.begins_at(passes, by_accelerate), self.restored, passes
         begin = passes if by_accelerate else 0
-        self.next_epoch = epoch + 1
-        batches = self.batches(epoch)
+        self.next_epoch = this.epoch + 1
+        length = len(self.batches(this))
         if place is not None and by_accelerate:
             self.warn_if(passes != place.done)
         elif place is not None and self.case.restore_position == "auto":
             begin, first = place.done, max(passes, place.done)
-            self.warn_if(passes > place.done and (place.done > 0 or passes < len(batches)))
+            self.warn_if(passes > place.done and (place.done > 0 or passes < length))
         elif place is not None and self.case.restore_position is True:
             begin, first = place.done, place.done + passes
         if place is None:
-            self.place = Place(epoch + 1) if first >= len(batches) else Place(epoch, first)
-        return epoch, batches, begin, first
+            self.place = Place(this.epoch + 1) if first >= length else Place(this.epoch, first)
+        return this, begin, first
 
     def warn_if(self, condition: bool) -> None:
         """Warn that a script skips another number of batches than were done."""
@@ -404,15 +429,13 @@ class Run:
 
     def look(self, act: str) -> None:
         """Do something before the training: the place stays."""
-        batches = self.batches(self.loader_epoch)
-        done = 0 if self.restored is None or self.case.restore_position is False else self.restored.done
+        place = self.begins_at(self.done, by_accelerate=act == "evaluate_rest")
+        batches = self.batches(place)
         if act == "peek":
-            self.note("peeked", self.own(batches[done]))
+            self.note("peeked", self.own(batches[place.done]) if place.done < len(batches) else None)
         elif act == "evaluate":
-            before = batches[:done]
-            if done and self.restored is not None and self.restored.samples != count(before):
-                before = self.deal(self.case.train, self.order(self.restored.epoch)[: self.restored.samples])
-            self.note("evaluated", tuple(map(self.own, (*batches[done:], *before))))
+            done, left = self.parts(place)
+            self.note("evaluated", tuple(map(self.own, (*left, *done))))
         elif act == "evaluate_rest":
             self.warn_if(self.restored is not None and self.restored.done != self.done)
             self.note("evaluated", tuple(map(self.own, batches[self.done :])))
@@ -444,12 +467,10 @@ class Run:
             return False
         state = self.folder.get(-1 if self.start.load is None else self.start.load) or [*self.folder.values()][-1]
         self.restored, self.next_epoch = state.place, state.place.epoch
-        if state.ranks != self.start.ranks:  # batches are counted as if they had all been of this number of ranks
-            epoch, _, samples = state.place
-            place = Place(epoch, samples // (self.case.train.batch_size * self.start.ranks), samples)
-            is_over = samples and not self.deal(self.case.train, self.order(epoch)[samples:])  # with drop_last
-            self.restored = Place(epoch + 1) if is_over else place
-            self.next_epoch = self.restored.epoch
+        if state.ranks != self.start.ranks:
+            epoch, done, _ = state.place
+            if done and len(self.batches(state.place)) == done:  # with drop_last
+                self.restored, self.next_epoch = Place(epoch + 1), epoch + 1
         self.epoch, self.done, self.at_end, self.total = state.epoch, state.done, state.at_end, state.total
         self.step, self.rate_steps = state.step, state.rate_steps
         self.run, self.origins = state.run, state.origins

@@ -242,7 +242,8 @@ class Script:
 
     def look(self, act: str) -> None:
         if act == "peek":
-            self.seen.note("peeked", tuple(next(iter(self.train)).tolist()))
+            batch = next(iter(self.train), None)
+            self.seen.note("peeked", None if batch is None else tuple(batch.tolist()))
         elif act == "save":
             self.save()
         else:

@@ -89,6 +89,16 @@ def test_scripts_of_two_ranks_are_as_the_model_says(kind: str) -> None:
     assert found is None, found
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["nothing", "skip_first_batches", "continue"])
+@pytest.mark.parametrize("ranks", [(1, 2), (3, 2)])
+def test_scripts_on_another_number_of_ranks_skip_and_evaluate_what_was_done(way: str, ranks: tuple[int, int]) -> None:
+    before, after = ranks
+    starts = (Start(3 if before == 1 else 2, ranks=before), Start(1, way=way, before=("evaluate",), ranks=after))
+    found = difference(Loop((*starts, Start(way=way, ranks=before)), Data(19, shuffle=True), save_every=1))
+    assert found is None, found
+
+
 def test_a_script_that_shows_a_difference_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for case in CHOSEN.values():
         text = script(case)
