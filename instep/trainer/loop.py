@@ -616,7 +616,7 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
             ctx.trainer.stop_reason = trigger.reason or ctx.trainer.stop_reason
         elif trigger.name == "save":
             save_now(ctx, trigger.reason, final=False)
-        elif trigger.name == "validate":
+        elif trigger.name == "validate" and ctx.validation.enabled:
             validate(ctx)
         elif trigger.name == "preempted":
             preempt(ctx, trigger)

@@ -100,6 +100,8 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
     }
+    if ctx.rank:  # step values are a rank's own, so it shows others than rank 0 does
+        own["metrics"] = trainer.metrics.state_dict()
     source = getattr(ctx, "source", None)
     if source is not None:
         (own if source.rank_state else shared)["data"] = source.state_dict(ctx.position.window_batch)
@@ -670,7 +672,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     own = own if all(same for same, _ in ranks) else None
     _resume_data(ctx, at, own, saved)
     with taking_up(saved.path, "the logged values"):
-        trainer.metrics.load_state_dict(state["metrics"])
+        trainer.metrics.load_state_dict((own or {}).get("metrics", state["metrics"]))
     if state["strategy"] == strategy.name:
         of_rank = next(saved.ranks()) if own is None else own
         with taking_up(saved.path, f"the strategy {strategy.name}"):

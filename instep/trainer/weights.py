@@ -79,7 +79,7 @@ _POSITION = {
     **dict.fromkeys(("validated", "epoch_ended", "skipped_rest"), flag),
 }
 _RANK = {"rng": mapping, "metric_states": named, "data_rank": count, "counts": flag}
-_RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything}
+_RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything, "metrics": mapping}
 
 
 def saved_run(reader: Reader) -> SavedRun:

@@ -122,6 +122,7 @@ class Disk:
     saved: list[Saved] = field(default_factory=list)
     runs: int = 0
     held: dict[str, int] = field(default_factory=dict)  # which run saved last, or was about to, by folder
+    tables: dict[int, list[Any]] = field(default_factory=dict)  # rows of CSV files
 
     def begin(self, folders: Sequence[str]) -> Line:
         """Begin a run."""
@@ -223,8 +224,11 @@ class Saver:
 
     def after_cut_epoch(self, run: Run) -> None:
         """Save where the run ends within an epoch. Its metrics are not there, so this one is not ranked."""
-        if self.given.saves_nothing:
-            return
+        if not self.given.saves_nothing:
+            self.save_now(run)
+
+    def save_now(self, run: Run) -> None:
+        """Save what a run goes on from, whatever the policy says, unless it is there."""
         there = self.last in run.start.disk.saved and self.place == run.place
         if not there or self.given.save_weights_only:
             self.save(run, end=True, full=True)

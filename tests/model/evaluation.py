@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.model.logs import Book, Name, send_epoch_values
 from tests.model.trace import Refused
+from tests.model.triggers import agree_at_batch_end, agree_now
 
 if TYPE_CHECKING:
     from tests.model.loaders import Reader
@@ -76,12 +77,16 @@ class Plan:
         return batches // self.every < self.expected // self.every
 
 
-def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> None:
+def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> bool:
     """Run one validation, or the sanity check, whose values are forgotten at its end.
 
     Of several loaders the hooks of batches get the number, and the names that they log end with it.
+
+    Returns:
+        Whether it came to its end. Else it was left behind a batch, since a signal came.
     """
     run.evaluation = book = Book()
+    run.triggers.enter_or_leave_evaluation()
     val = book.names["", "val"] = Name("val", on_step=False, on_epoch=True)
     if not sanity:
         run.module("on_validation_model_zero_grad")
@@ -92,7 +97,7 @@ def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> None:
     for number, loader in enumerate(loaders):
         place = (number,) if len(loaders) > 1 else ()
         book.suffix = f"/dataloader_idx_{number}" if place else ""
-        read = loader.read(run.epoch, loader.given)[: None if most == -1 else most]
+        read = loader.read(run.last_epoch, loader.given)[: None if most == -1 else most]
         loader.given, batches = loader.after(loader.given, len(read)), batches + len(read)
         for batch_idx, dealt in enumerate(read):
             batch = dealt.batches[run.rank]
@@ -104,6 +109,10 @@ def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> None:
             run.module("validation_step", batch, batch_idx, *place)
             run.both("on_validation_batch_end", batch, batch_idx, *place)
             send_step_values_of(run, book, batch_idx, sanity)
+            if agree_at_batch_end(run):
+                run.evaluation = None
+                return False
+    run.triggers.enter_or_leave_evaluation()
     book.suffix = ""
     if not val.values:
         del book.names["", "val"]
@@ -123,6 +132,22 @@ def evaluate(run: Run, loaders: Sequence[Reader], sanity: bool) -> None:
             saver.after_validation(run)
         run.settle_newest()
     run.module("on_validation_model_train")
+    return True
+
+
+def check_sanity(run: Run) -> None:
+    """Run a few validation batches before the training; -1 runs all. What they log is forgotten.
+
+    Data that gives its values once is left alone: the first validation would lack them.
+    """
+    if not run.loaders.validates or run.case.settings.num_sanity_val_steps == 0:
+        return
+    run.callback("on_sanity_check_start")
+    loaders = run.loaders.validation()
+    if any(loader.once for loader in loaders) or evaluate(run, loaders, sanity=True):
+        run.callback("on_sanity_check_end")
+    run.shown.forget()
+    agree_now(run)
 
 
 def send_step_values_of(run: Run, book: Book, batch_idx: int, sanity: bool) -> None:

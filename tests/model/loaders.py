@@ -171,7 +171,7 @@ class Loaders:
         With reloading they are asked for in the first epoch that validates, and in each that validates and is so many
         epochs after the last that did. A sanity check before the first one asks for its own.
         """
-        run, epoch = self.run, self.run.epoch
+        run, epoch = self.run, self.run.last_epoch
         due = self.validates_in(epoch) and (run.val_loaded is None or epoch - run.val_loaded >= self.every)
         if self.every and (self.val is None or due):
             run.val_loaded = epoch if due else run.val_loaded

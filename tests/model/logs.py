@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tests.model.data import Batch, Dealt, samples_of
 from tests.model.trace import Refused
@@ -43,6 +43,10 @@ EPOCHS = (
 """Hooks in which there is no step: they log epoch values only."""
 NOWHERE = ("on_train_end", "on_validation_end")
 """Some of the hooks in which nothing can be logged."""
+
+
+Row: TypeAlias = tuple[int, tuple[tuple[str, float | str], ...]]
+"""A row of the loggers: the step, and the values."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,36 @@ class Shown:
         """Forget all, at the end of the sanity check."""
         for values in (self.callback, self.logged, self.bar):
             values.clear()
+
+
+# ---- the CSV file
+
+
+def rows_on(rows: list[Row], saved: int, step: int) -> tuple[list[Row], list[Any]]:
+    """Return the rows with which a run goes on in its file, and what of them may come again.
+
+    Rows behind the checkpoint of later steps are removed. Those of its own step stay: not all of them come again.
+
+    Args:
+        rows: of the file.
+        saved: how many of them were there when the checkpoint was saved.
+        step: of the checkpoint.
+    """
+    again = [row for row in rows[saved:] if row[0] <= step]
+    return rows[:saved] + again, [named(row) for row in again]
+
+
+def write_again(again: list[Any], row: Row) -> bool:
+    """Return whether a row has come again, which is there already."""
+    if named(row) not in again:
+        return False
+    again.remove(named(row))
+    return True
+
+
+def named(row: Row) -> tuple[int, frozenset[str]]:
+    """Return what a row is told by: its step and its names."""
+    return row[0], frozenset(name for name, _ in row[1])
 
 
 def send_step_values(run: Run) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.model.checkpoints import Disk, Line, Newest, Saved, Saver, best_first
+from tests.model.logs import rows_on
 from tests.model.stopping import Stopper
 from tests.model.trace import Event, Refused
 
@@ -24,14 +25,22 @@ class Start:
     Attributes:
         disk: the checkpoints that it finds.
         ckpt_path: what it goes on from: None, "auto", "last", "best", or a checkpoint.
-        breaks_at: the number of the event that raises an exception.
+        breaks_at: the number of the event that breaks it off.
+        kills: SIGKILL does, else an exception.
         asks: with which `ckpt_path` it calls `validate` after the fit.
+        trigger: what a hook asks for; None: nothing.
+        sets_at: the number of the event at which this rank asks for it; None: another rank does.
+        sets_before: how often the ranks had agreed by then; it is found out on the rank that asks.
     """
 
     disk: Disk = field(default_factory=Disk)
     ckpt_path: str | Saved | None = None
     breaks_at: int | None = None
+    kills: bool = False
     asks: tuple[str, ...] = ()
+    trigger: str | None = None
+    sets_at: int | None = None
+    sets_before: int | None = None
 
 
 def find(
@@ -85,13 +94,15 @@ def find_checkpoint(run: Run) -> Saved | None:
     folders = [saver.given.folder for saver in run.savers]
     found = find(start.disk, start.ckpt_path, run.savers, to_train=True)
     if found is None:
-        run.line = start.disk.begin(folders)
+        run.line, run.table = start.disk.begin(folders), len(start.disk.tables)
         return None
     run.line = start.disk.go_on(found, folders)
     assert found.state is not None
     vars(run).update(deepcopy(found.state))
-    if start.ckpt_path != "auto":
-        run.rows = []  # another run folder, in which the rows of the first one are not
+    if start.ckpt_path == "auto":
+        run.rows, run.again = rows_on(start.disk.tables[run.table], len(run.rows), run.step)
+    else:
+        run.rows, run.table = [], len(start.disk.tables)  # another run folder, without the rows of the first one
     run.epochs_seen = run.epoch
     if run.ranks != case.ranks:
         run.move()
@@ -111,38 +122,52 @@ def ask(run: Run) -> None:
                 run.events.append(Event("-", name, (meant, found and found.name), 0, 0))
 
 
-def broken_off(whole: list[Event], at: int) -> list[Event]:
-    """Return what is seen of a run up to an event that raises an exception."""
-    return whole[: at + 1]
+def updates(events: Sequence[Event]) -> list[tuple[Any, ...]]:
+    """Return what a run trains: each optimizer step with its weights, its rate, and its place."""
+    return [(event.args, event.step, event.epoch) for event in events if event.owner == "O"]
 
 
-def resumed(whole: list[Event], at: int) -> list[Event]:
-    """Return what is seen of a run that is started again with `ckpt_path="auto"` after it was broken off.
+def is_kept(event: Event) -> bool:
+    """Return whether an event is the same in a run that is broken off or asked to save: looks and saves are not."""
+    return event.owner not in "DS" and not event.name.endswith("_dataloader")
+
+
+def saved_last(first: Sequence[Event]) -> int | None:
+    """Return the number of the event that saved the state which a run goes on from; None where it begins again."""
+    return next((number for number in reversed(range(len(first))) if first[number].owner == "S"), None)
+
+
+def resumed(whole: Sequence[Event], first: Sequence[Event]) -> list[Event]:
+    """Return what is seen of a run that is started again with `ckpt_path="auto"`, after it was broken off or has ended.
 
     It goes on behind its newest checkpoint, as if it had not been broken off. Without one it begins again.
 
     Args:
         whole: the events of the run that is not broken off.
-        at: the number of the event that has raised an exception.
+        first: the events until then.
     """
-    saves = [number for number, event in enumerate(whole[: at + 1]) if event.owner == "S"]
-    if not saves:
+    number = saved_last(first)
+    whole = [event for event in whole if is_kept(event)]
+    if number is None:
         return whole
-    saved, rest = whole[saves[-1]], whole[saves[-1] + 1 :]
+    saved, done = first[number], list(first[:number])
+    names = [event.name for event in done]
+    begun = max((n for n, name in enumerate(names) if name == "on_validation_model_zero_grad"), default=None)
+    if begun is not None and "on_validation_end" not in names[begun:]:  # it was left, and runs again
+        done = done[:begun]
+    rest = whole[sum(map(is_kept, done)) :]
     if rest[0].name == "on_validation_model_train":  # the validation was over, but for this
         rest = rest[1:]
     # The set-up is as before, but nothing is checked again: there is no sanity check.
+    epoch, ended = saved.args[2], saved.args[1]
     begin = [
-        event._replace(step=saved.step, epoch=saved.epoch + saved.args[1], metrics=saved.metrics)
+        event._replace(step=saved.step, epoch=epoch, metrics=saved.metrics)
         for event in whole[: 1 + max(n for n, event in enumerate(whole) if event.name == BEFORE)]
         if event.owner in "CM"
     ]
     start = next((n for n, event in enumerate(begin) if event.name == "on_sanity_check_start"), None)
     if start is not None:
         begin = begin[:start] + [event for event in begin[start:] if event.name == BEFORE]
-    within_epoch = not saved.args[1]
-    if within_epoch:  # the epoch's first hook is called again
-        begin += [
-            Event(owner, "on_train_epoch_start", (), saved.step, saved.epoch, saved.metrics) for owner in ("C", "M")
-        ]
+    if not ended:  # the epoch's first hook is called again
+        begin += [Event(owner, "on_train_epoch_start", (), saved.step, epoch, saved.metrics) for owner in ("C", "M")]
     return begin + rest

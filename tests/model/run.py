@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.model.checkpoints import Checkpoints, Newest, Saved, Saver
 from tests.model.data import Batch, Combined, Data, Dealt, Draw, limit_in_batches
-from tests.model.evaluation import evaluate
+from tests.model.evaluation import check_sanity, evaluate
 from tests.model.loaders import Loaders
-from tests.model.logs import NOWHERE, Book, Log, Shown, send_epoch_values, send_step_values
+from tests.model.logs import NOWHERE, Book, Log, Row, Shown, send_epoch_values, send_step_values, write_again
 from tests.model.optimization import (
     ByHand,
     Optimization,
@@ -23,6 +23,7 @@ from tests.model.optimization import (
 from tests.model.resume import Line, Start, ask, find_checkpoint
 from tests.model.stopping import Stopper, Stopping
 from tests.model.trace import Event, Refused, rounded
+from tests.model.triggers import Triggers, agree_at_window_end, agree_now
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
 NOT_SAVED = (
     *("case", "order", "start", "rank", "events", "line", "newest"),
     *("max_epochs", "loaders"),  # of the settings
-    *("asked_to_stop", "noted", "agreed"),
+    *("triggers", "resumes", "rows_before", "again"),
     "by_hand",  # gradients that are accumulated by hand begin anew
 )
 """What of a Run is no part of a checkpoint."""
@@ -125,12 +126,14 @@ def run(case: Case, order: Draw | None = None, rank: int = 0, start: Start | Non
         it.read_rows()
         ask(it)
     except Broken:
-        pass
+        if it.start.kills:  # rows that were not written yet are gone
+            return it.events
     except Refused as refused:
         it.callback("on_exception", refused.kind)
         it.both("teardown", "fit")
         it.read_rows()
         it.note("-", "error", refused.kind, refused.early)
+    it.start.disk.tables[it.table] = list(it.rows)
     return it.events
 
 
@@ -157,7 +160,7 @@ class Run:
     validated: bool = False  # since the last optimizer step
     validations: int = 0
     shown: Shown = field(default_factory=Shown)
-    rows: list[tuple[Any, ...]] = field(default_factory=list)  # of the loggers: the step, and the values
+    rows: list[Row] = field(default_factory=list)  # in the CSV file: the step, and the values
     book: Book = field(default_factory=Book)  # what was logged in training
     evaluation: Book | None = None  # the same of a validation that runs
     dealt: Dealt = field(default_factory=lambda: Dealt((), ()))  # the batches of the step that runs
@@ -173,9 +176,11 @@ class Run:
     line: Line = field(default_factory=Line)
     read: int = 0  # batches of data that goes on from one epoch to the next
     val_loaded: int | None = None  # the epoch in which validation's loaders were asked for, with reloading
-    asked_to_stop: bool = False
-    noted: bool = False  # the last window's end has noted the wish to stop
-    agreed: bool = False  # the loop knows of the wish
+    triggers: Triggers = field(default_factory=Triggers)
+    resumes: bool = False  # the run goes on from a checkpoint
+    table: int = -1  # the number of the CSV file
+    rows_before: int | None = None  # how many came before a validation that was left, and are in its checkpoint
+    again: list[Any] = field(default_factory=list)  # rows behind the checkpoint that may come again
 
     # ---- events
 
@@ -186,6 +191,7 @@ class Run:
 
     def note(self, owner: str, name: str, *args: Any) -> None:
         self.events.append(Event(owner, name, args, self.step, self.epochs_seen, rounded(self.metrics)))
+        self.triggers.set_at(len(self.events) - 1, self.start)
         if len(self.events) - 1 == self.start.breaks_at:
             raise Broken
 
@@ -231,8 +237,10 @@ class Run:
     def send_row(self, values: dict[str, float], step: int) -> None:
         """Send a row as it is. Rank 0 has the loggers."""
         if self.rank == 0:
-            self.rows.append((step, rounded(values)))
-            self.note("L", "log", *self.rows[-1])
+            row = (step, rounded(values))
+            if not write_again(self.again, row):
+                self.rows.append(row)
+            self.note("L", "log", *row)
 
     def read_rows(self) -> None:
         """Read the CSV file: its rows are the loggers', also after a resume."""
@@ -259,6 +267,7 @@ class Run:
         self.resolve()
         self.module("configure_callbacks")
         resumed = find_checkpoint(self)
+        self.resumes = resumed is not None
         if self.rank == 0:
             self.module("prepare_data")
         self.both("setup", "fit")
@@ -267,11 +276,12 @@ class Run:
         self.loaders.load()
         self.both("on_fit_start")
         if resumed is None:
-            self.sanity_check()
+            check_sanity(self)
         self.both("on_train_start")
         if resumed is not None:
             for saver in self.all_savers():
                 saver.take_up(self, resumed)
+        agree_now(self)
         while not self.is_finished():
             self.train_epoch()
         self.both("on_train_end")
@@ -317,7 +327,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
-        return deepcopy({name: value for name, value in vars(self).items() if name not in NOT_SAVED})
+        kept = {name: value for name, value in vars(self).items() if name not in NOT_SAVED}
+        return deepcopy({**kept, "rows": self.rows[: self.rows_before]})
 
     @property
     def last_epoch(self) -> int:
@@ -344,23 +355,10 @@ class Run:
 
     def save(self, new: Saved) -> Saved:
         new = self.start.disk.add(new)
+        self.start.disk.tables[self.table] = list(self.rows)
         if new.state is not None:
-            self.note("S", "saved", self.step, self.samples == 0)
+            self.note("S", "saved", self.step, self.samples == 0, self.epoch)
         return new
-
-    def sanity_check(self) -> None:
-        """Run a few validation batches before the training; -1 runs all. What they log is forgotten.
-
-        Data that gives its values once is left alone: the first validation would lack them.
-        """
-        if not self.loaders.validates or self.case.settings.num_sanity_val_steps == 0:
-            return
-        self.callback("on_sanity_check_start")
-        loaders = self.loaders.validation()
-        if not any(loader.once for loader in loaders):
-            evaluate(self, loaders, sanity=True)
-        self.callback("on_sanity_check_end")
-        self.shown.forget()
 
     # ---- the end
 
@@ -375,17 +373,8 @@ class Run:
     def is_stopping(self) -> bool:
         """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
         s = self.case.settings
-        wished = self.agreed or (self.stopper is not None and self.stopper.stops)
+        wished = self.triggers.stops or (self.stopper is not None and self.stopper.stops)
         return wished and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
-
-    def agree_at_window_end(self) -> None:
-        """Agree on what was asked for when the last window ended, as with `Trainer(trigger_every=1)`."""
-        self.agreed = self.agreed or self.noted
-        self.noted = self.asked_to_stop
-
-    def agree_now(self) -> None:
-        """Agree on all that was asked for, as at the end of a validation and of an epoch."""
-        self.agreed = self.agreed or self.asked_to_stop
 
     # ---- epochs
 
@@ -393,7 +382,7 @@ class Run:
         s = self.case.settings
         self.loaders.begin_epoch()
         self.callback("on_train_epoch_start")
-        if self.case.rate_monitor != "step":
+        if self.case.rate_monitor != "step" and not self.samples:  # else the epoch goes on
             self.monitor_rates("epoch")
         self.module("on_train_epoch_start")
         batches = self.deal_epoch(self.batch, self.samples)
@@ -401,7 +390,8 @@ class Run:
             raise Refused("DataError", "the epoch had no batch")
         complete, over = True, False
         if self.samples:  # the run goes on within the epoch, behind the training of a window
-            over = self.end_window()
+            self.report_and_validate()
+            over = self.ends_here()
             complete = self.batch == len(batches) if over else True
         for begin in range(self.batch, len(batches) if not over else 0, s.accumulate_grad_batches):
             window = batches[begin : begin + s.accumulate_grad_batches]
@@ -425,10 +415,16 @@ class Run:
 
     def end_window(self) -> bool:
         """Log, validate and agree on what was asked for, after an optimizer step; return whether the run ends."""
+        self.report_and_validate()
+        agree_at_window_end(self)
+        return self.ends_here()
+
+    def report_and_validate(self) -> None:
         send_step_values(self)
         if self.due and not self.validated:
             self.validate()
-        self.agree_at_window_end()
+
+    def ends_here(self) -> bool:
         return self.step == self.case.settings.max_steps or self.is_stopping()
 
     def is_due(self, begin: int, end: int) -> bool:
@@ -466,7 +462,8 @@ class Run:
                     step_all(self, batch_idx, window, skipped)
             outputs = given.outputs(batch_idx)
             self.callback("on_train_batch_end", outputs, batch, batch_idx)
-            self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+            if self.step == self.case.stop_at:
+                self.triggers.set("stop")
             self.module("on_train_batch_end", outputs, batch, batch_idx)
 
     def backward(self, first: bool, batch_idx: int, skipped: bool) -> None:
@@ -491,8 +488,11 @@ class Run:
                 self.module("lr_scheduler_step", *args)
 
     def validate(self) -> None:
-        evaluate(self, self.loaders.validation(), sanity=False)
-        self.agree_now()
+        """Validate, and agree on what was asked for meanwhile. One that is left is as if it had not begun."""
+        shown, rows, evaluated = deepcopy(self.shown), len(self.rows), self.evaluated_rows
+        if not evaluate(self, self.loaders.validation(), sanity=False):
+            self.shown, self.evaluated_rows, self.validated, self.rows_before = shown, evaluated, False, rows
+        agree_now(self)
 
     def end_epoch(self, complete: bool) -> None:
         """End an epoch. One that was cut short steps no scheduler; if a wish to stop did it, it validates once more."""
@@ -527,4 +527,4 @@ class Run:
                 saver.after_cut_epoch(self)
         self.settle_newest()
         self.epochs_seen += 1
-        self.agree_now()
+        agree_now(self)

@@ -97,6 +97,8 @@ def work(number: int, count: int, file: Path) -> int:
             drawn["processes"] += len(in_turn)
             drawn["broken off"] += sum(one.place is not None for one in in_turn)
             drawn["killed"] += sum(one.place is not None and one.kills for one in in_turn)
+            for one in in_turn:
+                drawn[f"asked for {one.trigger}"] += one.trigger is not None
             drawn["gone on with other ranks"] += any(one.ranks not in (None, case.ranks) for one in in_turn[1:])
             drawn["asked"] += sum(len(one.asks) for one in in_turn)
             for one in in_turn[1:]:

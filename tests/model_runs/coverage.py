@@ -47,7 +47,7 @@ def class_of(value: Any) -> str:
 
 def classes(case: Case, in_turn: tuple[Process, ...]) -> dict[str, str]:
     """Return the class of each setting of a run; of what it does not have nothing but that it is absent."""
-    found = {"resume": resume_of(case, in_turn)}
+    found = {"resume": resume_of(case, in_turn), "trigger": trigger_of(case, in_turn)}
     for field in fields(case):
         value = getattr(case, field.name)
         if field.name in PARTS:
@@ -77,6 +77,12 @@ def resume_of(case: Case, in_turn: tuple[Process, ...]) -> str:
     how = "ended" if not broken else "killed" if broken[0].kills else "exception"
     moved = any(one.ranks not in (None, case.ranks) for one in in_turn)
     return f"{how}, {'other ranks' if moved else 'as many ranks'}"
+
+
+def trigger_of(case: Case, in_turn: tuple[Process, ...]) -> str:
+    """Return what the first process that is asked for something is asked for."""
+    asked = [one.trigger for one in in_turn if one.trigger is not None]
+    return asked[0] if asked and goes_through_processes(case, in_turn) else "none"
 
 
 class Coverage:
@@ -134,10 +140,10 @@ def admits(first: tuple[str, str], second: tuple[str, str]) -> bool:
             return False
         if setting in SEVERAL and other == "ranks" and its == "1" and not default:
             return False
-        if setting == "resume" and value != "none" and (other, its) in RULED_OUT:
+        if setting in ("resume", "trigger") and value != "none" and (other, its) in RULED_OUT:
             return False
     return True
 
 
-RULED_OUT = {("checkpoints", "absent"), ("stop_at", "a number"), ("stop_on", "a number")}
-"""With these a run is not broken off: nothing is saved, or a wish to stop is lost, which is no part of a checkpoint."""
+RULED_OUT = {("checkpoints", "absent")}
+"""With this a run is not broken off: nothing is saved."""

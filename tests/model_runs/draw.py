@@ -15,6 +15,7 @@ from tests.model.logs import BATCHES_OF_TRAINING, BATCHES_OF_VALIDATION, EPOCHS,
 from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
+from tests.model.triggers import TRIGGERS
 from tests.model_runs.draw_data import FRACTIONS, data, fitting, hooks, limits, logs_that_fit, sometimes
 from tests.model_runs.processes import Process
 
@@ -266,15 +267,32 @@ def processes(worlds: tuple[int | None, ...] = (None,)) -> st.SearchStrategy[tup
     ranks, kills, rank = st.sampled_from(worlds), st.booleans(), st.integers(0, 2)
     asks = st.sampled_from(((), (), ("best", "last")))
     starts = st.one_of(st.just("auto"), st.sampled_from((None, "last", "best")), st.integers(0, 3))
+    trigger = sometimes(None, st.sampled_from(TRIGGERS))
     any_process = st.builds(
-        Process, starts, st.one_of(st.none(), places()), kills, rank, ranks, st.integers(0, 2), asks
+        Process, starts, st.one_of(st.none(), places()), kills, rank, ranks, st.integers(0, 2), trigger, places(), asks
     )
     first = st.builds(
-        Process, st.sampled_from(("auto", "auto", None)), st.one_of(st.none(), places()), kills, rank, asks=asks
+        Process,
+        st.sampled_from(("auto", "auto", None)),
+        st.one_of(st.none(), places()),
+        kills,
+        rank,
+        trigger=trigger,
+        asks_place=places(),
+        asks=asks,
     )
     broken = st.builds(
         lambda place, kills, rank, ranks: (Process("auto", place, kills, rank), Process(ranks=ranks)),
         *(places(), kills, rank, ranks),
     )
+    asked = st.builds(
+        lambda name, place, rank, ranks: (
+            Process(rank=rank, trigger=name, asks_place=place),
+            Process(ranks=ranks),
+        ),
+        *(st.sampled_from(TRIGGERS), places(), rank, ranks),
+    )
     more = st.lists(any_process, min_size=0, max_size=2).map(tuple)
-    return st.one_of(st.just(()), st.just(()), broken, st.tuples(first, more).map(lambda both: (both[0], *both[1])))
+    return st.one_of(
+        st.just(()), st.just(()), broken, asked, st.tuples(first, more).map(lambda both: (both[0], *both[1]))
+    )

@@ -134,8 +134,11 @@ def logs_that_fit(calls: tuple[Log, ...], val: Data | Combined | None) -> tuple[
 def can_move(case: Case) -> bool:
     """Return whether other ranks may go on with a run: where the model says how its data is dealt to them.
 
-    That is samples, streams and lists, of which `fit` got the loaders.
+    That is samples, streams and lists, of which `fit` got the loaders. [] is no loader, so a list is one on any rank.
     """
     stages = (case.train, *(() if case.val is None else (case.val,)))
     plain = all(isinstance(stage, Data) and stage.kind in ("map", "iterable", "list") for stage in stages)
+    worlds = [(rank, ranks) for ranks in (1, 2, 3) for rank in range(ranks)]
+    lists = [one for stage in stages for one in stage.loaders if one.kind == "list"]
+    plain = plain and all(one.part(rank, ranks) for one in lists for rank, ranks in worlds)
     return plain and case.source != "hooks" and case.train.loaders[0].workers == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tests.model.checkpoints import Disk, Saved
 from tests.model.data import Draw
-from tests.model.resume import Start, resumed
+from tests.model.resume import Start, is_kept, resumed, saved_last, updates
 from tests.model.run import Case, run
 from tests.model.trace import Event
 from tests.model_runs.compare import (
@@ -23,7 +23,7 @@ from tests.model_runs.compare import (
 from tests.model_runs.draw_data import can_go_on, can_move
 from tests.model_runs.loaders import draw
 from tests.model_runs.pool import Failed, Stop, record_ranks
-from tests.model_runs.record import is_recorded
+from tests.model_runs.record import Ask, is_recorded
 from tests.model_runs.script import script
 
 AGAIN = ("on_train_start", "on_train_epoch_start")
@@ -39,6 +39,9 @@ class Process:
         place: where it is broken off, as a part of its training; None: nowhere.
         kills: SIGKILL breaks it off; else an exception does.
         rank: the rank on which that happens, modulo their number.
+        trigger: what that rank asks for in order, as in `tests.model.triggers`; None: nothing. The run may be broken
+            off as well, later or before.
+        asks_place: where it asks, as `place`.
         ranks: how many ranks it has; None: as many as before.
         more: what `max_epochs` and `max_steps` are raised by.
         asks: with which `ckpt_path` it calls `validate` after its fit, and then a process that has not trained does.
@@ -50,14 +53,13 @@ class Process:
     rank: int = 0
     ranks: int | None = None
     more: int = 0
+    trigger: str | None = None
+    asks_place: float = 0.0
     asks: tuple[str, ...] = ()
 
 
 def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
-    """Compare a case; where it has checkpoints, and processes are drawn, one after another instead.
-
-    A wish to stop is no part of a checkpoint, so such a run is not broken off.
-    """
+    """Compare a case; where it has checkpoints, and processes are drawn, one after another instead."""
     if not can_move(case):
         processes = tuple(replace(process, ranks=None) for process in processes)
     return difference_over_processes(case, processes) if goes_through_processes(case, processes) else difference(case)
@@ -66,7 +68,7 @@ def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
 def goes_through_processes(case: Case, processes: tuple[Process, ...]) -> bool:
     """Return whether a case is run by one process after another."""
     again = any(call.hook in AGAIN for call in case.logs) or not can_go_on(case)
-    return bool(processes) and case.checkpoints is not None and case.stop_at is None and not again
+    return bool(processes) and case.checkpoints is not None and not again
 
 
 def difference_after_a_break(case: Case, place: float) -> str | None:
@@ -78,7 +80,7 @@ class Remembering(Disk):
     """A disk that knows of all checkpoints that ever were on it."""
 
     def __init__(self, disk: Disk) -> None:
-        super().__init__(list(disk.saved), disk.runs, dict(disk.held))
+        super().__init__(list(disk.saved), disk.runs, dict(disk.held), deepcopy(disk.tables))
         self.ever = list(disk.saved)
 
     def add(self, new: Saved) -> Saved:
@@ -109,8 +111,13 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
                 for disk in disks
             ]
             rank = process.rank % ranks
+            if process.trigger is not None:
+                whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
+                sets_at = place_of(whole, case, process.asks_place)
+                if sets_at is not None:
+                    starts[rank].trigger, starts[rank].sets_at = process.trigger, sets_at
             whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
-            starts[rank].breaks_at = place_of(whole, case, process.place)
+            starts[rank].breaks_at, starts[rank].kills = place_of(whole, case, process.place), process.kills
             stopped = run(case, order, rank, starts[rank])
             by_rank = []
             for other, start in enumerate(starts):
@@ -118,20 +125,26 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
                     by_rank.append(stopped)
                     continue
                 start.disk = Remembering(start.disk)
+                start.trigger, start.sets_before = starts[rank].trigger, starts[rank].sets_before
                 by_rank.append(run(case, order, other, start))
                 disks[other] = as_seen_by(start.disk, disks[rank])
             if number == 1 and ranks == 1 and processes == (replace(processes[0], ranks=None), Process()):
-                assert_parts_are_the_whole(case, order, before, by_rank[0])
+                assert_parts_are_the_whole(case, order, processes[0], before, by_rank[0])
             before = by_rank[0]
             recorded = [[event for event in meant if is_recorded(event, case.watch)] for meant in by_rank]
             stop = None
             if starts[rank].breaks_at is not None:
                 at = len(recorded[rank]) - 1
                 stop = Stop(at, process.kills, rank)
+            ask = None
+            if starts[rank].sets_before is not None:
+                before_it = stopped[: starts[rank].sets_at]
+                at = sum(is_recorded(event, case.watch) for event in before_it)
+                ask = Ask(process.trigger, at, rank)
             there = starts[0].ckpt_path
             if isinstance(there, Saved):
                 there = f"{folder}/{there.folder}/{there.name}"
-            seen = record_ranks(case, folder, stop, ckpt_path=there, asks=process.asks)
+            seen = record_ranks(case, folder, stop, ask=ask, ckpt_path=there, asks=process.asks)
             asked = any(one.asks for one in processes[:number])
             for other, (meant, events) in enumerate(zip(recorded, seen, strict=True)):
                 meant, events = without_places_of_loader_hooks(meant), without_places_of_loader_hooks(events)
@@ -144,7 +157,7 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
                 found = difference_of(case, meant, events) if meant else None
                 if found is not None:
                     return f"{where}{f'rank {other} of {ranks}: ' if ranks > 1 else ''}{found}"
-            if by_rank[0][-1].name == "error" and by_rank[0][-1].owner == "-":
+            if by_rank[0][-1].name == "error" and by_rank[0][-1].args[0] != "Preempted":
                 break
     except Failed as failed:
         return f"{where}{failed}\n{script(case)}"
@@ -158,6 +171,7 @@ def as_seen_by(own: Remembering, there: Disk) -> Disk:
     disk = deepcopy(there)
     states = {(one.folder, one.name, one.line): one for one in own.ever}
     disk.saved = [states[one.folder, one.name, one.line] for one in disk.saved]
+    disk.tables = own.tables
     return disk
 
 
@@ -178,19 +192,32 @@ def place_of(whole: list[Event], case: Case, place: float | None) -> int | None:
     return inside[int(place * (len(inside) - 1))] if inside and place is not None else None
 
 
-def assert_parts_are_the_whole(case: Case, order: Draw | None, first: list[Event], second: list[Event]) -> None:
-    """Hold the model against itself: the parts of a run that was broken off, put together, are the whole."""
-    whole = run(case, order, start=Start(ckpt_path="auto"))
+def assert_parts_are_the_whole(
+    case: Case, order: Draw | None, process: Process, first: list[Event], second: list[Event]
+) -> None:
+    """Hold the model against itself: the parts of a run that was broken off, or asked to end, are the whole together.
+
+    A stop closes its epoch, which may validate once more. Then it is the optimizer steps that are the whole's, if
+    nothing depends on a validation. One that the case asks for ends the whole too.
+    """
+    assert process.ckpt_path in (None, "auto")
+    whole = run(case, order, start=Start(ckpt_path=process.ckpt_path))
     manual = case.optimization.manual
+    if case.stop_at is not None:
+        return
     if manual is not None and max(manual.every) > 1:  # what is accumulated by hand is no part of a checkpoint
         return
-    if case.rate_monitor in ("epoch", "each"):  # it logs again where the epoch's first hook runs again
+    errors = [part[-1].args[0] for part in (whole, first, second) if part[-1].name == "error"]
+    if any(error != "Preempted" for error in errors):
         return
-    if whole[-1].name != "error" and first != whole:
-        parts = (resumed(whole, len(first) - 1), second)
-        meant, said = (
-            [event for event in part if event.owner not in "DS" and not event.name.endswith("_dataloader")]
-            for part in parts
-        )
-        found = first_difference(case, without_metrics_of_setup(meant), without_metrics_of_setup(said))
+    more = case.stopping is not None or any(one.plateau for one in case.schedulers)
+    if not (more and process.trigger in ("stop", "validate")):
+        number = saved_last(first)
+        done = [] if number is None else first[:number]
+        assert updates(done) + updates(second) == updates(whole)
+    ended = any(event.name == "on_train_end" for event in first)
+    if not ended and process.trigger not in ("stop", "validate"):
+        parts = (resumed(whole, first), [event for event in second if is_kept(event)])
+        meant, said = (without_metrics_of_setup(part) for part in parts)
+        found = first_difference(case, meant, said)
         assert found is None, found

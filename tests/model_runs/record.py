@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import inspect
 import io
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +19,8 @@ import torch
 from instep import Callback, Trainer
 from instep.callbacks import LearningRateMonitor
 from instep.callbacks.base import HOOKS
-from instep.errors import InstepError
+from instep.distributed import signals
+from instep.errors import InstepError, Preempted
 from instep.loggers import CSVLogger, Logger
 from instep.trainer.hooks import ModuleHooks
 from instep.utils import atomic
@@ -67,15 +71,42 @@ def raise_broken(events: list[Event]) -> None:
     raise Broken
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What asks a run for something in order.
+
+    Attributes:
+        trigger: as in `tests.model.triggers`.
+        at: the number of the event at which it is set.
+        rank: the one that sets it.
+    """
+
+    trigger: str
+    at: int
+    rank: int = 0
+
+    def set(self, trainer: Any) -> None:
+        if self.trigger == "preempted":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.trigger == "stop":
+            trainer.should_stop = True
+        else:
+            trainer.set_trigger(self.trigger)
+
+
 class Events(list[Event]):
     """The events that were recorded; at the number `breaks_at` something breaks the run off."""
 
     breaks_at: int | None = None
     views = False
+    ask_for: Ask | None = None
+    trainer: Any = None
     how: Callable[[list[Event]], None] = staticmethod(raise_broken)
 
     def append(self, event: Event) -> None:
         super().append(event)
+        if self.ask_for is not None and len(self) - 1 == self.ask_for.at:
+            self.ask_for.set(self.trainer)
         if len(self) - 1 == self.breaks_at:
             self.how(list(self))
 
@@ -96,6 +127,7 @@ def record(
     rank: int = 0,
     how: Callable[[list[Event]], None] = raise_broken,
     loses_a_rank: bool = False,
+    ask: Ask | None = None,
 ) -> list[Event]:
     """Run the case; its files go to the folder. Of several ranks each must be a process that calls this.
 
@@ -108,11 +140,20 @@ def record(
         rank: this process's.
         how: what breaks it off, given the events so far; by default an exception.
         loses_a_rank: another rank is broken off: with which error this one ends is left open.
+        ask: what asks the run for something, on the rank that it names.
     """
     events = Events()
     table = None
     events.breaks_at, events.how, events.views = breaks_at, how, bool(case.logs)
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), patch.object(atomic, "fsync", lambda fd: None):
+    events.ask_for = ask if ask is not None and ask.rank == rank else None
+    # A signal that a run has not acted on comes again at its end.
+    handler = signal.signal(signal.SIGTERM, lambda *_: None) if ask is not None else None
+    with (
+        warnings.catch_warnings(),
+        redirect_stdout(io.StringIO()),
+        patch.object(atomic, "fsync", lambda fd: None),
+        patch.object(signals, "_tell", lambda text: None),
+    ):
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
         try:
@@ -125,7 +166,7 @@ def record(
             callbacks[0].module = module
             table = CSVLogger()
             trainer = Trainer(**arguments(case, folder), logger=[rows, table], callbacks=callbacks)
-            module.recording_trainer = rows.trainer = trainer
+            module.recording_trainer = rows.trainer = events.trainer = trainer
             trainer.fit(module, train, val, ckpt_path=ckpt_path)
             events.append(Event("F", "csv", rows_of(table), 0, 0))
             for which in asks:
@@ -135,12 +176,15 @@ def record(
                 events.ask("validate again", other, module, which)
         except Broken:
             pass
-        except Exception as error:
-            if not isinstance(error, InstepError) and not loses_a_rank:
+        except (Exception, Preempted) as error:
+            if not isinstance(error, InstepError | Preempted) and not loses_a_rank:
                 raise
             last = events[-1] if events else Event("-", "", (), 0, 0)
             events.append(Event("F", "csv", () if table is None else rows_of(table), 0, 0))
             events.append(last._replace(owner="-", name="error", args=(type(error).__name__,)))
+        finally:
+            if handler is not None:
+                signal.signal(signal.SIGTERM, handler)
     return events
 
 

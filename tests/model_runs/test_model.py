@@ -18,6 +18,7 @@ from tests.model.logs import Log
 from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
+from tests.model.triggers import TRIGGERS
 from tests.model_runs import compare
 from tests.model_runs.compare import difference
 from tests.model_runs.draw import allowed, cases, processes
@@ -229,6 +230,22 @@ IN_TURN = {
 def test_one_process_after_another_in_one_folder(name: str, what: dict[str, Any]) -> None:
     assert SAVING.checkpoints is not None
     found = difference_over_processes(replace(SAVING, checkpoints=replace(SAVING.checkpoints, **what)), IN_TURN[name])
+    assert found is None, found
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_the_parts_of_a_run_that_is_asked_for_something_are_the_whole(trigger: str, place: float) -> None:
+    case = Case(
+        Settings(max_epochs=2, log_every_n_steps=1, val_check_interval=2),
+        Data(5, shuffle=True),
+        Data(4, first=100),
+        (Scheduler("step"),),
+        logs=(Log(on_epoch=True), Log("validation_step", "val_seen", True, True)),
+        rate_monitor="each",
+        checkpoints=Checkpoints(monitor="val"),
+    )
+    found = difference_over_processes(case, (Process(trigger=trigger, asks_place=place), Process()))
     assert found is None, found
 
 

@@ -47,6 +47,25 @@ CHOSEN = {
         Case(Settings(max_epochs=2), Data(3), logs=(Log(),), checkpoints=EVERY_STEP),
         (Process(place=0.5), Process(ranks=2)),
     ),
+    "preempted by a signal to one rank, and gone on with three": (
+        Case(Settings(max_epochs=2), Data(11, 2, shuffle=True), VAL, ranks=2, checkpoints=Checkpoints(monitor="val")),
+        (Process(trigger="preempted", asks_place=0.3, rank=1), Process(ranks=3)),
+    ),
+    "a save that one rank asks for, and then killed": (
+        Case(Settings(max_epochs=2), Data(11, 2), VAL, ranks=2, checkpoints=Checkpoints()),
+        (Process(trigger="save", asks_place=0.2, rank=1, place=0.5, kills=True), Process()),
+    ),
+    "a rank's own step values after a resume": (
+        Case(
+            Settings(max_epochs=1, log_every_n_steps=1),
+            Data(4),
+            Data(4, first=100),
+            ranks=2,
+            logs=(Log("validation_step", "val_seen", True, prog_bar=True),),
+            checkpoints=Checkpoints(),
+        ),
+        (Process(), Process()),
+    ),
     "iterable data at the end of its epoch": (
         Case(
             Settings(max_epochs=2, uneven="join"),
