@@ -16,6 +16,7 @@ from tests.model.resume import Start, find_checkpoint
 from tests.model.run import Case, Run
 from tests.model.stopping import Stopper, at_epoch_ends
 from tests.model.trace import Event, Refused, comparable
+from tests.model.triggers import agree_at_window_end, agree_now
 
 RULES = {
     "row steps": "a row of step n is logged at n - 1",
@@ -131,6 +132,10 @@ class LightningRun(Run):
         if expected is not None and "longer than its length" in self.rules:
             self.val_batches = self.val_batches[:expected]
 
+    @property
+    def asked_to_stop(self) -> bool:
+        return self.triggers.stops or "stop" in self.triggers.asked
+
     def sanity_check(self) -> None:
         steps = self.case.settings.num_sanity_val_steps
         if self.val_batches is None or steps == 0:
@@ -234,7 +239,7 @@ class LightningRun(Run):
                 if "plateau by steps" in self.rules:
                     self.step_some("step", self.count_of_steps(batch_idx), plateau=True)
                 self.stepped = self.step
-                self.agree_at_window_end()
+                agree_at_window_end(self)
             if window_ends and (self.step == s.max_steps or ("stop at once" not in self.rules and self.is_stopping())):
                 complete = is_last
                 break
@@ -268,7 +273,8 @@ class LightningRun(Run):
         if is_last and "epoch schedules" in self.rules:
             self.step_some("epoch", self.epoch + 1, plateau=False)
         self.callback("on_train_batch_end", "loss", batch, batch_idx)
-        self.asked_to_stop = self.asked_to_stop or self.step == self.case.stop_at
+        if self.step == self.case.stop_at:
+            self.triggers.set("stop")
         self.module("on_train_batch_end", "loss", batch, batch_idx)
 
     def weights(self, window: list[Dealt]) -> dict[int, float]:
@@ -323,7 +329,7 @@ class LightningRun(Run):
                     self.events.remove(last)
                 raise
             self.validated = True
-        self.agree_now()
+        agree_now(self)
 
     def end_epoch(self, complete: bool) -> None:
         if self.val_batches is not None and not self.validated and "stop at once" not in self.rules:
@@ -356,7 +362,7 @@ class LightningRun(Run):
         if cut and self.savers and "saves in a cut epoch" not in self.rules:
             self.savers[0].after_cut_epoch(self)
         self.epochs_seen += 1
-        self.agree_now()
+        agree_now(self)
 
 
 @dataclass

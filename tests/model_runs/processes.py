@@ -137,7 +137,7 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
                 at = len(recorded[rank]) - 1
                 stop = Stop(at, process.kills, rank)
             ask = None
-            if starts[rank].sets_before is not None:
+            if process.trigger is not None and starts[rank].sets_before is not None:
                 before_it = stopped[: starts[rank].sets_at]
                 at = sum(is_recorded(event, case.watch) for event in before_it)
                 ask = Ask(process.trigger, at, rank)
