@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -145,8 +146,9 @@ class Accelerator(ProcessMethods):
         **unknown: Any,
     ) -> None:
         for name in unknown:
-            known = f"known are {', '.join(sorted(set(inspect.signature(Accelerator).parameters) - {'unknown'}))}"
-            hint = instead_of("Accelerator", name) or known
+            takes = sorted(set(inspect.signature(Accelerator).parameters) - {"unknown"})
+            near = [f"did you mean {close}? " for close in get_close_matches(name, takes, n=1)]
+            hint = instead_of("Accelerator", name) or f"{''.join(near)}known are {', '.join(takes)}"
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         for name, kind, value in (
             ("parallelism_config", ParallelismConfig, parallelism_config),
@@ -438,6 +440,11 @@ class Accelerator(ProcessMethods):
         """
         if self._uses.waits:
             self._prepared.before_backward()
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"accelerator.backward got a {type(loss).__name__}: it takes the loss as a tensor, which a model's "
+                "forward gave, without .item() or float()"
+            )
         if not loss.requires_grad:
             from instep.utils.trainable import why_no_graph  # late: only an error needs it
 
@@ -485,7 +492,7 @@ class Accelerator(ProcessMethods):
         """
         if not self.sync_gradients:
             return None
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        parameters = _tensors("clip_grad_norm_", parameters)
         self._prepared.unscale_owners(parameters)
         return self._prepared.plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
@@ -497,7 +504,7 @@ class Accelerator(ProcessMethods):
             clip_value: the largest absolute value.
         """
         if self.sync_gradients:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            parameters = _tensors("clip_grad_value_", parameters)
             self._prepared.unscale_owners(parameters)
             self._prepared.plain.gradients.clip(parameters, clip_value, "value")
 
@@ -870,6 +877,21 @@ class Accelerator(ProcessMethods):
         self._states.saver.close()
         self.free_memory()
         self._process.destroy_process_group()
+
+
+def _tensors(method: str, parameters: Any) -> list[Tensor]:
+    """List parameters that a method got; raise a SettingError for what has them, such as a model."""
+    found = parameters
+    if not isinstance(parameters, nn.Module) and not callable(parameters):
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if all(isinstance(one, Tensor) for one in found):
+            return found
+    raise SettingError(
+        f"accelerator.{method} takes parameters, such as model.parameters(); got {type(found).__name__}"
+        f"{f' of {type(found[0]).__name__}' if isinstance(found, list) else ''}",
+        field="parameters",
+        got=parameters,
+    )
 
 
 def _refuse(method: str, unknown: Mapping[str, Any], known: str) -> None:

@@ -15,8 +15,9 @@ from instep.data.base import DataShard, PreparedLoader
 from instep.data.foreign_sampler import ForeignOrder, is_distributed, order_digest
 from instep.data.plan import Plan, Share
 from instep.data.sampler import ShardedSampler
+from instep.data.read_errors import explain
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
-from instep.data.workers import INIT_RAISED, end_workers, start_workers, worker_failure
+from instep.data.workers import INIT_RAISED, end_workers, start_workers
 from instep.distributed import gather_object
 from instep.distributed.nested import iter_leaves
 from instep.errors import DataError
@@ -252,11 +253,11 @@ class IndexLoader(PreparedLoader):
                 yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
-            died = worker_failure(error, started)
+            cause = explain(error, started)
             if started is self._started:
                 self.close()
-            if died is not None:
-                raise died from error
+            if cause is not None:
+                raise cause from error
             raise
         finally:
             if not self.loader.persistent_workers:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from instep.data.base import OWN_END, DataShard, PreparedLoader, described
 from instep.data.foreign_sampler import generators
 from instep.data.plan import Plan, Share
+from instep.data.read_errors import explain
 from instep.data.seeding import RandomStream
-from instep.data.workers import end_workers, start_workers, worker_failure
+from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size, gather_object
 from instep.distributed.nested import iter_leaves
 from instep.errors import DataError, UsageError
@@ -291,10 +292,10 @@ class StreamLoader(PreparedLoader):
             else:
                 yield from self._give_alone()
         except Exception as error:
-            died = worker_failure(error, self._started)
+            cause = explain(error, self._started)
             self.close()
-            if died is not None:
-                raise died from error
+            if cause is not None:
+                raise cause from error
             raise
         finally:
             self._iterator = None

@@ -8,9 +8,12 @@ learn it, where gloo would end the process on messages of two sizes.
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +21,7 @@ import torch.distributed as dist
 
 from instep.errors import DistributedError, RemoteError
 from instep.state.collective_checks import announce
-from instep.state.rank_records import awaited, digest_of, finish
+from instep.state.rank_records import awaited, call_site, digest_of, finish, named_ranks
 from instep.state.secret import job_secret, not_ours
 
 if TYPE_CHECKING:
@@ -50,7 +53,8 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
     with awaited(group, operation):
         table = all_gather(header(digest_of(text), *sizes[: HEADER - 1]), group)
         if table[:, 0].ne(digest_of(text)).any():  # on every rank: all digests are equal, or all see a difference
-            raise DistributedError(_describe(operation, gather_texts(text, group)))
+            path, line = call_site(sys._getframe())
+            raise DistributedError(_describe(gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)))
         known = table[:, 1 : len(sizes) + 1]
         rest = sizes[HEADER - 1 :]
         return torch.cat([known, all_gather(torch.tensor(rest), group)], dim=1) if rest else known
@@ -78,9 +82,23 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return table
 
 
-def _describe(operation: str, texts: list[str]) -> str:
-    lines = [f"ranks disagree in a collective; this rank called {operation}. By rank:"]
-    lines += [f"  rank {rank}: " + ", ".join(text.split("\n")) for rank, text in enumerate(texts)]
+def _describe(texts: list[str]) -> str:
+    """Make the message for ranks that disagree: the first difference in its first line, then all that each rank does.
+
+    Args:
+        texts: of every rank the lines of its operation, of each of its tensors, and of the place of its call.
+    """
+    rows = [text.split("\n") for text in texts]
+    calls = [row[:-1] for row in rows]
+    index = next((i for i, cells in enumerate(zip_longest(*calls)) if len(set(cells)) > 1), 0)
+    ranks: dict[str, list[int]] = {}
+    for rank, (*call, place) in enumerate(rows):
+        part = call[index] if index < len(call) else "nothing more"
+        ranks.setdefault(f"{part}{'' if index else f' ({place})'}", []).append(rank)
+    where, verb = (f"what they give to {calls[0][0]}", "with") if index else ("the collective", "in")
+    found = "; ".join(f"{named_ranks(of)} {verb} {part}" for part, of in ranks.items())
+    lines = [f"ranks disagree about {where}: {found}. By rank:"]
+    lines += [f"  rank {rank}: {', '.join(call)} at {place}" for rank, (*call, place) in enumerate(rows)]
     return "\n".join(
         [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
     )

@@ -30,6 +30,27 @@ _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
 
 
+class NamingDDP(DistributedDataParallel):
+    """torch's DDP; its error for parameters that a loss left without a gradient has their names."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            module = self.module.module if isinstance(self.module, StepForward) else self.module
+            names = [name for name, p in module.named_parameters() if p.requires_grad]
+            unused = ", ".join(names[int(index)] for index in found.group(1).split())
+            raise HookError(
+                f"these parameters took no part in the last loss, so its gradients were never complete: {unused}. Let "
+                "the loss need them, set requires_grad=False on them, or have DDP find them: "
+                "Trainer(strategy='ddp_find_unused_parameters_true'), "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
+            ) from error
+
+
 class BucketOrder:
     """Order in which the gradients of the first reduced backward come, taken down.
 
@@ -281,7 +302,7 @@ class DDPStrategy(Strategy):
             with torch.no_grad():
                 for tensor in quantized_tensors(module):  # DDP does not know bitsandbytes' scales either
                     tensor.copy_(broadcast(tensor))
-        ddp = DistributedDataParallel(
+        ddp = NamingDDP(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
             find_unused_parameters=unused if self.find_unused_parameters is None else self.find_unused_parameters,
@@ -332,16 +353,7 @@ class DDPStrategy(Strategy):
             return super().step_function(name)
         if not self._manual:
 
-            def step(*args: Any) -> Any:
-                try:
-                    return ddp(name, *args)
-                except RuntimeError as error:
-                    unused = _unused(error, self.module)
-                    if unused is None:
-                        raise
-                    raise unused from error
-
-            return step
+            return lambda *args: ddp(name, *args)
 
         def manual_step(*args: Any) -> Any:
             # Backward runs inside the step: forward must not arm the reducer, before or after it; each backward does
@@ -439,19 +451,6 @@ def _of_optimizers(tree: Any) -> Any:
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None
-
-
-def _unused(error: RuntimeError, module: nn.Module) -> HookError | None:
-    """Return DDP's error about parameters without a gradient, with their names; None for any other error."""
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    if found is None:
-        return None
-    names = [name for name, p in module.named_parameters() if p.requires_grad]
-    unused = ", ".join(names[int(index)] for index in found.group(1).split())
-    return HookError(
-        f"these parameters took no part in the last loss, so its gradients were never complete: {unused}. "
-        "Use strategy='ddp_find_unused_parameters_true', set requires_grad=False on them, or let the loss need them."
-    )
 
 
 def _wrong(field: str, value: Any, problem: str) -> SettingError:

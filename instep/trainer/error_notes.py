@@ -1,10 +1,13 @@
-"""Notes on an error that passed through a run: the hook, the batch and its shapes, and the layer that was at work.
+"""What is said about an error that passed through a run: its cause where torch's or Python's text does not name it,
+else the hook, the batch and its shapes, and the layer that was at work.
 
 Nothing is kept for this while a run goes well: the frames of the traceback have it all.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
@@ -16,7 +19,7 @@ from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.data.seeding import add_note
 from instep.distributed.after_error import is_device_error
-from instep.errors import InstepError
+from instep.errors import DataError, HookError, InstepError, UsageError
 from instep.health.error_report import is_remote
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks
@@ -26,6 +29,62 @@ _LOOPS = ("instep.trainer.loop", "instep.trainer.evaluation")
 _FUNCTIONS = "torch.nn.functional"
 _OF_BATCHES = ("_step", "_batch_start", "_batch_end", "backward", "_zero_grad", "gradient_clipping")
 _ITEMS, _DEPTH, _WIDTH = 8, 3, 300
+
+
+def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
+    """Make the error that names the cause of one that names it badly; None for any other.
+
+    Args:
+        error: on its way out of the run, of the user's code, or of torch below it.
+        ctx: the run.
+    """
+    if isinstance(error, InstepError) or not isinstance(error, RuntimeError | TypeError | ValueError):
+        return None
+    frames = list(_frames(error))
+    text = str(error)
+    if "backward through the graph a second time" in text and ctx.fn == "fit" and ctx.module.automatic_optimization:
+        return UsageError(f"{_why_twice(ctx)} {_where(frames, ctx)}")
+    if "to unpack" in text and frames and _is_hook(frames[-1], (ctx.module,)):
+        return _not_unpacked(frames[-1], error)
+    stepped = next((_self_of(frame) for frame in frames if _is_step_of_schedule(frame)), None)
+    if stepped is not None and hasattr(stepped, "total_steps") and "total steps is" in text:
+        return HookError(
+            f"configure_optimizers: {type(stepped).__name__} has total_steps={stepped.total_steps}, and the run takes "
+            "more steps. Make it with total_steps=self.trainer.estimated_stepping_batches, and return it with "
+            "'interval': 'step'."
+        )
+    return None
+
+
+def _why_twice(ctx: RunContext) -> str:
+    at = ctx.position
+    if at.earlier_batches + at.batch == ctx.batches_at_start:
+        return (
+            f"{type(ctx.module).__name__}.training_step has called backward on the loss itself, which the Trainer does "
+            "after it. Leave that call out, or set self.automatic_optimization = False in __init__ and step the "
+            "optimizer too."
+        )
+    return (
+        "the loss was computed from values of an earlier batch, whose graph is gone after its backward. Keep what goes "
+        "from one batch to the next by .detach(), a sum of losses too."
+    )
+
+
+def _not_unpacked(frame: FrameType, error: BaseException) -> DataError | None:
+    """Make the error for a hook's line `x, y = batch` that does not fit the batch."""
+    name, hook = next(iter(frame.f_code.co_varnames[1:2]), ""), frame.f_code.co_name
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    if not re.fullmatch(rf"[\w\s,*()\[\]]+=\s*{name}\s*(#.*)?", line) or not hook.endswith(_OF_BATCHES):
+        return None
+    batch = describe(frame.f_locals[name])
+    return DataError(
+        f"{type(_self_of(frame)).__name__}.{hook}: `{line}` does not fit the batch, which is {batch} ({error}). Take "
+        "from it what the dataset gives."
+    )
+
+
+def _is_step_of_schedule(frame: FrameType) -> bool:
+    return _module_of(frame) == "torch.optim.lr_scheduler" and frame.f_code.co_name == "step"
 
 
 def add_notes(error: BaseException, ctx: RunContext) -> None:

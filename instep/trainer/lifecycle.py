@@ -86,14 +86,29 @@ def open_run(
         _connect(ctx, loaders)
         _set_up(ctx)
         yield ctx
-    except BaseException as error:
+    except BaseException as caught:
+        error = _explained(caught, ctx)
         _close(ctx, error)
         if isinstance(error, Exception) and read_environment().world_size > 1 and "hydra" in sys.modules:
             from instep.launch.hydra import end_sweep  # late: only a program with Hydra has one
 
             end_sweep(error)
+        if error is not caught:
+            raise error from caught
         raise
     _close(ctx, None)
+
+
+def _explained(error: BaseException, ctx: RunContext) -> BaseException:
+    """Return the error that names the cause of one that names it badly; else the same."""
+    if isinstance(error, InstepError) or not isinstance(error, Exception):
+        return error
+    from instep.trainer.error_notes import explain  # late: only an error needs it
+
+    with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
+        if (cause := explain(error, ctx)) is not None:
+            return cause.with_traceback(error.__traceback__)  # which says how far the step had come
+    return error
 
 
 def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:

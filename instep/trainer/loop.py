@@ -115,15 +115,15 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 
 def _call_configure(module: TrainModule) -> Any:
-    """Call `configure_optimizers`; a module without parameters is named in place of the list that torch found empty."""
+    """Call `configure_optimizers`; what it gave to an optimizer that refused it is named in place of torch's text."""
     try:
         return module.configure_optimizers()
-    except ValueError as error:
-        from instep.utils.trainable import why_no_parameters  # late: only an error needs it
+    except (TypeError, ValueError) as error:
+        from instep.utils.trainable import why_no_optimizer  # late: only an error needs it
 
-        if "empty parameter list" not in str(error) or not (why := why_no_parameters(module)):
-            raise
-        raise HookError(f"configure_optimizers has nothing to train: {why}.") from error
+        if why := why_no_optimizer(error, module):
+            raise HookError(f"{type(module).__name__}.configure_optimizers: {why}.") from error
+        raise
 
 
 def prepare_training(ctx: RunContext) -> None:

@@ -382,7 +382,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def trainer(self) -> Trainer:
         """The Trainer that runs, or last ran, this module."""
         if self._trainer is None:
-            raise UsageError(f"{type(self).__name__} is not attached to a Trainer; this works inside fit/validate/test")
+            raise UsageError(
+                f"{type(self).__name__} is not attached to a `Trainer`: it gets one when a run begins, after its "
+                "__init__. Use self.trainer, self.log and what else needs a run in its hooks, such as setup or training_step."
+            )
         return self._trainer
 
     @trainer.setter

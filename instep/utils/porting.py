@@ -393,6 +393,12 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("swa", "stochastic_weight_avg"), _AVERAGING),
     },
     "Accelerator": {
+        "fp16": "use mixed_precision='fp16'",
+        "precision": "use mixed_precision='bf16' or 'fp16'",
+        "accumulate_grad_batches": "use gradient_accumulation_steps=...",
+        "gradient_clip_val": "call accelerator.clip_grad_norm_(model.parameters(), ...) before optimizer.step()",
+        "logger": "use log_with=...",
+        **dict.fromkeys(("devices", "num_processes", "num_nodes"), "start the script with instep launch, which has it"),
         "dispatch_batches": _IN_DATALOADER_CONFIG,
         "even_batches": _IN_DATALOADER_CONFIG,
         "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -67,6 +70,38 @@ def why_no_parameters(module: nn.Module) -> str:
     if hidden:
         return say_hidden(module, hidden)
     return f"{type(module).__name__} has no parameters. Set its layers as attributes of it in __init__"
+
+
+def why_no_optimizer(error: TypeError | ValueError, module: nn.Module) -> str:
+    """Return what an optimizer's constructor was given that it could not take; "" where the error is of other code.
+
+    Args:
+        error: what it raised.
+        module: what is to be trained.
+    """
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    made = next((frame for frame in frames if _makes_optimizer(frame)), None)
+    if made is None:
+        return ""
+    names = made.f_code.co_varnames[1 : made.f_code.co_argcount + made.f_code.co_kwonlyargcount]
+    given = {name: made.f_locals[name] for name in names if name in made.f_locals}
+    kind = type(made.f_locals["self"]).__name__
+    for name, value in given.items():
+        if inspect.isroutine(value):
+            called = getattr(value, "__name__", repr(value))
+            return f"{kind}({name}=...) got the method {called} itself; call it: {called}()"
+        if isinstance(value, nn.Module):
+            return f"{kind}({name}=...) got a module, {type(value).__name__}; give it that module's .parameters()"
+        if isinstance(value, str):
+            return f"{kind} got {name}={value!r}, a text; give it a number"
+    if "empty parameter list" in str(error):
+        why = why_no_parameters(module)
+        return f"there is nothing to train: {why}" if why else ""
+    return ""
+
+
+def _makes_optimizer(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 def why_no_graph(modules: Iterable[nn.Module], optimized: Iterable[Tensor] = ()) -> str:
