@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from instep import Accelerator, Trainer
 from instep.distributed import gather
 from instep.errors import (
+    CheckpointError,
     DataError,
     DistributedError,
     HookError,
@@ -36,6 +39,14 @@ class BackwardTwice(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         loss.backward()
+        return loss
+
+
+class BackwardTwiceLater(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            loss.backward()  # the graph is gone, for the loop's own backward
         return loss
 
 
@@ -104,6 +115,40 @@ class RaggedStream(IterableDataset[Any]):
         return (torch.ones(2 + index % 3) for index in range(8))
 
 
+class LockedStream(RaggedStream):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def local_dataset() -> Dataset[Any]:
+    class Local(TensorDataset):
+        pass
+
+    return type("Local", (Local,), {"__qualname__": "Local"})(torch.ones(4, 4))
+
+
+class Wider(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+def saved_by_trainer() -> Path:
+    return fit(Toy()).save_checkpoint("toy.ckpt")
+
+
+def load_other_size() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(nn.Linear(2, 1))
+    accelerator.save_state("state")
+    accelerator.free_memory()
+    accelerator.prepare_model(nn.Linear(3, 1))
+    try:
+        accelerator.load_state("state")
+    finally:
+        accelerator.end_training()
+
+
 def validate(module: Toy, data: Any) -> None:
     quiet().validate(module, data)
 
@@ -121,6 +166,7 @@ def loss_of(model: nn.Module) -> Any:
 
 
 ADAM = torch.optim.Adam
+SPAWNED: Any = {"batch_size": 4, "multiprocessing_context": "spawn"}
 UNSTACKABLE = r"the samples of a batch have different (sizes, such as \[2\] and \[3\]|lengths),.*collate_fn that pads"
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
@@ -128,6 +174,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
         lambda: fit(BackwardTwice()),
         UsageError,
         "BackwardTwice.training_step has called backward on the loss itself.*automatic_optimization = False.*batch_idx",
+    ),
+    "backward in a later training_step": (
+        lambda: fit(BackwardTwiceLater()),
+        UsageError,
+        "BackwardTwiceLater.training_step has called backward.*from the backward, epoch 0, batch_idx 1; the batch is",
     ),
     "losses summed with their graphs": (
         lambda: fit(SumsLosses()),
@@ -215,6 +266,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
         SettingError,
         "accelerator.clip_grad_value_ takes parameters, .* got method",
     ),
+    "a lambda for workers that are spawned": (
+        lambda: fit(Toy(), DataLoader(samples(), num_workers=1, collate_fn=lambda rows: rows, **SPAWNED)),
+        DataError,
+        "workers are started by spawn.*its collate_fn, .*<lambda>, cannot be pickled: .*at the top of a module",
+    ),
+    "a local data set for workers that are spawned": (
+        lambda: fit(Toy(), DataLoader(local_dataset(), num_workers=1, **SPAWNED)),
+        DataError,
+        "its dataset, Local, cannot be pickled",
+    ),
+    "a stream with a lock for workers that are spawned": (
+        lambda: fit(Toy(), DataLoader(LockedStream(), num_workers=1, **SPAWNED)),
+        DataError,
+        "its dataset, LockedStream, cannot be pickled",
+    ),
+    "another model for the Trainer's weights": (
+        lambda: quiet(max_epochs=3).fit(Wider(), loader(), ckpt_path=saved_by_trainer()),
+        CheckpointError,
+        r'do not fit Wider: .*Missing key\(s\) in state_dict: "more.weight", "more.bias"\. Set strict_loading = False',
+    ),
+    "another size for the loop's weights": (
+        load_other_size,
+        CheckpointError,
+        r"do not fit .*size mismatch for weight: .*resume=Resume\(strict=False\)",
+    ),
     "an argument of old scripts": (
         lambda: Accelerator(cpu=True, fp16=True),
         SettingError,
@@ -229,8 +305,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step", "ignore:'set_vital' is deprecated")
-def test_the_first_line_of_an_error_names_the_mistake(mistake: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step", "ignore:'set_vital' is deprecated", "ignore:Got pickle")
+def test_the_first_line_of_an_error_names_the_mistake(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     call, kind, text = MISTAKES[mistake]
     with pytest.raises(InstepError) as caught:
         call()

@@ -491,7 +491,12 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            raise CheckpointError(f"the weights of {saved.path} do not fit {name}: {error}", path=saved.path) from error
+            wrong = " ".join(str(error).split()).rstrip(".")  # in one line: the first is what most readers show
+            raise CheckpointError(
+                f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "
+                "what fits by load_state(..., resume=Resume(strict=False)).",
+                path=saved.path,
+            ) from error
 
 
 def _restore_optimizers_and_schedulers(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:

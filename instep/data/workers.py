@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -25,14 +26,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
 from torch.utils.data import _utils
 
-from instep.data.seeding import add_note
-from instep.errors import LoaderWorkerError
+from instep.data.seeding import SeededDataset, add_note
+from instep.errors import DataError, LoaderWorkerError
 
 INIT_RAISED = "The loader's worker_init_fn raised this."
 
@@ -117,6 +119,10 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
         loader.worker_init_fn = SignalSafeWorkerInit(init)
         try:
             started.append(get_iterator())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if (cause := _unpicklable(loader, error)) is not None:
+                raise cause from error
+            raise
         finally:
             loader.worker_init_fn = init
         _watch(started[-1])
@@ -127,6 +133,28 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
         return iter(loader), started[-1] if started else None
     finally:
         vars(loader).pop("_get_iterator", None)
+
+
+def _unpicklable(loader: Any, error: Exception) -> DataError | None:
+    """Make the error for what workers that are not forked cannot get; None where all of it can be pickled."""
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    method = context.get_start_method()
+    if method == "fork":
+        return None
+    for name in ("collate_fn", "dataset", "worker_init_fn", "batch_sampler"):
+        part = getattr(loader, name, None)
+        part = part.then if isinstance(part, SignalSafeWorkerInit) else part
+        part = vars(part)["_dataset"] if isinstance(part, SeededDataset) else part
+        try:
+            ForkingPickler.dumps(part)
+        except Exception:  # noqa: BLE001  whatever it is, the workers cannot get it
+            what = getattr(part, "__qualname__", type(part).__qualname__)
+            return DataError(
+                f"the loader's workers are started by {method}, which pickles what they get, and its {name}, {what}, "
+                f"cannot be pickled: {error}. Define its functions and classes at the top of a module, without lambda, "
+                'or use num_workers=0 or multiprocessing_context="fork".'
+            )
+    return None
 
 
 def end_workers(started: Any) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError, UsageError
 from instep.state.collective_checks import announce
-from instep.state.messages import gather_texts, header, share_error
+from instep.state.messages import gather_calls, header, share_error
 from instep.state.process import Process
 from instep.state.process_group import Groups
 from instep.state.rank_records import RankRecords, awaited, describe_ended, digest_of, finish
@@ -115,11 +115,12 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        texts = gather_texts(_call(name), groups.control)  # others, in a collective, read it too
-        doing = {rank: f"in {', '.join(text.splitlines())}" for rank, text in enumerate(texts)}
+        calls = gather_calls(_call(name), groups.control)  # others, in a collective, read it too
+        doing = {rank: f"in {', '.join(call.parts)}" for rank, call in enumerate(calls)}
+        places = {rank: f"at {call.place}" for rank, call in enumerate(calls)}
         raise DistributedError(
             f"the processes wait for different things: {_by_name(doing)}. Every process must come to the same "
-            f"wait_for_everyone()."
+            f"wait_for_everyone(). Now {_by_name(places)}."
         )
 
 

@@ -53,8 +53,7 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
     with awaited(group, operation):
         table = all_gather(header(digest_of(text), *sizes[: HEADER - 1]), group)
         if table[:, 0].ne(digest_of(text)).any():  # on every rank: all digests are equal, or all see a difference
-            path, line = call_site(sys._getframe())
-            raise DistributedError(_describe(gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)))
+            raise DistributedError(_describe(gather_calls(text, group)))
         known = table[:, 1 : len(sizes) + 1]
         rest = sizes[HEADER - 1 :]
         return torch.cat([known, all_gather(torch.tensor(rest), group)], dim=1) if rest else known
@@ -65,8 +64,21 @@ def header(digest: int, *numbers: int) -> torch.Tensor:
     return torch.tensor([digest, *numbers, *[0] * (HEADER - 1 - len(numbers))])
 
 
-def gather_texts(text: str, group: ProcessGroup) -> list[str]:
-    """Gather every rank's text; all ranks call it when their first messages differ. A collective."""
+class Call(NamedTuple):
+    """What a rank is about to do: its operation and each of its tensors, and the line of the user's program."""
+
+    parts: list[str]
+    place: str
+
+
+def gather_calls(text: str, group: ProcessGroup) -> list[Call]:
+    """Gather what every rank is about to do; all ranks call it when their first messages differ. A collective."""
+    path, line = call_site(sys._getframe())
+    rows = [text.split("\n") for text in _gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)]
+    return [Call(parts, place) for *parts, place in rows]
+
+
+def _gather_texts(text: str, group: ProcessGroup) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -82,23 +94,17 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return table
 
 
-def _describe(texts: list[str]) -> str:
-    """Make the message for ranks that disagree: the first difference in its first line, then all that each rank does.
-
-    Args:
-        texts: of every rank the lines of its operation, of each of its tensors, and of the place of its call.
-    """
-    rows = [text.split("\n") for text in texts]
-    calls = [row[:-1] for row in rows]
-    index = next((i for i, cells in enumerate(zip_longest(*calls)) if len(set(cells)) > 1), 0)
+def _describe(calls: list[Call]) -> str:
+    """Make the message for ranks that disagree: the first difference in its first line, then what each rank does."""
+    cells = [list(column) for column in zip_longest(*[call.parts for call in calls], fillvalue="nothing more")]
+    index = next((i for i, column in enumerate(cells) if len(set(column)) > 1), 0)
     ranks: dict[str, list[int]] = {}
-    for rank, (*call, place) in enumerate(rows):
-        part = call[index] if index < len(call) else "nothing more"
-        ranks.setdefault(f"{part}{'' if index else f' ({place})'}", []).append(rank)
-    where, verb = (f"what they give to {calls[0][0]}", "with") if index else ("the collective", "in")
-    found = "; ".join(f"{named_ranks(of)} {verb} {part}" for part, of in ranks.items())
-    lines = [f"ranks disagree about {where}: {found}. By rank:"]
-    lines += [f"  rank {rank}: {', '.join(call)} at {place}" for rank, (*call, place) in enumerate(rows)]
+    for rank, (part, call) in enumerate(zip(cells[index], calls, strict=True)):
+        ranks.setdefault(part if index else f"{part} ({call.place})", []).append(rank)
+    about, word = (f"what they give to {cells[0][0]}", "with") if index else ("the collective", "in")
+    found = "; ".join(f"{named_ranks(of)} {word} {part}" for part, of in ranks.items())
+    lines = [f"ranks disagree about {about}: {found}. By rank:"]
+    lines += [f"  rank {rank}: {', '.join(call.parts)}" for rank, call in enumerate(calls)]
     return "\n".join(
         [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
     )

@@ -44,10 +44,10 @@ class NamingDDP(DistributedDataParallel):
             names = [name for name, p in module.named_parameters() if p.requires_grad]
             unused = ", ".join(names[int(index)] for index in found.group(1).split())
             raise HookError(
-                f"these parameters took no part in the last loss, so its gradients were never complete: {unused}. Let "
-                "the loss need them, set requires_grad=False on them, or have DDP find them: "
-                "Trainer(strategy='ddp_find_unused_parameters_true'), "
-                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
+                f"these parameters took no part in the last loss, so its gradients were never complete: {unused}. Use "
+                "strategy='ddp_find_unused_parameters_true' (of an Accelerator: "
+                "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), set "
+                "requires_grad=False on them, or let the loss need them."
             ) from error
 
 
@@ -352,7 +352,6 @@ class DDPStrategy(Strategy):
         if ddp is None or name != "training_step":
             return super().step_function(name)
         if not self._manual:
-
             return lambda *args: ddp(name, *args)
 
         def manual_step(*args: Any) -> Any:

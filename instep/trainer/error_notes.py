@@ -1,14 +1,17 @@
-"""What is said about an error that passed through a run: its cause where torch's or Python's text does not name it,
-else the hook, the batch and its shapes, and the layer that was at work.
+"""Causes of errors whose own text does not name them, and notes on others that passed through a run.
+
+A note names the hook, the batch and its shapes, and the layer that was at work.
 
 Nothing is kept for this while a run goes well: the frames of the traceback have it all.
 """
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -57,8 +60,10 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
 
 
 def _why_twice(ctx: RunContext) -> str:
-    at = ctx.position
-    if at.earlier_batches + at.batch == ctx.batches_at_start:
+    at, source = ctx.position, ""
+    with suppress(OSError, TypeError):  # code that is in no file
+        source = inspect.getsource(type(ctx.module).training_step)
+    if "backward(" in source or at.earlier_batches + at.batch == ctx.batches_at_start:
         return (
             f"{type(ctx.module).__name__}.training_step has called backward on the loss itself, which the Trainer does "
             "after it. Leave that call out, or set self.automatic_optimization = False in __init__ and step the "

@@ -380,7 +380,7 @@ INSTEAD: dict[str, dict[str, str]] = {
     "Trainer": {
         "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
         "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
-        "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
+        **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "use trainer.fit(..., ckpt_path=...)"),
         "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",
         "auto_lr_find": "use instep.Tuner(trainer).lr_find(model), or callbacks=[LearningRateFinder()]",
         "auto_scale_batch_size": "use instep.Tuner(trainer).scale_batch_size(model), or callbacks=[BatchSizeFinder()]",
