@@ -383,8 +383,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """The Trainer that runs, or last ran, this module."""
         if self._trainer is None:
             raise UsageError(
-                f"{type(self).__name__} is not attached to a `Trainer`: it gets one when a run begins, after "
-                "its __init__. Use self.trainer, self.log and all that needs a run in hooks, such as setup or training_step."
+                f"{type(self).__name__} is not attached to a `Trainer`: it gets one when a run begins, after its "
+                "__init__. Use self.trainer and self.log in hooks, such as setup or training_step."
             )
         return self._trainer
 
