@@ -40,7 +40,12 @@ class CheckpointInfo:
         return str(self.manifest.info.get("kind", "full"))
 
 
-def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> list[CheckpointInfo]:
+_SIGN = {"min": 1.0, "max": -1.0}
+
+
+def best_first(
+    found: Sequence[CheckpointInfo], monitor: str | None = None, mode: str | None = None
+) -> list[CheckpointInfo]:
     """Sort by the monitored score, the best first and the older first among equals, as ModelCheckpoint does.
 
     A checkpoint without a score, or with nan, is left out: it is never the best.
@@ -48,31 +53,36 @@ def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> l
     Args:
         found: what a scan found, the newest first.
         monitor: the metric; None where all checkpoints were scored by the same one.
+        mode: "min" or "max", which chooses where the checkpoints were scored by both.
 
     Raises:
-        CheckpointError: the scores are of different metrics and `monitor` does not choose one.
+        CheckpointError: the scores are of different metrics or modes, and neither argument chooses one.
 
     Example:
         >>> best_first([])
         []
     """
-    scored: list[tuple[float, CheckpointInfo]] = []
-    rules: set[tuple[str, str]] = set()
+    scored: dict[tuple[str, str], list[CheckpointInfo]] = {}
     for info in reversed(found):
         about = info.manifest.info
-        score, name, mode = about.get("score"), about.get("monitor"), about.get("mode", "min")
+        score, name, way = about.get("score"), about.get("monitor"), about.get("mode", "min")
         if score is None or name is None or (monitor is not None and name != monitor) or math.isnan(float(score)):
             continue
-        if mode not in ("min", "max"):
-            raise CheckpointError(f"{info.path}: mode={mode!r} is neither 'min' nor 'max'", path=info.path)
-        rules.add((str(name), mode))
-        scored.append((float(score) if mode == "min" else -float(score), info))
-    if len(rules) > 1:
+        if way not in ("min", "max"):
+            raise CheckpointError(f"{info.path}: mode={way!r} is neither 'min' nor 'max'", path=info.path)
+        scored.setdefault((str(name), way), []).append(info)
+    meant = [rule for rule in scored if len(scored) == 1 or mode in (None, rule[1])]
+    if len(meant) > 1:
         raise CheckpointError(
-            f"these checkpoints were scored by different rules: {', '.join(f'{n} ({m})' for n, m in sorted(rules))}. "
-            "Say which one is meant with monitor=..., or give the path."
+            f"these checkpoints were scored by different rules: {', '.join(f'{n} ({m})' for n, m in sorted(meant))}. "
+            "Say which one is meant with monitor=... and mode=..., or give the path."
         )
-    return [info for _, info in sorted(scored, key=lambda pair: pair[0])]  # stable: oldest first among equals
+    # Sorting is stable, so the oldest stays first among equals.
+    return [
+        info
+        for rule in meant
+        for info in sorted(scored[rule], key=lambda one: float(one.manifest.info["score"]) * _SIGN[rule[1]])
+    ]
 
 
 def check_keyword(keyword: str) -> str:

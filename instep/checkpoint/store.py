@@ -217,6 +217,7 @@ class CheckpointStore:
         *,
         kind: str | None = None,
         monitor: str | None = None,
+        mode: str | None = None,
         line: Line | None = None,
         also: Sequence[Path] = (),
     ) -> Reader | None:
@@ -227,6 +228,7 @@ class CheckpointStore:
                 like "last", and None where there is nothing to continue from.
             kind: "full" or "weights"; None takes both, and only "full" for "auto".
             monitor: the metric for "best", where the checkpoints were scored by several.
+            mode: "min" or "max", where they were scored by both.
             line: the run whose checkpoints alone are looked at, with those that it goes on from. Default: the run that
                 saved last; where nothing of it verifies, the others follow for "last" and "auto".
             also: further folders to look in.
@@ -245,7 +247,7 @@ class CheckpointStore:
         where = ", ".join(map(str, roots))
         candidates, others = self.ranks.on_rank_zero(
             lambda: _candidates(
-                keyword, list_checkpoints(*roots), kind, monitor, line, last_run(self.root, self.files)
+                keyword, list_checkpoints(*roots), kind, (monitor, mode), line, last_run(self.root, self.files)
             ),
             f"looking in {where}",
         )
@@ -535,7 +537,7 @@ def _candidates(
     keyword: str,
     found: Sequence[CheckpointInfo | Broken],
     kind: str | None,
-    monitor: str | None,
+    rule: tuple[str | None, str | None],
     line: Line | None,
     holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
@@ -551,7 +553,7 @@ def _candidates(
     own = [one for one in whole if of_line is not None and of_line.has(one.manifest.run_id, one.step)]
     others = {one.manifest.run_id for one in whole if of_line is not None and not of_line.knows(one.manifest.run_id)}
     if keyword == "best":
-        return best_first([one for one in own if kind in (None, one.kind)], monitor), len(others)
+        return best_first([one for one in own if kind in (None, one.kind)], *rule), len(others)
     if line is not None and not own:
         return [], len(others)
     mine = {one.path for one in own}

@@ -165,13 +165,13 @@ class RunFolder:
         kind = None if weights else "full"
         line = own_line(ctx.trainer)
         callback = ctx.trainer.checkpoint_callback
-        monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
+        monitor, mode = (None, None) if callback is None or ckpt_path != "best" else (callback.monitor, callback.mode)
         asked = ckpt_path
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.own_folder is not None:
             store = checkpoint.CheckpointStore(callback.own_folder)
-            found = store.resolve(ckpt_path, kind=kind, monitor=monitor, line=line)
+            found = store.resolve(ckpt_path, kind=kind, monitor=monitor, mode=mode, line=line)
             return found or (None if quiet else self._none(ctx, callback.own_folder))
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
@@ -186,7 +186,7 @@ class RunFolder:
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
                 ctx.lease_folder(store.root)  # an error where the same command runs already, before its first save too
             try:
-                found = store.resolve(keyword, kind=kind, monitor=monitor, line=line)
+                found = store.resolve(keyword, kind=kind, monitor=monitor, mode=mode, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 if ckpt_path == "best" and not (callback is None and line) and self._has_other(store, kind):
                     raise

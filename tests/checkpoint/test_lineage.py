@@ -251,6 +251,21 @@ def test_a_fixed_name_is_the_best_of_what_it_names(tmp_path: Path):
         find_checkpoint(tmp_path / "both" / "mine")
 
 
+@pytest.mark.parametrize(("modes", "best"), [(("min", "max"), 8), (("max", "min"), 4)])
+def test_best_of_two_savers_of_one_metric_is_the_first_ones(modes: tuple[str, str], best: int, tmp_path: Path):
+    def trainer() -> Any:
+        both = [ModelCheckpoint(tmp_path / "saved", None, "score", mode=mode) for mode in modes]
+        return quiet(max_epochs=3, num_sanity_val_steps=0, callbacks=both, enable_checkpointing=True)
+
+    fitted = trainer()
+    fitted.fit(Marked(), loader(), loader(3))
+    for each in (fitted, trainer()):  # in the process that saved them, and in a later one
+        each.test(Marked(), loader(3), ckpt_path="best", verbose=False)
+        assert each.ckpt_path == str(tmp_path / "saved" / f"step-{best:08d}-1")
+    with pytest.raises(CheckpointError, match="scored by different rules"):
+        CheckpointStore(tmp_path / "saved").resolve("best", monitor="score")
+
+
 # ---- Accelerator
 
 
