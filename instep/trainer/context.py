@@ -433,7 +433,7 @@ class RunContext:
         if before is not None and before.stage == "train":
             self.trainer.metrics.keep(before)
         if self.settings.barebones:
-            self.module._log_buffer = NullBuffer()
+            self.module._log_into(NullBuffer())
         else:
-            self.module._log_buffer = None if log is None else log.buffer
+            self.module._log_into(None if log is None else log.buffer)
         return before

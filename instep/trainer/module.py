@@ -367,6 +367,15 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         for name, value in items_to_log(dictionary):
             self.log(name, value, **kwargs)
 
+    def _log_into(self, buffer: list[Entry] | None) -> None:
+        """Set where `log` writes, also that of modules within this one; None: nowhere."""
+        for module in self._train_modules():
+            module._log_buffer = buffer
+
+    def _train_modules(self) -> Iterator[TrainModule]:
+        """Yield this module and those within it that have the Trainer's attributes too, such as a backbone."""
+        return (module for module in self.modules() if isinstance(module, TrainModule))
+
     def _nothing_logs(self, name: str) -> None:
         if self._trainer is None or self._trainer._ctx is None:
             warn_user(f"self.log({name!r}) outside a Trainer's run is not recorded")
@@ -390,7 +399,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        for module in self._train_modules():
+            module._trainer = trainer
 
     @property
     def current_epoch(self) -> int:

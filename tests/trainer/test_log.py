@@ -604,6 +604,37 @@ def test_outside_a_run_a_warning():
         Toy().log("x", 1.0)
 
 
+class Backbone(Toy):
+    """Logs in its forward, and what it knows of the run."""
+
+    def forward(self, x: Any) -> Any:
+        self.log("inner", float(self.global_step + 10 * self.current_epoch))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("hold", [nn.ModuleList, lambda parts: parts[0]], ids=["in a list", "as an attribute"])
+def test_a_module_within_the_running_one_logs_and_knows_the_position(hold: Any, tmp_path: Any):
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = hold([Backbone()])
+
+        def loss(self, batch: Any) -> Any:
+            part = self.part if isinstance(self.part, Backbone) else self.part[0]
+            return super().loss(batch) + part(batch[0]).sum() * 0
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return self.loss(batch)
+
+    module = Model()
+    trainer, logger = run(tmp_path, module, val=loader(3), max_epochs=2, num_sanity_val_steps=0)
+    by_step = [(step, value) for step, value in logger.of("inner") if step % 4]
+    assert by_step == [(1, 0.0), (2, 1.0), (3, 2.0), (5, 14.0), (6, 15.0), (7, 16.0)]
+    assert trainer.callback_metrics["inner"] == 18.0, "validation's"
+    with pytest.raises(UsageError, match="where nothing can be logged"):
+        trainer.predict(module, loader())
+
+
 # ---- compiled steps
 
 

@@ -287,8 +287,8 @@ def _attach(module: nn.Module) -> None:
         asked = {"estimated_stepping_batches": 1000, "num_training_batches": 1000, "max_epochs": 1, "max_steps": 1000}
         state = {"current_epoch": 0, "global_step": 0, "global_rank": 0, "world_size": 1, "is_global_zero": True}
         stand_in: Any = SimpleNamespace(**asked, **state, training=True)
-        module._log_buffer = []
-        module._trainer = stand_in
+        module._log_into([])
+        module.trainer = stand_in
 
 
 def _optimizer(subject: Subject, module: nn.Module, on_gpu: bool) -> Optimizer:

@@ -192,7 +192,7 @@ class Trial:
             _ctx=ctx, position=ctx.position, metrics=Metrics(trainer), _log=ctx.log, _loggers=silent,
             progress=Progress(ctx.position), _epoch_over=False,
         )  # fmt: skip
-        module._log_buffer = ctx.log.buffer
+        module._log_into(ctx.log.buffer)
         if run.fn == "fit":
             torch.set_grad_enabled(True)
         self._new_data(fresh=False)
@@ -335,7 +335,7 @@ class Trial:
         if why:
             clear_device_cache(garbage_collection=True)  # The error's frames hold the step's tensors, in a cycle.
             self._reset()
-            self._module._log_buffer = self._ctx.log.buffer
+            self._module._log_into(self._ctx.log.buffer)
             clear_device_cache(garbage_collection=True)
         return why
 
