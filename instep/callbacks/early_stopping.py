@@ -230,6 +230,7 @@ class EarlyStopping(Callback):
         if self.monitor not in metrics:
             self._missing(list(metrics))
             return
+        trainer.metrics.warn_of_training(self.monitor, f"EarlyStopping(monitor={self.monitor!r})")
         value = float(metrics[self.monitor])
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)

@@ -629,6 +629,7 @@ class ModelCheckpoint(Callback):
                 field="monitor",
                 got=self.monitor,
             )
+        trainer.metrics.warn_of_training(self.monitor, f"ModelCheckpoint(monitor={self.monitor!r})")
         return trainer.agree(float(values[self.monitor]))
 
     def _name(self, trainer: Trainer) -> str | None:

@@ -387,6 +387,10 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         module = ctx.module
         if module.automatic_optimization:
             step_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
+            for config in ctx.schedulers:
+                if config.interval == "epoch" and config.reduce_on_plateau and config.monitor is not None:
+                    reader = f"{type(config.scheduler).__name__} (monitor={config.monitor!r})"
+                    trainer.metrics.warn_of_training(config.monitor, reader)
             step_schedulers(ctx.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, step_hook)
         at.epoch_ended = True
         for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):

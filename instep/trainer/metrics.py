@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.utils.untrusted_files import clean
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -35,6 +36,9 @@ class Metrics:
         self.nan_since: dict[str, int] = {}
         """Names whose last known value is nan, and the step at which that was seen first."""
         self._eval_steps: dict[str, int] = {}
+        self._of_validation: dict[str, bool] = {}
+        """Names that validation has logged, and whether an epoch value of training has taken its value's place."""
+        self._warned: set[str] = set()
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
@@ -57,10 +61,13 @@ class Metrics:
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
         """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
         to_log: dict[str, float] = {}
-        ctx = self._trainer._ctx
+        ctx, stage = self._trainer._ctx, self._trainer.state.stage
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
         for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
+            for one in (name, plain):
+                if stage == "validate" or one in self._of_validation:
+                    self._of_validation[one] = stage == "train"
             self._look_for_nan({name: value, plain: value}, self._trainer.global_step)
             for log in logs:
                 log.step_values.pop(name, None)
@@ -72,6 +79,24 @@ class Metrics:
         if final and to_log:
             self.logged.update(to_log)
             self._send(to_log, self._trainer.global_step)
+
+    def warn_of_training(self, name: str, reader: str) -> None:
+        """Warn once where a name that validation has logged has training's value now, and something decides by it.
+
+        Args:
+            name: the metric.
+            reader: who decides by it.
+        """
+        replaced = self._of_validation.get(name)
+        if replaced is False and self._trainer._log is not None:
+            replaced = name in self._trainer._log.callback_values  # a step value, which is newer
+        if replaced and reader not in self._warned and self._trainer.is_global_zero:
+            self._warned.add(reader)
+            warn_user(
+                f"{reader} goes by training's {name!r}, not by validation's: both log this name, and training's value "
+                f"is the later one. Log validation's under a name of its own, such as self.log('val_{name}', ...), and "
+                "monitor that"
+            )
 
     def _look_for_nan(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -114,6 +139,8 @@ class Metrics:
         self.logged.clear()
         self.bar.clear()
         self.nan_since.clear()
+        self._of_validation.clear()
+        self._warned.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -42,6 +42,9 @@ class FakeLogger:
 class FakeMetrics:
     callback: dict[str, float] = field(default_factory=dict)
 
+    def warn_of_training(self, name: str, reader: str) -> None:
+        """Every value here is of its own stage."""
+
 
 @dataclass
 class FakeTrainer:

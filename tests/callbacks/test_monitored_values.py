@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,47 @@ def test_watchers(
         folder = tmp_path / str(stop)
         run(folder, values, mode, stop)
         assert run(folder, values, mode, len(values), ckpt_path="last") == expected, f"resumed after {stop} epochs"
+
+
+class LoggedTwice(Watched):
+    """Logs one name in training and in validation."""
+
+    def __init__(self, by_epoch: bool) -> None:
+        super().__init__([1.0] * 3, "min")
+        self.by_epoch = by_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("watched", 5.0, on_epoch=self.by_epoch)
+        return super().training_step(batch, batch_idx)
+
+
+WATCHERS = {
+    "ModelCheckpoint": lambda: ModelCheckpoint(monitor="watched"),
+    "EarlyStopping": lambda: EarlyStopping("watched"),
+    "ReduceLROnPlateau": lambda: ModelCheckpoint(),
+    "steps": lambda: ModelCheckpoint(monitor="watched", every_n_train_steps=3),
+    "validations": lambda: ModelCheckpoint(monitor="watched", save_on_train_epoch_end=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("watcher", "by_epoch", "warned"),
+    [
+        ("ModelCheckpoint", True, ["ModelCheckpoint", "ReduceLROnPlateau"]),
+        ("EarlyStopping", True, ["EarlyStopping", "ReduceLROnPlateau"]),
+        ("ReduceLROnPlateau", True, ["ReduceLROnPlateau"]),
+        ("validations", True, ["ReduceLROnPlateau"]),
+        ("ModelCheckpoint", False, []),  # validation's value is the later one
+        ("EarlyStopping", False, []),
+        ("steps", False, ["ModelCheckpoint"]),
+    ],
+)
+def test_a_watched_name_of_validation_that_has_trainings_value_is_warned_of_once(
+    watcher: str, by_epoch: bool, warned: list[str], tmp_path: Path
+):
+    trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[WATCHERS[watcher]()], default_root_dir=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(LoggedTwice(by_epoch), loader(), loader(3))
+    texts = [str(one.message) for one in caught if "goes by training's 'watched'" in str(one.message)]
+    assert sorted(text.partition("(")[0].strip() for text in texts) == warned
