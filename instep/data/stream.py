@@ -29,7 +29,7 @@ from instep.data.read_errors import explain
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size, gather_object
-from instep.distributed.nested import iter_leaves
+from instep.distributed.nested import doubt_of_size, iter_leaves
 from instep.errors import DataError, UsageError
 from instep.state.process import step_group
 from instep.state.rank_records import digest_of
@@ -134,6 +134,7 @@ class StreamLoader(PreparedLoader):
         self._resume: StateDict | None = None
         self._ever_gave = False
         self._was_over = getattr(loader, "gi_frame", self) is None  # a generator that was used up by others
+        self._looked_at_sizes = False
         self._counted = False  # what uneven="stop" leaves out
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
@@ -451,11 +452,23 @@ class StreamLoader(PreparedLoader):
     def _give_own(self, batch: Any, last: bool) -> None:
         """Give a batch whose sizes the ranks do not agree on; one process counts them where they are asked for."""
         if self.history > 1 and self.world_size == 1:
-            self._give(Share(None, find_batch_size(batch), last))
+            self._give(Share(None, self._size(batch), last))
             return
         if last:
             self.share = Share(last=True)
         self._given += 1
+
+    def _size(self, batch: Any) -> int | None:
+        """Count a batch's samples, by which the gradients of ranks and windows are weighed; warn once of a doubt."""
+        if not self._looked_at_sizes:
+            self._looked_at_sizes = True
+            if self.rank == 0 and (doubt := doubt_of_size(batch, getattr(self.loader, "batch_size", None))):
+                warn_user(
+                    f"the samples in a batch of the {described(self.loader)}, by which the gradients of a window and "
+                    f"of ranks are weighed, are not known: {doubt}. Give batches whose tensors all begin with the "
+                    "sample, or map-style data"
+                )
+        return find_batch_size(batch)
 
     def _give_together(self) -> Iterator[Any]:
         number, end = self._given, self._end
@@ -540,7 +553,7 @@ class StreamLoader(PreparedLoader):
                 self._own_end = number
             elif self.uneven == "join":
                 self._replay = batch
-        size = None if batch is _END else find_batch_size(batch)
+        size = None if batch is _END else self._size(batch)
         mark = None
         if self._compare:
             self._compare, mark = False, 0 if batch is _END else _mark_of(batch)

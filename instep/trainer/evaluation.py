@@ -67,7 +67,8 @@ def evaluate(
     from instep.trainer.outer_counts import OuterCounts  # late: only a run needs it
 
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
-    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes, module)
+    warned = trainer.metrics.warned if ctx.rank == 0 else None
+    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes, module, warned)
     run_batches = _batch_loop(ctx, name, log, sources, limit)
     with _stage(ctx, stage, log), OuterCounts(ctx, log) as outer_counts:
         if ctx.fn == "fit" and stage != "sanity_check":

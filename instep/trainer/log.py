@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
+from instep.distributed.nested import doubt_of_size
 from instep.errors import LogError
 from instep.state.rank_records import named_ranks
 from instep.trainer.log_arguments import check_number, is_metric
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.distributed.metric_states import Counts
@@ -337,6 +339,7 @@ class MetricLog:
         num_loaders: with more than one, names get `/dataloader_idx_<i>`.
         counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
         module: has the metric objects.
+        warned: hooks whose batches were looked at, and whose warning has been given; None warns of nothing.
     """
 
     def __init__(
@@ -346,8 +349,10 @@ class MetricLog:
         num_loaders: int = 1,
         counts: bool = True,
         module: nn.Module | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         self.stage = stage
+        self._warned = warned
         self._module = module
         self.buffer: list[Entry] = []
         self.batch: Any = None
@@ -445,7 +450,7 @@ class MetricLog:
                     continue
             elif accumulator.on_epoch:
                 accumulator.values.append(value)
-                accumulator.weights.append(self._weight(batch_size))
+                accumulator.weights.append(self._weight(name, batch_size))
             accumulator.last = value
             accumulator.fresh = True
             if accumulator.on_step:
@@ -453,13 +458,20 @@ class MetricLog:
                     self.step_values[name] = value
         self.buffer.clear()
 
-    def _weight(self, batch_size: int | None) -> float:
+    def _weight(self, name: str, batch_size: int | None) -> float:
         if batch_size is not None:
             return self._checked_size(batch_size)
         if self.weight is not None:
             return self.weight
         if self.batch is None:
             return 1.0
+        if self._warned is not None and self._hook not in self._warned:
+            self._warned.add(self._hook)
+            if doubt := doubt_of_size(self.batch):
+                warn_user(
+                    f"self.log({name!r}) in {self._hook} does not know the samples in a batch, by which its mean is "
+                    f"weighed: {doubt}. Give self.log(batch_size=...)"
+                )
         size = find_batch_size(self.batch)
         return 1.0 if size is None else float(size)
 

@@ -128,7 +128,8 @@ def _call_configure(module: TrainModule) -> Any:
 
 def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
-    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module)
+    warned = ctx.trainer.metrics.warned if ctx.rank == 0 else None
+    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module, warned=warned)
     ctx.counted_at_start = {id(one): one._update_count for one in metric_room().metric_objects(ctx.module).values()}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train

@@ -38,7 +38,8 @@ class Metrics:
         self._eval_steps: dict[str, int] = {}
         self._of_validation: dict[str, bool] = {}
         """Names that validation has logged, and whether an epoch value of training has taken its value's place."""
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
+        """Who was warned of in this run, so that each is once."""
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
@@ -90,8 +91,8 @@ class Metrics:
         replaced = self._of_validation.get(name)
         if replaced is False and self._trainer._log is not None:
             replaced = name in self._trainer._log.callback_values  # a step value, which is newer
-        if replaced and reader not in self._warned and self._trainer.is_global_zero:
-            self._warned.add(reader)
+        if replaced and reader not in self.warned and self._trainer.is_global_zero:
+            self.warned.add(reader)
             warn_user(
                 f"{reader} goes by training's {name!r}, not by validation's: both log this name, and training's value "
                 f"is the later one. Log validation's under a name of its own, such as self.log('val_{name}', ...), and "
@@ -140,7 +141,7 @@ class Metrics:
         self.bar.clear()
         self.nan_since.clear()
         self._of_validation.clear()
-        self._warned.clear()
+        self.warned.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {

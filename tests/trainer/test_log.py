@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from instep import Callback, Logger
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import LogError, UsageError
 from instep.trainer.log import MetricLog
-from tests.trainer.toys import LoggingToy, Toy, loader, quiet, samples
+from tests.trainer.toys import LoggingToy, Stream, Toy, loader, quiet, samples
 
 
 class ListLogger(Logger):
@@ -663,6 +664,54 @@ def test_logging_from_a_compiled_step_breaks_no_graph_and_is_compiled_once(tmp_p
     assert compiled.rows == expected.rows
     assert not breaks
     assert graphs == 1
+
+
+# ---- samples that cannot be counted
+
+
+class Graph:
+    """A batch that no one can look into."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+
+@pytest.mark.parametrize(
+    ("collate", "doubt"),
+    [
+        (Graph, "a Graph has no tensor that begins with the sample, so that batches weigh alike"),
+        (lambda rows: [str(row) for row in rows], "a list has no tensor that begins"),
+        (lambda rows: [{"x": row} for row in rows], "a list of 3 dicts may have one for each sample, and is taken for"),
+        (lambda rows: {"boxes": tuple(torch.ones(i + 1, 4) for i in range(len(rows)))}, "a tuple of 3 Tensors may"),
+        (list, "a list of 3 tuples may have one for each sample, and is taken for 4 by its first tensor"),
+        (None, None),
+        (lambda rows: {"x": torch.ones(len(rows), 2), "also": [torch.ones(len(rows)), ["a"] * len(rows)]}, None),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stream_whose_samples_are_not_known_is_warned_of_where_they_weigh(
+    collate: Any, doubt: str | None, accumulate: int
+):
+    class Model(Toy):
+        sized: dict[str, int] = {}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mean", 1.0, on_epoch=True, **self.sized)
+            return self.layer.weight.sum()
+
+    def texts() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = DataLoader(Stream(6), 3, collate_fn=collate)
+            quiet(max_epochs=2, accumulate_grad_batches=accumulate).fit(Model(), data)
+        return [str(one.message) for one in caught if "not know" in str(one.message)]
+
+    named = ["gradients of a window"] * (accumulate > 1) + [r"self.log('mean') in training_step"]
+    found = texts()
+    assert len(found) == (len(named) if doubt else 0)
+    assert all(doubt in text and name in text for doubt, text, name in zip([doubt] * 2, found, named, strict=False))
+    Model.sized = {"batch_size": 3}
+    assert not any("self.log" in text for text in texts())
 
 
 # ---- what is held
