@@ -518,7 +518,9 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
-        """Let ranks that have no batch left wait for the others, with `even_batches=False`.
+        """Let ranks that have no batch left wait for the others, with `even_batches=False`. Collective.
+
+        At its end these have the weights, optimizers and schedulers of those that took most steps.
 
         Args:
             joinables: the prepared models that are trained inside.
@@ -527,6 +529,7 @@ class Accelerator(ProcessMethods):
             for model in joinables:
                 stack.enter_context(self._prepared.strategy_of(model).join())
             yield
+        self._prepared.agree_on_steps()
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a torch profiler for the block.

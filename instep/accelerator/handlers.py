@@ -275,7 +275,8 @@ class GradientAccumulationPlugin:
         num_steps: micro-batches of one window.
         adjust_scheduler: True: the schedule was written in batches, so that one optimizer step moves it on by as many
             as the window had. False: one scheduler step per optimizer step.
-        sync_with_dataloader: a window ends with its loader, full or not.
+        sync_with_dataloader: a window ends with its loader, full or not. False: the next epoch goes on with it, and
+            each batch counts as one of a full window.
         sync_each_batch: reduce gradients at every backward: more communication, less memory under sharding.
 
     Example:

@@ -31,7 +31,8 @@ from instep.accelerator.unwrapping import (
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window
 from instep.compile import CompileConfig
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
-from instep.distributed import broadcast_object
+from instep.distributed import broadcast_object, gather_object
+from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
@@ -351,6 +352,23 @@ class PreparedRun:
         trained = self.plain in self._strategies.values()
         return self.plain if trained else next(iter(self._strategies.values()), self.plain)
 
+    def agree_on_steps(self) -> None:
+        """Take over optimizers and schedulers from a rank that has taken most steps. Collective."""
+        steps = gather_object(self.step)
+        if min(steps) == max(steps):
+            return
+        stateful = [*(prepared.optimizer for prepared in self.optimizers), *(one.scheduler for one in self.schedulers)]
+        mine = (
+            map_leaves(_on_cpu, [each.state_dict() for each in stateful]),
+            [one.steps_taken for one in self.optimizers],
+        )
+        states, taken = broadcast_object(mine, steps.index(max(steps)))
+        if self.step < max(steps):
+            for each, state in zip(stateful, states, strict=True):
+                each.load_state_dict(state)
+            for optimizer, number in zip(self.optimizers, taken, strict=True):
+                optimizer.steps_taken = number
+
     def restore_counters(self, step: int, seed: int) -> None:
         """Go on at the step and with the seed of a checkpoint."""
         self._seed = seed
@@ -469,3 +487,7 @@ def _is_dispatched(model: nn.Module) -> bool:
     from instep.big_models.dispatch import DISPATCHED  # late: only such a model needs it
 
     return DISPATCHED in vars(model)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from instep.data.plan import gradient_correction, window_scale
+from instep.data.plan import gradient_correction, rank_weight, window_scale
 from instep.distributed import all_reduce_
 from instep.errors import UsageError
 from instep.state import Run
@@ -48,14 +48,14 @@ class Window:
         self._device = device
         self._dtype = widest_float(device)
         self.loader: AcceleratedLoader | None = None
-        """The loader whose batch was trained on last; None where windows do not end with one."""
+        """The loader whose batch was trained on last; None in a loop without a prepared one."""
         self.length = run.gradient.num_steps
         """Micro-batches of the open window so far, or of the one that ended last."""
         self.begin = 0
         """The number of its first batch."""
         self._places: dict[int, tuple[int, int]] = {}  # of the loaders that run, when they were looked at last
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}  # the same, of steps
-        self._calls = 0  # micro-batches of loops without a prepared loader
+        self._calls = 0  # micro-batches of windows that do not end with a loader
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
@@ -71,7 +71,8 @@ class Window:
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
         """Take the new length where a window of the old one begins too; a loader's begin at multiples of the length."""
-        if self._next is None or (loader is not None and loader.batch_idx % lcm(self._next, self._gradient.num_steps)):
+        at = 0 if loader is None or not self._gradient.sync_with_dataloader else loader.batch_idx
+        if self._next is None or at % lcm(self._next, self._gradient.num_steps):
             return
         self._gradient.num_steps, self._next, self._calls = self._next, None, 0
         if loader is not None:
@@ -88,7 +89,7 @@ class Window:
         if self._next is not None and gradient.sync_gradients:
             self._change(loader)
         num_steps = gradient.num_steps
-        if loader is None:
+        if loader is None or not gradient.sync_with_dataloader:
             place = self._calls % num_steps + 1
             self._calls += 1
             first, ends = place == 1, place == num_steps
@@ -104,8 +105,11 @@ class Window:
                 optimizer.begin_window(abandoned)
         self._items_of_batch = None
         self._entered = self._inside = True
-        self.length = place
-        self.begin = 0 if loader is None else loader.batch_idx + 1 - place
+        self.length, self.begin = place, 0
+        if loader is not None:
+            self.begin = max(loader.batch_idx + 1 - place, loader.source.first_batch)
+        if loader is not None and gradient.sync_with_dataloader:
+            self.length = loader.batch_idx + 1 - self.begin
         gradient.sync_gradients = ends
         return ends
 
@@ -124,7 +128,7 @@ class Window:
         It stays the same as long as it gives batches. Else it is the outermost one that has: a batch of other data,
         pulled within the loop, makes no window.
         """
-        if not self._gradient.sync_with_dataloader or not self.running:
+        if not self.running:
             self.loader = None
             return True
         self.loader, self._places, moved = self._find(self.loader, self._places)
@@ -176,6 +180,8 @@ class Window:
         self._mark_done(loader)
         if index < loader.full_batches or (num_steps > 1 and not self._inside):
             return 1.0 / num_steps  # outside of `accumulate` nobody knows how long the user's window is
+        if not self._gradient.sync_with_dataloader:  # each batch counts as one of a full window
+            return rank_weight(loader.source) / num_steps
         return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
@@ -223,7 +229,8 @@ class Window:
     @property
     def corrects(self) -> bool:
         """Whether the gradients of the window have to be corrected before they are looked at."""
-        return self._entered and (self._items is not None or (self.loader is not None and not self.loader.reliable))
+        unreliable = self.loader is not None and not self.loader.reliable and self._gradient.sync_with_dataloader
+        return self._entered and (self._items is not None or unreliable)
 
     def correction(self) -> Tensor | float | None:
         """Factor for the gradients of a finished window; None for nothing. Collective with items."""

@@ -61,21 +61,32 @@ class Loop:
         by_hand: it counts the batches of a window itself, without `accelerator.accumulate`.
         num_items: it gives `backward` the number of samples.
         zero_first: it calls `zero_grad` at the beginning of each batch, not at the end.
-        scheduler: "halves" halves the rate when it steps, "cycle" is a OneCycleLR of `cycle_steps`; None: none.
+        scheduler: "halves" halves the rate when it steps, "steps" is a StepLR that halves it at each second step, and
+            "plateau" a ReduceLROnPlateau of patience 1, whose value stays the same; "cycle" is a OneCycleLR of
+            `cycle_steps`; None: none.
         cycle_steps: after so many steps the OneCycleLR has its last rate, and keeps it.
         steps_by_epoch: it calls `scheduler.step()` after each epoch, not after each batch.
         step_scheduler_with_optimizer: as the Accelerator takes it.
         adjust_scheduler: as the GradientAccumulationPlugin takes it.
         val_every: evaluate after so many batches of an epoch; None: after each epoch.
         val_breaks: leave an evaluation within an epoch after its first batch.
+        sync_with_dataloader: as the GradientAccumulationPlugin takes it: False lets a window go on in the next epoch.
+        sync_each_batch: the same. It changes nothing that is seen.
+        second: a second model, with an optimizer of its own, trains on the same batches: under the "same" accumulate,
+            or in an "own" one. A batch counts once. None: there is none.
+        ahead: the script asks for the next batch before it trains on one. It changes nothing that is seen.
         save_every: save after so many batches of an epoch; None: not within epochs.
         save_at_steps: of these save only where gradients were synchronized.
         save_epochs: save after each epoch.
+        explicit: it gives `save_state` and `load_state` always the same folder, in place of automatic names. A number
+            is added, and nothing is deleted.
         total_limit: as ProjectConfiguration takes it.
         restore_position: as DataLoaderConfiguration takes it.
         sets_epoch: it calls `loader.set_epoch(epoch)` before each epoch.
         split_batches: as DataLoaderConfiguration takes it, like the next one.
-        dispatch_batches: None reads on rank 0 what is no map-style data; False has each rank read its part.
+        dispatch_batches: True reads on rank 0; None what is no map-style data; False has each rank read its part.
+        even_batches: the same. False: a rank that has no samples left ends before the others, and repeats no batch.
+            They train under `join_uneven_inputs`, where it waits, and takes over what it has missed.
     """
 
     starts: tuple[Start, ...] = (Start(),)
@@ -91,23 +102,30 @@ class Loop:
     steps_by_epoch: bool = False
     step_scheduler_with_optimizer: bool = True
     adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    second: str | None = None
+    ahead: bool = False
     val_every: int | None = None
     val_breaks: bool = False
     save_every: int | None = None
     save_at_steps: bool = True
     save_epochs: bool = False
+    explicit: bool = False
     total_limit: int | None = None
     restore_position: bool | str = "auto"
     sets_epoch: bool = False
     split_batches: bool = False
     dispatch_batches: bool | None = None
+    even_batches: bool = True
 
 
 class Seen(NamedTuple):
     """Something that is seen of a script.
 
     Attributes:
-        name: "start", "loaded", "peeked", "evaluated", "batch", "update", "done", "gathered", "saved" or "warned".
+        name: "start", "loaded", "peeked", "evaluated", "batch", "update", "second" for the update of a second model,
+            "done", "gathered", "saved" or "warned".
         args: samples, weights, rates and counters.
     """
 
@@ -202,6 +220,7 @@ class Run:
         next_epoch: of the loader. Each pass over it is the next epoch.
         epoch, done, total: the script's counters; `done` are batches of this epoch.
         trained: batches of this start.
+        window: the batches of a window that may go on in the next epoch.
     """
 
     case: Loop
@@ -219,6 +238,7 @@ class Run:
     at_end: bool = False
     total: int = 0
     trained: int = 0
+    window: list[Dealt] = field(default_factory=list)
     step: int = 0
     rate_steps: int = 0
     run: int = 0
@@ -250,7 +270,7 @@ class Run:
         ranks, whole = self.start.ranks, data.kind == "list"
         if self.case.split_batches and not whole:
             data = replace(data, batch_size=data.batch_size // ranks)
-        if data.kind != "map" and ranks > 1 and self.case.dispatch_batches is False:
+        if data.kind not in ("map", "batches") and ranks > 1 and self.case.dispatch_batches is False:
             return data.deal(order, ranks, "join")
         if not whole:
             return data.deal_samples(order, ranks)
@@ -291,8 +311,8 @@ class Run:
             if self.trained == before:
                 continue
             self.at_end = True
-            if case.steps_by_epoch:
-                self.step_scheduler(1)
+            if case.steps_by_epoch and not (self.window and case.step_scheduler_with_optimizer):
+                self.step_scheduler(1)  # not within a window
             if case.val_every is None:
                 self.evaluate(breaks=False)
             if case.save_epochs:
@@ -308,13 +328,21 @@ class Run:
         case, epoch, batches = self.case, place.epoch, self.batches(place)
         earlier = place.samples - count(batches[: place.done])  # that others have done
         shift = earlier and earlier // (case.train.batch_size * self.start.ranks) - place.done
-        opens = max(begin, first - (first + shift) % case.accumulate)
+        opens = max(begin, first - (first + shift) % case.accumulate) if case.sync_with_dataloader else first
         left_out = first - opens
         for index in range(first, len(batches)):
             syncs = (index + 1 + shift) % case.accumulate == 0 or index + 1 == len(batches)
-            self.train_batch(epoch, batches[opens : index + 1], left_out, syncs)
+            self.window = [*self.window, batches[index]]
+            if not case.sync_with_dataloader:
+                syncs = len(self.window) == case.accumulate
+            before = len(self.seen)
+            self.train_batch(
+                epoch, batches[opens : index + 1] if case.sync_with_dataloader else self.window, left_out, syncs
+            )
+            if not (case.even_batches or batches[index].counts[self.rank]):
+                del self.seen[before:]
             if syncs:
-                opens, left_out = index + 1, 0
+                opens, left_out, self.window = index + 1, 0, []
             done = index + 1 if case.by_hand else opens  # an open window is begun again
             self.restored = None
             samples = earlier + count(batches[:done])
@@ -337,12 +365,14 @@ class Run:
         self.note("batch", epoch, self.own(window[-1]), syncs or case.by_hand)
         norm = None
         if syncs:
-            weights = weights_by_hand(trained, case.accumulate)
-            if not case.by_hand:
+            weights = weights_by_hand(trained, case.accumulate, case.num_items)
+            if not case.by_hand and case.sync_with_dataloader:
                 used = {sample for dealt in trained for sample in dealt.samples}
                 all_weights = sample_weights(trained if case.num_items else window)
                 weights = tuple(pair for pair in all_weights if pair[0] in used)
             self.note("update", weights, self.rate)
+            if case.second is not None:
+                self.note("second", weights)
             self.step += 1
             norm = round(sum(weight**2 for _, weight in weights) ** 0.5, 3)
         if not case.steps_by_epoch and (syncs or not (case.by_hand or case.step_scheduler_with_optimizer)):
@@ -373,6 +403,10 @@ class Run:
             return RATE
         if self.case.scheduler == "halves":
             return round(RATE / 2**steps, 6)
+        if self.case.scheduler == "steps":
+            return round(RATE / 2 ** (steps // 2), 6)
+        if self.case.scheduler == "plateau":  # the first value is the best one
+            return round(RATE / 2 ** (max(0, steps - 1) // 2), 6)
         last = self.case.cycle_steps - 1  # up to RATE, and down again; past its end it keeps its last rate
         top, low, steps = (last + 1) / 2 - 1, RATE / 10, min(steps, last)
         if steps <= top:
@@ -451,7 +485,7 @@ class Run:
         place = self.place if self.restored is None else self.restored
         counters = (self.epoch, self.done, self.at_end, self.total, self.step, self.rate_steps, self.start.ranks)
         self.folder[number] = State(number, place, *counters, self.run, self.origins)
-        if self.case.total_limit is not None:
+        if self.case.total_limit is not None and not self.case.explicit:
             own = [number for number, state in self.folder.items() if self.owns(state)]
             for oldest in own[: -self.case.total_limit]:
                 del self.folder[oldest]
@@ -485,7 +519,14 @@ def count(batches: list[Dealt]) -> int:
     return sum(len(dealt.samples) for dealt in batches)
 
 
-def weights_by_hand(window: list[Dealt], accumulate: int) -> tuple[tuple[int, float], ...]:
-    """Return what each sample counts where the script counts windows: a shorter last one is divided as a full one."""
-    batches = [dealt.samples for dealt in window]
-    return tuple(sorted((sample, round(1 / accumulate / len(batch), 5)) for batch in batches for sample in batch))
+def weights_by_hand(window: list[Dealt], accumulate: int, num_items: bool) -> tuple[tuple[int, float], ...]:
+    """Return what each sample counts where windows do not end with an epoch: a batch counts as one of a full window.
+
+    With a number of items the mean is over those of all batches. A window over two epochs may have a sample twice.
+    """
+    weights: dict[int, float] = {}
+    for dealt in window:
+        for sample in dealt.samples:
+            share = 1 / count(window) if num_items else 1 / accumulate / len(dealt.samples)
+            weights[sample] = weights.get(sample, 0.0) + share
+    return tuple((sample, round(weight, 5)) for sample, weight in sorted(weights.items()))

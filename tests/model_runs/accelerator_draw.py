@@ -49,23 +49,37 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
     ranks = draw(st.sampled_from(worlds))
     accumulate = draw(sometimes(1, st.integers(2, 4)))
     by_hand = ranks == 1 and draw(st.sampled_from((False, False, False, True)))  # a batch that comes again counts there
-    scheduler = draw(st.sampled_from((None, "halves", "cycle")))
+    scheduler = draw(st.sampled_from((None, "halves", "cycle", "steps", "plateau")))
     steps_by_epoch = scheduler is not None and draw(st.sampled_from((False, False, True)))
-    with_optimizer = scheduler != "halves" or draw(sometimes(True, st.booleans()))  # torch refuses more than a cycle
+    with_optimizer = scheduler in (None, "cycle") or draw(
+        sometimes(True, st.booleans())
+    )  # torch refuses more than a cycle
     # The number of ranks may change for data whose place is known in samples, and scripts that skip no batch by number.
     changes = ranks > 1 and draw(st.sampled_from((False, False, True)))
     split = ranks > 1 and not changes and draw(st.sampled_from((False, False, True)))
     train, val = draw(rank_loaders(ranks, split)), draw(sometimes(None, rank_loaders(ranks, split, first=100)))
     if changes:
         train = replace(train, kind="map", claims=None)
-    restore_position = draw(st.sampled_from(("auto", "auto", "auto", True, changes)))
-    save_at_steps = changes or draw(sometimes(True, st.just(by_hand)))
+    # A window that goes on in the next epoch is lost where a state is saved within it.
+    syncs = by_hand or changes or draw(sometimes(True, st.just(False)))
+    # A script that reads ahead uses another batch than the loader's: there are no windows then, and one rank.
+    ahead = ranks == 1 and accumulate == 1 and syncs and not by_hand and draw(sometimes(False, st.just(True)))
+    restore_position = True if ahead else draw(st.sampled_from(("auto", "auto", "auto", True, changes)))
+    save_at_steps = changes or not syncs or draw(sometimes(True, st.just(by_hand)))
+    # Ranks that end by themselves save and evaluate together with no other.
+    even = (
+        ranks == 1 or changes or split or accumulate > 1 or train.kind != "map" or draw(sometimes(True, st.just(False)))
+    )
+    save_every = draw(st.integers(1, 4)) if changes else draw(st.one_of(st.integers(1, 4), st.none()))
     sets_epoch = not changes and draw(sometimes(False, st.booleans()))
-    dispatch = None if split else False
+    dispatch = None if split else draw(st.sampled_from((False, True)))
+    begun = draw(starts(restore_position, (1, ranks) if changes else (ranks,)))
     return Loop(
-        starts=draw(starts(restore_position, (1, ranks) if changes else (ranks,))),
+        starts=begun
+        if even
+        else tuple(replace(one, batches=None) for one in begun),  # one that is killed leaves others
         train=train,
-        val=val,
+        val=val if even else None,
         epochs=draw(st.integers(1, 4)),
         accumulate=accumulate,
         by_hand=by_hand,
@@ -76,16 +90,22 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
         steps_by_epoch=steps_by_epoch,
         step_scheduler_with_optimizer=with_optimizer,
         adjust_scheduler=not by_hand and not steps_by_epoch and draw(sometimes(False, st.booleans())),
+        sync_with_dataloader=syncs,
+        sync_each_batch=draw(sometimes(False, st.just(True))),
+        second=None if by_hand or not even else draw(sometimes(None, st.sampled_from(("same", "own")))),
+        ahead=ahead,
         val_every=draw(sometimes(None, st.integers(1, 4))),
         val_breaks=draw(st.booleans()),
-        save_every=draw(st.integers(1, 4)) if changes else draw(st.one_of(st.integers(1, 4), st.none())),
+        save_every=save_every if even else None,
         save_at_steps=save_at_steps,
-        save_epochs=draw(st.booleans()),
+        save_epochs=syncs and draw(st.booleans()),
+        explicit=draw(sometimes(False, st.just(True))),
         total_limit=draw(sometimes(None, st.integers(1, 3))),
         restore_position=restore_position,
         sets_epoch=sets_epoch,
         split_batches=split,
         dispatch_batches=draw(st.sampled_from((None, dispatch))),
+        even_batches=even,
     )
 
 

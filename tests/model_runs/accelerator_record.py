@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from instep import Accelerator
 from instep.accelerator import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
@@ -108,20 +109,30 @@ class Script:
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=case.accumulate, adjust_scheduler=case.adjust_scheduler
+                num_steps=case.accumulate,
+                adjust_scheduler=case.adjust_scheduler,
+                sync_with_dataloader=case.sync_with_dataloader,
+                sync_each_batch=case.sync_each_batch,
             ),
             step_scheduler_with_optimizer=case.step_scheduler_with_optimizer,
             dataloader_config=DataLoaderConfiguration(
                 split_batches=case.split_batches,
                 dispatch_batches=case.dispatch_batches,
+                even_batches=case.even_batches,
                 **({} if case.restore_position == "auto" else {"restore_position": case.restore_position}),  # type: ignore
             ),
-            project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=case.total_limit),
+            project_config=ProjectConfiguration(
+                folder, automatic_checkpoint_naming=not case.explicit, total_limit=case.total_limit
+            ),
         )
         model = Weights(case.train.samples)
-        self.weights = model.weights
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.optimizer, self.model = self.accelerator.prepare(optimizer, model=model)
+        self.second: Any = None
+        if case.second is not None:
+            second = Weights(case.train.samples)
+            step = torch.optim.SGD(second.parameters(), lr=RATE)
+            self.second_optimizer, self.second = self.accelerator.prepare(step, second=second)
         self.scheduler = None
         if case.scheduler is not None:
             self.scheduler = self.accelerator.prepare(scheduler(case, optimizer))
@@ -166,9 +177,8 @@ class Script:
                 batches = self.accelerator.skip_first_batches(batches, done)
             if resumes and start.way == "islice":
                 batches = itertools.islice(batches, done, None)
-            before = self.trained
-            window = 0
-            for index, batch in enumerate(batches):
+            before, window = self.trained, 0
+            for index, batch in enumerate(self.given(batches)):
                 if loaded and start.way == "count" and to_pass > 0:
                     to_pass -= 1
                     counters.done += 1
@@ -176,7 +186,7 @@ class Script:
                 if resumes and start.way == "continue" and index < done:
                     continue
                 window += 1
-                is_last = self.accelerator.gradient_state.end_of_dataloader
+                is_last = self.is_last or self.accelerator.gradient_state.end_of_dataloader
                 synced = self.train_batch(batch, window == case.accumulate or is_last)
                 if synced:
                     window = 0
@@ -186,18 +196,34 @@ class Script:
             if self.trained == before:
                 continue
             counters.at_end = True
-            if self.scheduler is not None and case.steps_by_epoch:
-                self.scheduler.step()
+            if case.steps_by_epoch:
+                self.step_scheduler()
             if case.val_every is None:
                 self.evaluate(breaks=False)
             if case.save_epochs:
                 self.save()
         self.seen.note("end", self.accelerator.step, self.rate)
 
+    def given(self, batches: Any) -> Iterator[Any]:
+        """Yield the batches, under the contexts that the script has around them."""
+        self.is_last = False
+        with nullcontext() if self.case.even_batches else self.accelerator.join_uneven_inputs([self.model]):
+            if not self.case.ahead:
+                yield from batches
+                return
+            following = iter(batches)
+            batch = next(following, None)
+            while batch is not None:
+                after = next(following, None)
+                self.is_last = after is None
+                yield batch
+                batch = after
+
     def train_batch(self, batch: torch.Tensor, by_hand: bool) -> bool:
         """Train on a batch; return whether it ended its window."""
         case, accelerator, optimizer = self.case, self.accelerator, self.optimizer
-        with nullcontext() if case.by_hand else accelerator.accumulate(self.model):
+        models = [self.model, self.second] if case.second == "same" else [self.model]
+        with nullcontext() if case.by_hand else accelerator.accumulate(*models):
             if case.zero_first:
                 optimizer.zero_grad()
             loss = self.model(batch).mean()
@@ -207,17 +233,35 @@ class Script:
             if by_hand or not case.by_hand:
                 norm = accelerator.clip_grad_norm_(self.model.parameters(), 100.0)
                 if accelerator.sync_gradients:
-                    gradient: Any = self.weights.grad
-                    weights = tuple((i, round(value, 5)) for i, value in enumerate(gradient.tolist()) if value)
-                    self.seen.note("update", weights, self.rate)
+                    self.seen.note("update", weights_of(self.model), self.rate)
                 optimizer.step()
-                if self.scheduler is not None and not case.steps_by_epoch:
-                    self.scheduler.step()
+                if case.second == "same":
+                    self.train_second(batch)
+                if not case.steps_by_epoch:
+                    self.step_scheduler()
                 if not case.zero_first:
                     optimizer.zero_grad()
+        if case.second == "own":
+            with accelerator.accumulate(self.second):
+                self.train_second(batch)
         assert not accelerator.optimizer_step_was_skipped
         self.seen.note("done", accelerator.step, None if norm is None else round(float(norm), 3))
         return norm is not None
+
+    def train_second(self, batch: torch.Tensor) -> None:
+        if self.case.zero_first:
+            self.second_optimizer.zero_grad()
+        self.accelerator.backward(self.second(batch).mean(), len(batch) if self.case.num_items else None)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.second.parameters(), 100.0)
+            self.seen.note("second", weights_of(self.second))
+        self.second_optimizer.step()
+        if not self.case.zero_first:
+            self.second_optimizer.zero_grad()
+
+    def step_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step(*((1.0,) if self.case.scheduler == "plateau" else ()))
 
     def after_batch(self, synced: bool) -> None:
         case, done = self.case, self.counters.done
@@ -234,7 +278,11 @@ class Script:
         values: list[int] = []
         total = 0
         for batch in self.val:
-            values += self.accelerator.gather_for_metrics(batch).tolist()
+            nested = self.accelerator.gather_for_metrics({"a": batch, "b": (batch, [batch + 1])})
+            objects = self.accelerator.gather_for_metrics([str(one) for one in batch.tolist()], use_gather_object=True)
+            gathered = nested["a"].tolist()
+            assert gathered == nested["b"][0].tolist() == (nested["b"][1][0] - 1).tolist() == list(map(int, objects))
+            values += gathered
             total += int(self.accelerator.gather_for_metrics(batch.sum()[None], per_sample=False).sum())
             if breaks:
                 break
@@ -259,25 +307,40 @@ class Script:
 
     def save(self) -> None:
         self.counters.number = len(self.saves)
-        self.saves.append(self.accelerator.save_state())
+        self.saves.append(self.accelerator.save_state(self.named))
         if self.rank:
             return
         with Path(self.folder, "saves").open("a") as file:
             file.write(f"{self.saves[-1]}\n")
         self.seen.note("saved", tuple(number for number, path in enumerate(self.saves) if path.exists()))
 
+    @property
+    def named(self) -> Path | None:
+        return Path(self.folder, "mine") if self.case.explicit else None
+
     def load(self) -> bool:
         there = [number for number, path in enumerate(self.saves) if path.exists()]
         if not there:
             return False
-        self.accelerator.load_state(self.saves[self.start.load] if self.start.load in there else None)
+        path = self.saves[self.start.load] if self.start.load in there else self.named
+        self.accelerator.load_state(path)
         self.seen.note("loaded", self.counters.number, self.accelerator.step, self.next_epoch)
         return True
+
+
+def weights_of(model: Any) -> tuple[tuple[int, float], ...]:
+    """Return what each sample counts in the gradient of a model's weights."""
+    (weights,) = model.parameters()
+    return tuple((i, round(value, 5)) for i, value in enumerate(weights.grad.tolist()) if value)
 
 
 def scheduler(case: Loop, optimizer: Any) -> Any:
     """Make the scheduler of a case."""
     if case.scheduler == "halves":
         return LambdaLR(optimizer, lambda count: 0.5**count)
+    if case.scheduler == "steps":
+        return StepLR(optimizer, 2, 0.5)
+    if case.scheduler == "plateau":
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
     options = {"pct_start": 0.5, "anneal_strategy": "linear", "cycle_momentum": False}
     return OneCycleLR(optimizer, RATE, case.cycle_steps, div_factor=10, final_div_factor=10, **options)  # type: ignore

@@ -45,6 +45,18 @@ CHOSEN = {
         save_every=1,
         restore_position=False,
     ),
+    "windows of two models that go on in the next epoch": Loop(
+        train=Data(5), epochs=3, accumulate=3, sync_with_dataloader=False, second="own"
+    ),
+    "states under one name, read ahead of": Loop(
+        (Start(4), Start(2, load=1), Start()),
+        Data(9),
+        scheduler="plateau",
+        ahead=True,
+        save_every=1,
+        explicit=True,
+        restore_position=True,
+    ),
     "a state gone back to": Loop(
         (Start(5), Start(2, load=1, before=("save",)), Start()), Data(9), epochs=1, save_every=1, total_limit=3
     ),
@@ -86,6 +98,22 @@ def test_scripts_of_two_ranks_are_as_the_model_says(kind: str) -> None:
     train = Data(9, 2, kind=kind, shuffle=kind == "map")
     val = replace(VAL, samples=5)
     found = difference(Loop(starts, train, val, accumulate=2, num_items=kind != "map", save_every=1))
+    assert found is None, found
+
+
+@pytest.mark.dist
+def test_a_rank_without_samples_counts_nothing_in_a_window_over_two_epochs() -> None:
+    data = Data(5, 2, shuffle=True)
+    found = difference(Loop((Start(ranks=2),), data, epochs=3, accumulate=2, sync_with_dataloader=False))
+    assert found is None, found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "scheduler"), [(2, "halves"), (3, "plateau"), (3, None)])
+def test_ranks_that_ended_by_themselves_save_and_go_on_alike(ranks: int, scheduler: str | None) -> None:
+    starts = (Start(ranks=ranks), Start(load=0, ranks=ranks))
+    data = Data(ranks * 2 + 1, 2, shuffle=True)
+    found = difference(Loop(starts, data, epochs=3, scheduler=scheduler, save_epochs=True, even_batches=False))
     assert found is None, found
 
 
