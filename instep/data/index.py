@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -64,7 +64,8 @@ class IndexLoader(PreparedLoader):
         shard: whose batches it gives.
         drawn: where the order comes from, if it is not instep's.
         shared: the ranks share one order, each taking its part; else each has an order of its own.
-        peers_even: with orders of their own: whether all ranks have as many samples.
+        peers_even: with orders of their own: whether all ranks have as many samples, and take as many in a step.
+        peers: with orders of their own: each rank's samples of an epoch and of a step, where they are known.
         single: the indices are single ones, a batch each.
         seed_samples: seed random augmentation by sample index.
         pin: put batches into pinned memory.
@@ -80,6 +81,7 @@ class IndexLoader(PreparedLoader):
         drawn: ForeignOrder | None = None,
         shared: bool = True,
         peers_even: bool = True,
+        peers: Sequence[tuple[int, int]] = (),
         single: bool = False,
         seed_samples: bool = False,
         pin: bool = False,
@@ -93,6 +95,7 @@ class IndexLoader(PreparedLoader):
         self._shared = shared
         self._peers = 1 if shared else self.world_size
         self._peers_even = peers_even
+        self._sizes_of_peers = () if peers_even else tuple(peers)
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
         stateful = drawn is not None and drawn.stateful is not None
         apart = not (sampler.even or peers_even)  # ranks that end alone stand elsewhere then
@@ -108,10 +111,14 @@ class IndexLoader(PreparedLoader):
         if self._plan is None:
             sampler, first = self.sampler, self.first_batch
             known = self._peers_even or not sampler.counted
+            even = first + (sampler.even_steps if known else len(sampler))
+            if self._sizes_of_peers:
+                same = len({size for _, size in self._sizes_of_peers}) == 1
+                even = max(first, min(length // size for length, size in self._sizes_of_peers)) if same else first
             self._plan = Plan(
                 first,
                 first + len(sampler),
-                even=first + (sampler.even_steps if known else len(sampler)),
+                even=even,
                 exact=True,
                 longest=first + sampler.steps,
                 at=self._share_of,
@@ -145,6 +152,9 @@ class IndexLoader(PreparedLoader):
         """Return the share of a batch, `last` left out; nothing counts past the end."""
         local, total = self.sampler.samples(batch_idx - self.first_batch)
         units = (local, total * self._peers) if self._peers_even else None
+        if self._sizes_of_peers and (total or not self.sampler.even):
+            left = ((length - batch_idx * size, size) for length, size in self._sizes_of_peers)
+            units = local, sum(max(0, min(rest, size)) for rest, size in left)
         if not self.sampler.counted:
             return Share(None if local else 0, None, False, units)
         return Share(local, None if units is None else units[1], False, units)

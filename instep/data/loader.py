@@ -312,6 +312,13 @@ def _by_index(
         _check_alike(everyone)
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths = {other["length"] for other in everyone}
+    peers = [
+        (
+            other["length"] - (other["length"] % other["units of a step"] if other["drop_last"] else 0),
+            other["units of a step"],
+        )
+        for other in everyone
+    ]
     if not partitioning.shared and len(lengths) > 1 and wanted.uneven == "join":
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
@@ -332,7 +339,8 @@ def _by_index(
         wanted.shard._replace(seed=seed),
         drawn=partitioning.drawn,
         shared=partitioning.shared,
-        peers_even=len(lengths) == 1,
+        peers_even=len(set(peers)) == 1,
+        peers=peers if isinstance(sampler, ShardedBatchSampler) and not partitioning.shared else (),
         single=loader.batch_sampler is None,
         seed_samples=seed_samples,
         pin=pin,

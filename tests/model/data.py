@@ -44,7 +44,8 @@ class Data:
         batch_size: samples of a batch. The last batch of an epoch may have fewer.
         drop_last: leave out the last batch where it has fewer.
         shuffle: another order in each epoch.
-        kind: "map" is a DataLoader over data with indices, and "batches" one with a `batch_sampler` of the user's own;
+        kind: "map" is a DataLoader over data with indices, "parted" one over a rank's own part of such data, with
+            `Trainer(use_distributed_sampler=False)`, and "batches" one with a `batch_sampler` of the user's own;
             "iterable" is a DataLoader over an IterableDataset. Batches without a DataLoader: "list" is a list,
             "generator" gives its values once, and "again" counts in itself: it goes on where it was left, begins again
             at its end, and has a `state_dict`.
@@ -55,8 +56,9 @@ class Data:
         workers: `num_workers` of a DataLoader. It must change nothing.
         fewer: where the module's hook makes the loader: how many samples fewer it has in each epoch than in the one
             before. One is left.
-        parts: which samples a rank reads of an iterable dataset or of a list: "same" all, "strided" every n-th of n
-            ranks, "chunks" one piece of the row, "first" and "last" all on that rank and none on the others.
+        parts: which samples a rank reads of an iterable dataset, a list or parted data:
+            "same" all, "strided" each n-th of n ranks, "chunks" one piece of the row, "first" and "last" all on that
+            rank and none on the others.
     """
 
     samples: int
@@ -167,7 +169,7 @@ class Data:
 
         Of an iterable dataset this is a claim. Fractions are taken of it, but the data decides where an epoch ends.
         """
-        if self.kind in ("map", "batches", "list") or (self.kind == "again" and self.claims is not None):
+        if self.kind in ("map", "parted", "batches", "list") or (self.kind == "again" and self.claims is not None):
             return len(self.deal(self.in_sequence(), ranks, uneven))
         if self.claims is None:
             return None

@@ -16,7 +16,7 @@ from tests.model.optimization import Manual, Optimization, Scheduler
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
 from tests.model.triggers import TRIGGERS
-from tests.model_runs.draw_data import FRACTIONS, data, fitting, hooks, limits, logs_that_fit, sometimes
+from tests.model_runs.draw_data import FRACTIONS, all_parted, data, fitting, hooks, limits, logs_that_fit, sometimes
 from tests.model_runs.processes import Process
 
 METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
@@ -245,6 +245,7 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Case:
         stopping=draw(st.one_of(st.none(), st.none(), stoppings(calls, ranks))),
         watch=draw(st.sampled_from(("all", "callback", "few"))),
     )
+    case = all_parted(case)
     return draw(hooks(case)) if draw(st.booleans()) else case
 
 

@@ -44,15 +44,15 @@ def loaders(
             on is not drawn there.
         kinds: those to choose from; none for all.
     """
-    own = () if together else ("list", "list", "again", "generator") if ranks == 1 else ("list", "list")
+    own = () if together else ("list", "list", "again", "generator") if ranks == 1 else ("list", "list", "parted")
     kind = draw(st.sampled_from(kinds or ("map", "map", "iterable", "iterable", "batches", *own)))
-    least = int(kind == "list")  # [] is no loader
+    least = int(kind in ("list", "parted"))  # [] is no loader
     samples = draw(st.one_of(st.integers(1, 11), st.integers(1, 11), st.integers(least, 11)))
     size = draw(st.integers(1, 4))
     sizes: tuple[int, ...] = ()
     if kind not in ("map", "iterable") and ranks == 1:
         sizes = draw(sometimes((), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)))
-    drop_last = kind in ("map", "iterable") and draw(st.booleans())
+    drop_last = kind in ("map", "parted", "iterable") and draw(st.booleans())
     claims = None
     if kind == "iterable":
         claims = draw(st.one_of(st.none(), st.just(samples), st.integers(1, 14)))
@@ -62,7 +62,7 @@ def loaders(
     parts = "strided"
     if ranks > 1 and kind == "iterable":
         parts = draw(st.sampled_from(("strided", "strided", "same", "chunks", "first", "last")))
-    elif ranks > 1 and kind == "list":  # [] is no loader, so each rank has a sample
+    elif ranks > 1 and kind in ("list", "parted"):  # [] is no loader, so each rank has a sample
         samples = max(samples, ranks + 1)
         parts = draw(
             st.sampled_from(("same", "strided") if samples == 4 and ranks == 3 else ("same", "strided", "chunks"))
@@ -104,6 +104,23 @@ def hooks(draw: st.DrawFn, case: Case) -> Case:
     settings = replace(case.settings, reload_dataloaders_every_n_epochs=every)
     train, val = with_fewer(case.train, fewer), None if case.val is None else with_fewer(case.val, fewer)
     return replace(case, settings=settings, source=source, train=train, val=val)
+
+
+def all_parted(case: Case) -> Case:
+    """Where data of a stage is parted, instep divides no other either: each rank reads all of it."""
+    parts = (*case.train.loaders, *(() if case.val is None else case.val.loaders))
+    if not any(one.kind == "parted" for one in parts):
+        return case
+    train, val = whole_on_each_rank(case.train), None if case.val is None else whole_on_each_rank(case.val)
+    return replace(case, train=train, val=val)
+
+
+def whole_on_each_rank(data: Data | Combined) -> Any:
+    if isinstance(data, Combined):
+        return replace(data, loaders=tuple(whole_on_each_rank(one) for one in data.loaders))
+    if data.kind not in ("map", "batches"):
+        return data
+    return replace(data, kind="parted", parts="same", shuffle=False)
 
 
 def with_fewer(data: Data | Combined, fewer: int) -> Data | Combined:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from instep.data import CombinedLoader, ShardedBatchSampler
 from instep.utils.seed import derive_seed
 from tests.model.data import Combined, Data
-from tests.model_runs.samples import ClaimingStream, Samples, Stream
+from tests.model_runs.samples import ClaimingStream, Part, Samples, Stream
 
 SEED = 7
 """The seed of the order of shuffled data."""
@@ -70,6 +70,8 @@ def loader(data: Data, rank: int = 0, ranks: int = 1) -> Any:
     if data.kind == "iterable":
         stream = Stream(data, rank, ranks) if data.claims is None else ClaimingStream(data, rank, ranks)
         return DataLoader(stream, data.batch_size, drop_last=data.drop_last, **options)
+    if data.kind == "parted":
+        return DataLoader(Part(data, rank, ranks), data.batch_size, drop_last=data.drop_last, **options)
     if data.kind == "map":
         return DataLoader(Samples(data), data.batch_size, shuffle=data.shuffle, drop_last=data.drop_last, **options)
     if data.kind == "batches":

@@ -201,6 +201,7 @@ def rows_of(table: CSVLogger) -> tuple[Any, ...]:
 
 def arguments(case: Case, folder: str) -> dict[str, Any]:
     """Return the Trainer's arguments."""
+    parts = (*case.train.loaders, *(() if case.val is None else case.val.loaders))
     defaults = vars(Settings())  # 1 is one batch, and 1.0 is all
     given = {name: value for name, value in vars(case.settings).items() if repr(value) != repr(defaults[name])}
     return {
@@ -209,6 +210,7 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
         "devices": case.ranks,
         **({} if case.ranks == 1 else {"strategy": "ddp"}),
         "trigger_every": 1,
+        **({"use_distributed_sampler": False} if any(one.kind == "parted" for one in parts) else {}),
         "enable_checkpointing": case.checkpoints is not None,
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -22,6 +22,20 @@ class Samples(Dataset[int]):
         return self.data.first + index
 
 
+class Part(Samples):
+    """A rank's part of them."""
+
+    def __init__(self, data: Data, rank: int, ranks: int) -> None:
+        super().__init__(data)
+        self.part = data.part(rank, ranks)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> int:
+        return self.part[index]
+
+
 class Stream(IterableDataset[int]):
     """The same numbers one after the other, or a rank's part of them."""
 

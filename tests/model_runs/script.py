@@ -110,7 +110,7 @@ def source_of(data: Data | Combined | None) -> str:
         return f"{{{named}}}" if data.given == "dict" else f"CombinedLoader({{{named}}}, {data.mode!r})"
     numbers, rest = f"range({data.first}, {data.first + data.samples})", f"num_workers={data.workers}"
     batches = [list(batch) for batch in data.batches(data.in_sequence())]
-    if data.kind == "map":
+    if data.kind in ("map", "parted"):
         return f"DataLoader({numbers}, {data.batch_size}, shuffle={data.shuffle}, drop_last={data.drop_last}, {rest})"
     if data.kind == "batches":
         places = [[sample - data.first for sample in batch] for batch in batches]

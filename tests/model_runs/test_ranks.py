@@ -24,6 +24,10 @@ CHOSEN = {
     "a tail that is dealt out": (Case(Settings(max_epochs=2), Data(7, 2, shuffle=True), VAL, ranks=3), ()),
     "lists of different sizes": (Case(Settings(max_epochs=1), LISTS, ranks=3), ()),
     "windows of lists": (Case(Settings(max_epochs=1, accumulate_grad_batches=2), LISTS, ranks=2), ()),
+    "parts of data of different sizes": (
+        Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(7, 3, kind="parted", parts="chunks"), ranks=2),
+        (),
+    ),
     "one rank without data": (
         Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
         (),
