@@ -322,8 +322,9 @@ class Loaders:
     def validates(self) -> bool:
         """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
         module = self._module
-        # With reloading they are asked for by the epochs that validate, and not before.
-        later = self.settings.reload_dataloaders_every_n_epochs and self.settings.val_limit != 0
+        # With reloading a method is asked by the epochs that validate, and not before; what is given is there.
+        asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
+        later = asked and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):
             return False
         if not is_overridden(module, "validation_step", TrainModule):

@@ -152,7 +152,8 @@ def step_all(run: Run, batch_idx: int, window: list[Dealt], skipped: list[bool])
         run.both("on_before_optimizer_step")
     for _ in numbers:
         run.module("configure_gradient_clipping")
-    if run.case.watch == "all":  # a module that overrides this hook clips each optimizer by itself, else all together
+    logs = any(call.hook == "configure_gradient_clipping" for call in run.case.logs)
+    if logs or run.case.watch == "all":  # a module that overrides this hook clips each optimizer by itself
         parts = [clipped([part], s.gradient_clip_val, s.gradient_clip_algorithm)[0] for part in parts]
     else:
         parts = clipped(parts, s.gradient_clip_val, s.gradient_clip_algorithm)

@@ -14,17 +14,29 @@ from tests.model_runs.processes import Process, goes_through_processes
 LISTED = 30
 """Pairs that were not drawn, in the summary."""
 
+BY_HAND = ("list", "generator", "again", "batches")
+DIVIDED = ("iterable", "list", "parted")
 NEEDS = {
-    "train.shuffle": ("train.kind", "map"),
-    "train.claims": ("train.kind", "iterable"),
-    "val.claims": ("val.kind", "iterable"),
-    "checkpoints.every_n_epochs": ("checkpoints.every_n_train_steps", "None"),
-    "second.every_n_epochs": ("second.every_n_train_steps", "None"),
-    "stop_on": ("stop_at", "a number"),
-    "settings.gradient_clip_val": ("optimization.manual", "None"),
-    "settings.accumulate_grad_batches": ("optimization.manual", "None"),
+    "checkpoints.every_n_epochs": ("checkpoints.every_n_train_steps", ("None",)),
+    "second.every_n_epochs": ("second.every_n_train_steps", ("None",)),
+    "stop_on": ("stop_at", ("a number",)),
+    "settings.gradient_clip_val": ("optimization.manual", ("None",)),
+    "settings.accumulate_grad_batches": ("optimization.manual", ("None",)),
+    "schedulers.plateau": ("optimization.manual", ("None",)),
+    "optimization.skips": ("optimization.manual", ("None",)),
+    "optimization.calls_closure": ("optimization.manual", ("None",)),
+    "settings.limit_val_batches": ("val", ("there",)),
 }
 """What a setting other than by default goes with: with another class of that one it has no meaning, or is refused."""
+for stage in ("train", "val"):
+    NEEDS |= {
+        f"{stage}.shuffle": (f"{stage}.kind", ("map",)),
+        f"{stage}.claims": (f"{stage}.kind", ("iterable", "again")),
+        f"{stage}.drop_last": (f"{stage}.kind", ("map", "parted", "iterable")),
+        f"{stage}.sizes": (f"{stage}.kind", BY_HAND),
+        f"{stage}.parts": (f"{stage}.kind", DIVIDED),
+        f"{stage}.fewer": ("source", ("hooks",)),
+    }
 
 SEVERAL = ("settings.uneven", "train.parts", "val.parts", "stop_on")
 """Settings that several ranks give a meaning to."""
@@ -135,8 +147,13 @@ def admits(first: tuple[str, str], second: tuple[str, str]) -> bool:
             return False
         if setting.startswith("second") and value != "absent" and (other, its) == ("checkpoints", "absent"):
             return False
-        default = value in ("None", "False", "1", "stop", "strided")
-        if not default and setting in NEEDS and NEEDS[setting][0] == other and its != NEEDS[setting][1]:
+        default = value in ("None", "False", "0", "1", "1.0", "none", "stop", "strided")
+        if not default and setting in NEEDS and NEEDS[setting][0] == other and its not in NEEDS[setting][1]:
+            return False
+        of_stage = other.startswith(setting.partition(".")[0] + ".")
+        if setting.endswith(SEVERAL_LOADERS) and of_stage and not other.endswith(SEVERAL_LOADERS):
+            return False  # a loader is alone, or one of several
+        if ((setting, value), (other, its)) in NEVER:
             return False
         if setting in SEVERAL and other == "ranks" and its == "1" and not default:
             return False
@@ -144,6 +161,20 @@ def admits(first: tuple[str, str], second: tuple[str, str]) -> bool:
             return False
     return True
 
+
+SEVERAL_LOADERS = (".mode", ".given", ".loaders")
+"""Settings of several loaders together."""
+
+NEVER = {
+    (("settings.max_epochs", "None"), ("settings.max_steps", "-1")),  # a thousand epochs
+    (("resume", "none"), ("trigger", "stop")),
+    (("resume", "none"), ("trigger", "save")),
+    (("resume", "none"), ("trigger", "validate")),
+    (("resume", "none"), ("trigger", "preempted")),
+    (("settings.check_val_every_n_epoch", "None"), ("settings.val_check_interval", "1.0")),  # refused
+    (("settings.check_val_every_n_epoch", "None"), ("settings.val_check_interval", "a fraction")),
+}
+"""Pairs that have no meaning, or are too long."""
 
 RULED_OUT = {("checkpoints", "absent")}
 """With this a run is not broken off: nothing is saved."""

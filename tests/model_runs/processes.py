@@ -113,7 +113,7 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
             rank = process.rank % ranks
             if process.trigger is not None:
                 whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
-                sets_at = place_of(whole, case, process.asks_place)
+                sets_at = place_of(whole, case, process.asks_place, BEGINS)
                 if sets_at is not None:
                     starts[rank].trigger, starts[rank].sets_at = process.trigger, sets_at
             whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
@@ -183,10 +183,23 @@ def longer(case: Case, more: int) -> Case:
     return replace(case, settings=replace(s, max_epochs=epochs, max_steps=steps))
 
 
-def place_of(whole: list[Event], case: Case, place: float | None) -> int | None:
-    """Return the number of the hook at which a run is broken off; None where it does not train."""
+BEGINS = ("on_fit_start", "on_train_start", "training_step", "on_train_end")
+"""The first of these is the first hook in which a run is asked for something."""
+
+
+def place_of(
+    whole: list[Event], case: Case, place: float | None, begins: tuple[str, ...] = ("training_step", "on_train_end")
+) -> int | None:
+    """Return the number of the hook at which something happens to a run; None where it does not come so far.
+
+    Args:
+        whole: the events of the run without it.
+        case: the run.
+        place: where it happens, as in `Process`.
+        begins: the first of these hooks is the first place.
+    """
     hooks = [n for n, event in enumerate(whole) if event.owner in "CM" and is_recorded(event, case.watch)]
-    begin = next((n for n in hooks if whole[n].name in ("training_step", "on_train_end")), None)
+    begin = next((n for n in hooks if whole[n].name in begins), None)
     end = next((n for n, event in enumerate(whole) if event.name == "on_train_end"), None)
     inside = [n for n in hooks if begin is not None and end is not None and begin <= n < end]
     return inside[int(place * (len(inside) - 1))] if inside and place is not None else None

@@ -185,6 +185,11 @@ CHOSEN = {
         Data(6, first=100, fewer=1),
         source="hooks",
     ),
+    "given validation data that does not fit, with reloading": Case(
+        Settings(max_epochs=1, limit_val_batches=0.1, reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=2),
+        Data(3),
+        VAL,
+    ),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
