@@ -572,10 +572,11 @@ def validate(ctx: RunContext) -> None:
         ctx.counted_outside = before.counted
         sources = validation_sources(ctx)
         if sources and evaluate(ctx, "validate", sources) is None:
-            at.validated = False  # a resumed run validates again, from its start
+            at.validated = False  # a resumed run validates again, from its start: it stays due
             before.restore()
+        else:
+            plan_next_validation(ctx)
         ctx.counted_outside = None
-    plan_next_validation(ctx)
     agree_on_triggers(ctx)
 
 

@@ -186,7 +186,13 @@ CHOSEN = {
         source="hooks",
     ),
     "given validation data that does not fit, with reloading": Case(
-        Settings(max_epochs=1, limit_val_batches=0.1, reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=2),
+        Settings(
+            1,
+            limit_val_batches=0.1,
+            reload_dataloaders_every_n_epochs=1,
+            check_val_every_n_epoch=2,
+            num_sanity_val_steps=0,
+        ),
         Data(3),
         VAL,
     ),
@@ -252,6 +258,14 @@ def test_the_parts_of_a_run_that_is_asked_for_something_are_the_whole(trigger: s
     )
     found = difference_over_processes(case, (Process(trigger=trigger, asks_place=place), Process()))
     assert found is None, found
+
+
+def test_a_validation_that_waited_for_its_window_and_was_left_for_a_signal_runs_again() -> None:
+    settings = Settings(max_epochs=2, val_check_interval=2, check_val_every_n_epoch=None, accumulate_grad_batches=3)
+    case = Case(settings, Data(3), Data(4, first=100), checkpoints=Checkpoints())
+    for place in (0.1, 0.2, 0.3, 0.4):
+        found = difference_over_processes(case, (Process(trigger="preempted", asks_place=place), Process()))
+        assert found is None, found
 
 
 @pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
