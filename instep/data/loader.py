@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader, described
 from instep.data.config import resolve_limit
@@ -300,6 +308,7 @@ def _by_index(
     given = generators(items)
     mine = {
         "samples": _chosen(loader.dataset) if wanted.shard.world_size > 1 else None,
+        "ends": _ends(loader.dataset) if partitioning.shared and wanted.shard.world_size > 1 else None,
         "length": len(items.sampler) if isinstance(sampler, ShardedBatchSampler) else len(items),
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
@@ -310,6 +319,12 @@ def _by_index(
     everyone = wanted.everyone(mine, "data with a length")
     if partitioning.shared:
         _check_alike(everyone)
+        if wanted.shard.rank == 0 and len({other["ends"] for other in everyone}) > 1:
+            warn_user(
+                f"the {described(loader)} has other samples on some of the {wanted.shard.world_size} ranks, and is "
+                "divided over them: of each rank's samples only a part is used. Every rank must build the same data "
+                "set; if each rank holds a part of its own, set use_distributed_sampler=False"
+            )
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths = {other["length"] for other in everyone}
     peers = [
@@ -440,7 +455,7 @@ def _check_alike(everyone: list[dict[str, Any]]) -> None:
     """Check that each rank holds the same data set and settings, or samples would be repeated and lost."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
-            if key == "generator" or value == everyone[0][key]:
+            if key in ("generator", "ends") or value == everyone[0][key]:
                 continue
             differs = f"{key} is {value} on rank {rank} but {everyone[0][key]} on rank 0"
             if key == "samples":
@@ -458,6 +473,17 @@ def _chosen(dataset: Any) -> str | None:
         chosen.append(order_digest(torch.as_tensor(dataset.indices)))
         dataset = dataset.dataset
     return " ".join(chosen) or None
+
+
+def _ends(dataset: Any) -> tuple[int, ...]:
+    """Hash the first and the last sample of data that is read without transforms; nothing of other data."""
+    from instep.data.stream import mark_of  # late: as in `_by_iteration`
+
+    if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
+        dataset = dataset.with_format(None)  # of Hugging Face's datasets, whose transforms may be random
+    elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):
+        return ()
+    return tuple(mark_of(dataset[place]) for place in (0, len(dataset) - 1)) if len(dataset) else ()
 
 
 def _is_plain_order(sampler: Any) -> bool:

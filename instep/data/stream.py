@@ -556,7 +556,7 @@ class StreamLoader(PreparedLoader):
         size = None if batch is _END else self._size(batch)
         mark = None
         if self._compare:
-            self._compare, mark = False, 0 if batch is _END else _mark_of(batch)
+            self._compare, mark = False, 0 if batch is _END else mark_of(batch)
         return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size, mark))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
@@ -571,7 +571,7 @@ class StreamLoader(PreparedLoader):
         return ranks > 0 if self.uneven == "join" else ranks == self.world_size
 
 
-def _mark_of(batch: Any) -> int:
+def mark_of(batch: Any) -> int:
     """Hash a batch to a number above 0, or to 0 where it holds what cannot be compared."""
     from instep.distributed.replicas import digest  # late: only the first batch of several ranks needs it
 

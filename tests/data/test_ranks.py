@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, random_split
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, TensorDataset, random_split
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
 from instep.data.plan import rank_weight, window_scale
@@ -259,6 +259,44 @@ def _generator() -> list[int]:
     generator = torch.Generator().manual_seed(rank())
     loader: Any = DataLoader(Numbers(8), shuffle=True, generator=generator)
     return [step[0][0] for step in run(prepare_loader(loader, rank=rank(), world_size=2))]
+
+
+class Shard:
+    """A part of a table, as Hugging Face's datasets shard one: its rows have transforms that may be random."""
+
+    _fingerprint = "a"
+
+    def __init__(self, plain: bool = False) -> None:
+        self.plain = plain
+
+    def with_format(self, kind: None) -> Shard:
+        return Shard(plain=True)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        assert self.plain or index not in (0, 3), "the ends are read without transforms"
+        return {"x": 2 * index + rank()}
+
+
+def _divided() -> list[list[str]]:
+    told = []
+    alike = [float(i) for i in range(8)]
+    for data in (alike[rank() :: 2], TensorDataset(torch.arange(8)[rank() :: 2]), Shard(), alike, Numbers(8)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            prepare_loader(DataLoader(data), rank=rank(), world_size=2)  # pyright: ignore[reportArgumentType]
+            prepare_loader(DataLoader(data), rank=rank(), world_size=2, use_distributed_sampler=False)
+        told.append([str(one.message) for one in caught])
+    return told
+
+
+def test_data_that_ranks_have_divided_themselves_is_warned_of_where_it_is_divided_again() -> None:
+    first, second = run_ranks(_divided, 2)
+    assert [len(texts) for texts in first] == [1, 1, 1, 0, 0]
+    assert all("of each rank's samples only a part" in text for texts in first for text in texts)
+    assert not any(second)
 
 
 def test_generators_seeded_differently_still_give_one_order() -> None:
