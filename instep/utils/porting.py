@@ -121,6 +121,10 @@ MOVED = {
         "AttributeDict": "instep.utils.AttributeDict",
         "seed_everything": "instep.seed_everything",
         "move_data_to_device": "instep.distributed.send_to_device",
+        **{
+            name: f"instep.strategies.{name}"
+            for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
+        },
         **_RANK_ZERO,
     },
     "accelerate": {
@@ -182,6 +186,11 @@ _PACKAGES = (
 )  # fmt: skip
 _FIND = "from importlib.util import find_spec"
 DEFINED = {
+    "_PATH": ("import os", "str | os.PathLike"),
+    "is_bf16_available": (
+        "import torch",
+        "lambda ignore_tpu=False: not torch.cuda.is_available() or torch.cuda.is_bf16_supported()",
+    ),
     "_IS_WINDOWS": ("import sys", 'sys.platform == "win32"'),
     **{f"_{name.upper()}_AVAILABLE": (_FIND, f'find_spec("{name}") is not None') for name in _PACKAGES},
     **{f"is_{name}_available": (_FIND, f'lambda: find_spec("{name}") is not None') for name in _PACKAGES},
@@ -197,7 +206,37 @@ _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
+_PLUGIN = "use precision=... and strategy=... of the Trainer or Accelerator; instep has no plug-in classes"
+_INTERNAL = "it is an internal part of Lightning, without a counterpart: copy it, or do without"
+
+PARTS_OF_LIGHTNING = {
+    "environments": "leave it out: the launcher's environment is read by itself",
+    "collectives": "use torch.distributed, or instep.distributed",
+    "io": "instep reads and writes checkpoints itself; `instep.checkpoint` reads them in other programs",
+    "precision": "use precision=...",
+    "plugins": _PLUGIN,
+    "accelerators": 'use accelerator="cpu", "gpu" or "xla"',
+    "strategies": "use strategy=... by name, or a class of instep.strategies",
+    "loggers": "use a class of instep.loggers, or log_with=... of the Accelerator",
+    "loops": "there are no loop objects: `trainer.current_epoch` and `trainer.global_step` say where a run stands",
+    "connectors": _INTERNAL,
+    "utilities": _INTERNAL,
+    "overrides": _INTERNAL,
+}
+"""What to do about names without a counterpart, by the part of Lightning that they are of."""
+
 ADVICE = {
+    **dict.fromkeys(
+        ("CheckpointIO", "TorchCheckpointIO", "AsyncCheckpointIO", "_WrappingCheckpointIO"),
+        PARTS_OF_LIGHTNING["io"] + "; ModelCheckpoint(background=True) saves beside the training",
+    ),
+    "ClusterEnvironment": PARTS_OF_LIGHTNING["environments"],
+    "get_filesystem": "use fsspec.core.url_to_fs(path)[0]",
+    "reset_seed": "call instep.seed_everything(seed)",
+    "_load": "use instep.checkpoint.load_weights, or torch.load for a file of torch's",
+    **dict.fromkeys(("MixedPrecision", "MixedPrecisionPlugin"), "use precision='bf16-mixed' or '16-mixed'"),
+    **dict.fromkeys(("HalfPrecision", "HalfPrecisionPlugin"), "use precision='bf16-true' or '16-true'"),
+    "MegatronStrategy": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
     "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
     **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
     "from_compiled": "use Trainer(compile='module'), or give it what torch.compile(module) returned",
@@ -551,14 +590,6 @@ VALUES = {
 }
 """Texts that have another name, by class and argument."""
 
-MEANS = {
-    ("Trainer", "accumulate_grad_batches"): "each sample of a window counts the same, also where a batch or the last "
-    "window is smaller; a validation waits for the window's end",
-    ("Trainer", "min_steps"): "an epoch that is longer need not be finished; Lightning also sets min_epochs=1",
-    ("ModelCheckpoint", "save_last"): "the newest is saved always, not only beside the best; there is no link",
-}
-"""Arguments that mean something else, by class and argument."""
-
 POSITIONAL = {
     "TensorBoardLogger": 7,
     "Trainer": 0,
@@ -574,17 +605,6 @@ POSITIONAL = {
     "send_to_device": 3,
 }
 """How many arguments without a name mean the same, where not all of them do."""
-
-_BATCHES = (
-    "with manual optimization of several optimizers, Lightning counts each optimizer's step() and instep each batch in "
-    "which one stepped: "
-)
-COUNTS = {
-    "max_steps": _BATCHES + "divide it by the number of steps in a batch",
-    "every_n_train_steps": _BATCHES + "divide it by the number of steps in a batch",
-    "global_step": _BATCHES + "it is smaller here",
-}
-"""What counts optimizer steps otherwise where a module steps several optimizers by hand."""
 
 HOOKS_GONE = {
     "training_epoch_end": "on_train_epoch_end",
@@ -663,6 +683,7 @@ ATTRIBUTES = {
         "trigger_sync_in_backward": "use `accumulate`, or `no_sync` where gradients wait",
         "native_amp": "ask `accelerator.mixed_precision`",
     },
+    "DistributedType": {"TPU": "write `DistributedType.XLA`"},
     "Trainer": {
         "add_argparse_args": "declare the arguments that the script takes, or use instep.cli.TrainerCLI",
         "from_argparse_args": "call Trainer(...) with the arguments, or use instep.cli.TrainerCLI",
@@ -753,14 +774,20 @@ def successor(name: str) -> str | None:
 
 def advice(name: str) -> str:
     """Say what to do about a canonical name that has no successor."""
-    leaf = name.rpartition(".")[2]
-    if name.startswith("fabric") and leaf[0].isupper() and leaf not in ADVICE:
-        return ADVICE["Fabric"]
+    *parts, leaf = name.split(".")
     if ".demos" in name or ".test_utils" in name:
         return "it is of a package for demonstrations and tests: copy it, or take your own"
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
-    return ADVICE.get(leaf, "instep has nothing of that name")
+    if leaf in ADVICE:
+        return ADVICE[leaf]
+    if parts in (["fabric"], ["fabric", "fabric"], ["fabric", "wrappers"]) and leaf not in PARTS_OF_LIGHTNING:
+        return ADVICE["Fabric"]
+    if parts and parts[0] in ("fabric", "lightning") and parts[-1] != "imports":
+        for part in (leaf, *reversed(parts)):
+            if part in PARTS_OF_LIGHTNING:
+                return PARTS_OF_LIGHTNING[part]
+    return "instep has nothing of that name"
 
 
 def hint_of_object(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import libcst as cst
 
+from instep.cli.migrate.lifting import lifted
 from instep.cli.migrate.survey import Finding, Plan, survey
 from instep.cli.migrate.uses import Uses
 
@@ -51,8 +52,11 @@ class _Rewriter(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         done = super().on_leave(original_node, updated_node)
         lines = self._before.get(original_node)
-        if lines and not isinstance(done, cst.RemovalSentinel | cst.FlattenSentinel):
-            return done.with_changes(leading_lines=[*lines, *done.leading_lines])
+        if lines and isinstance(done, cst.FlattenSentinel):
+            first, *others = done
+            return cst.FlattenSentinel([_with_lines(first, lines), *others])
+        if lines and not isinstance(done, cst.RemovalSentinel):
+            return _with_lines(done, lines)
         return done
 
     def _replaced(self, original_node: Any, updated_node: Any) -> Any:
@@ -83,6 +87,11 @@ class _Rewriter(cst.CSTTransformer):
 
     leave_Import = leave_ImportFrom = leave_Expr = _statements
 
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        calls = self._new.get(original_node)
+        statements = lifted(updated_node, calls) if calls else None
+        return updated_node if statements is None else cst.FlattenSentinel(statements)
+
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
@@ -100,3 +109,7 @@ class _Rewriter(cst.CSTTransformer):
         lines[0] = lines[0].with_changes(leading_lines=leading)
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
         return cst.FlattenSentinel(lines)
+
+
+def _with_lines(node: Any, lines: list[cst.EmptyLine]) -> Any:
+    return node.with_changes(leading_lines=[*lines, *node.leading_lines])

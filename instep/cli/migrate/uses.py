@@ -12,6 +12,9 @@ from typing import Any
 
 import libcst as cst
 
+from instep.cli.migrate import changes
+from instep.cli.migrate.changes import Change
+from instep.cli.migrate.lifting import guard, lifted
 from instep.cli.migrate.survey import Names, Plan, code
 from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
@@ -27,12 +30,14 @@ _DONE = re.compile(r"resume|start|first_|skip|done|completed")  # what scripts c
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
-_SEVERAL_BY_HAND = re.compile(
-    r"automatic_optimization\s*=\s*False[\s\S]*,[^=\n]*=\s*self\.optimizers\(|"
-    r",[^=\n]*=\s*self\.optimizers\([\s\S]*automatic_optimization\s*=\s*False"
+_BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
+_SEVERAL = re.compile(  # unpacked, taken by number, or all in a loop
+    r",[^=\n]*=\s*self\.optimizers\(|self\.optimizers\([^)]*\)\[|in (enumerate\(|zip\()?self\.optimizers\(|"
+    r"(\w+)\s*=\s*self\.optimizers\([\s\S]*(\b\2\[\d|,[^=\n]*= \2\b|\bin (enumerate\(|zip\()?\2\b)"
 )
-_COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
-_ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
+_COLLECTIVE = ("end_training", "load_state", "save_checkpoint", "save_model", "save_state")
+_ON_ONE_RANK = re.compile(r"rank_zero_only|on_(local_)?main_process|on_last_process|on_process")
+_OF_SCHEDULE = re.compile(r"warmup|sched|training_steps|train_steps|decay|T_max|total_steps|num_cycles")
 
 
 class Unseen:
@@ -160,15 +165,41 @@ class Uses(cst.CSTVisitor):
         self._parameters: list[dict[str, str]] = []  # what those of the functions around hold
         self._inside: list[str] = []  # the kinds of the classes around
         self._bases: list[str] = []  # what they directly derive from
-        self._own: list[set[str]] = []  # their methods and attributes
+        self._own: list[set[str]] = []  # their methods, also inherited ones
+        self._methods: dict[str, set[str]] = {}  # the methods of the script's classes
+        self._functions: list[str] = []  # the names of the functions around
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
-        self._one_rank = 0
-        self._loads_state = ".load_state(" in plan.module.code
-        self._counts_otherwise = self.is_lightning and _SEVERAL_BY_HAND.search(plan.module.code) is not None
+        self._one_rank: list[cst.If | cst.FunctionDef] = []
+        self._collective: list[cst.Attribute] = []  # calls on one rank that all must make
+        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # of an `if`: its `elif` and `else`
+        self._script = plan.module.code
+        self._loads_state = ".load_state(" in self._script
+        self.steps_often = False  # one function steps optimizers by hand more than once
+        self._changes: dict[str, list[Change]] = {}
+        for page, listed in changes.PAGES.items():
+            if any(name.startswith((page, "fabric")[: 1 + (page == "lightning")]) for name in plan.found):
+                for change in listed:
+                    self._changes.setdefault(change.where, []).append(change)
         if self.is_lightning:
             self.receivers |= {"trainer": porting.PARAMETERS["trainer"], "self.trainer": porting.PARAMETERS["trainer"]}
         plan.module.visit(_Receivers(self))
+        several = self.steps_often or _SEVERAL.search(self._script) is not None
+        self._counts_otherwise = self.is_lightning and several and _BY_HAND.search(self._script) is not None
+
+    def _change(self, node: cst.CSTNode, where: str, place: str = "", what: str = "") -> None:
+        """Write a note where a place means something else.
+
+        Args:
+            node: the place.
+            where: how the list of changes writes it.
+            place: what the place has, as text.
+            what: how the script writes it, in the note.
+        """
+        for change in self._changes.get(where, ()):
+            if change.holds(place, self._script):
+                text = change.text[0].lower() + change.text[1:]
+                self.plan.note(node, f"{what or where.replace('`', '')}: {text}")
 
     # ---- classes
 
@@ -187,7 +218,10 @@ class Uses(cst.CSTVisitor):
                 self._method(kind, method)
         self._inside.append(kind)
         self._bases.append(direct)
-        self._own.append({method.name.value for method in methods})
+        own = {method.name.value for method in methods}
+        own.update(*(self._methods.get(code(base.value), ()) for base in node.bases))
+        self._methods[node.name.value] = own
+        self._own.append(own)
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self._inside.pop()
@@ -199,8 +233,12 @@ class Uses(cst.CSTVisitor):
         if kind == "TrainModule" and name in porting.HOOKS_GONE:
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
+        elif name in porting.HOOKS_UNCALLED and name not in known:
+            if f".{name}(" not in self._script:  # else it is a method of the script's own
+                self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
+        self._change(method.name, f"def {name}", code(method.body))
         if name.endswith("_step"):
             for parameter in method.params.params:
                 if parameter.name.value in porting.STEP_ARGUMENTS and parameter.default is None:
@@ -208,6 +246,9 @@ class Uses(cst.CSTVisitor):
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._functions.append(node.name.value)
+        if any(_ON_ONE_RANK.search(code(each.decorator)) for each in node.decorators):
+            self._one_rank.append(node)
         names = [parameter.name.value for parameter in node.params.params]
         holds = {name: target for name, target in porting.PARAMETERS.items() if self.is_lightning and name in names}
         if self._inside and self._inside[-1] == "Callback" and node.name.value.startswith("on_"):
@@ -216,28 +257,41 @@ class Uses(cst.CSTVisitor):
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
         self._parameters.pop()
+        self._functions.pop()
+        self._leave_one_rank(original_node)
 
     # ---- places
 
     def visit_If(self, node: cst.If) -> None:
-        self._one_rank += self._is_one_rank(node)
+        if node.orelse is not None:
+            self._otherwise.add(node.orelse)
+        if guard(node.test)[0]:
+            self._one_rank.append(node)
         if self._loads_state and self._loops and "<" in code(node.test):
             leaves_out = any(code(line).strip() == "continue" for line in node.body.body)
             if leaves_out and _DONE.search(code(node.test)):
-                self._note_skipping(node.test)
+                self._change(node.test, changes.SKIPPED, what=code(node.test))
 
     def leave_If(self, original_node: cst.If) -> None:
-        self._one_rank -= self._is_one_rank(original_node)
+        self._leave_one_rank(original_node)
 
-    def _is_one_rank(self, node: cst.If) -> bool:
-        return isinstance(node.test, cst.Attribute) and node.test.attr.value in _ONE_RANK
-
-    def _note_skipping(self, node: cst.CSTNode) -> None:
-        self.plan.note(
-            node,
-            f"{code(node)}: batches that are done may be passed over so after load_state, which goes on where it was "
-            "saved; accelerator.skip_first_batches(loader, n) says it in one line",
-        )
+    def _leave_one_rank(self, node: cst.If | cst.FunctionDef) -> None:
+        """Move calls that all ranks must make out of what one rank does, or leave them to the user."""
+        if not self._one_rank or self._one_rank[-1] is not node:
+            return
+        self._one_rank.pop()
+        if self._one_rank:  # the outer one decides
+            return
+        found, self._collective = self._collective, []
+        calls = frozenset(code(each) for each in found)
+        is_free = isinstance(node, cst.If) and node not in self._otherwise
+        if found and is_free and lifted(node, calls) is not None:
+            self.plan.new[node] = calls
+        for each in found:
+            if node in self.plan.new:
+                self._change(each, changes.LIFTED, what=code(each))
+            else:
+                self.plan.todo(each, f"{code(each)} is called on one rank only: it is collective, call it on all")
 
     def visit_For(self, node: cst.For) -> None:
         self._loops.append(node)
@@ -247,27 +301,65 @@ class Uses(cst.CSTVisitor):
 
     # ---- attributes and calls
 
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Attribute) and (owner := self._owner(node.target.value)):
-            found = getattr(load(owner), node.target.attr.value, None)
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target.target, cst.Attribute):
+                self._set(target.target, code(node.value))
+            self._multiplied(node, code(target.target), node.value)
+            if self._counts_otherwise and _BY_HAND.search(code(node)):
+                self._change(node, changes.SEVERAL_OPTIMIZERS)
+        call = node.value
+        if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute):
+            is_norm = call.func.attr.value == "clip_grad_norm_"
+            if is_norm and self._owner(call.func.value) == "instep.Accelerator":
+                self._change(node, changes.NORM)
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        if isinstance(node.target, cst.Attribute):
+            self._set(node.target, code(node.value))
+
+    def _set(self, target: cst.Attribute, value: str) -> None:
+        if owner := self._owner(target.value):
+            name = target.attr.value
+            found = getattr(load(owner), name, None)
             if isinstance(found, ReadOnly) or (isinstance(found, property) and found.fset is None):
-                self.plan.todo(node.target, f"{code(node.target)} cannot be set: {_first_line(found)}")
+                self.plan.todo(target, f"{code(target)} cannot be set: {_first_line(found)}")
+            self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
+
+    def _multiplied(self, node: cst.CSTNode, name: str, value: cst.BaseExpression) -> None:
+        """Note a schedule's steps that are multiplied by the number of processes."""
+        if _OF_SCHEDULE.search(name) and re.search(r"\* *\w+\.num_processes|num_processes *\*", code(value)):
+            self._change(node, changes.MULTIPLIED, what=name)
 
     def visit_Arg(self, node: cst.Arg) -> None:
-        if node.keyword is not None and node.keyword.value in porting.COUNTS and self._counts_otherwise:
-            self.plan.note(node, f"{node.keyword.value}: {porting.COUNTS[node.keyword.value]}")
+        if node.keyword is None:
+            return
+        name = node.keyword.value
+        if self._counts_otherwise and name in changes.COUNTERS:
+            self._change(node, name)
+        self._multiplied(node, name, node.value)
+
+    def visit_DictElement(self, node: cst.DictElement) -> None:
+        if "configure_optimizers" in self._functions and isinstance(node.key, cst.SimpleString):
+            self._change(node, f'"{node.key.evaluated_value}":', code(node.value))
+
+    def visit_Name(self, node: cst.Name) -> None:
+        if node in self.names.targets:
+            self._change(node, self._leaf(node))
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, owner = node.attr.value, self._owner(node.value)
-        if self._counts_otherwise and name in porting.COUNTS and code(node.value).endswith(("self", "trainer")):
-            self.plan.note(node, f"{code(node)}: {porting.COUNTS[name]}")
+        if node in self.names.targets:
+            self._change(node, self._leaf(node))
+        if self._counts_otherwise and name in changes.COUNTERS and code(node.value).endswith(("self", "trainer")):
+            self._change(node, name, what=code(node))
         leaf = owner.rpartition(".")[2]
         known = owner != "" and has_attribute(owner, name)
         if name in porting.ATTRIBUTES_RENAMED and name not in self.names.defined:
             self.plan.new[node] = node.with_changes(attr=cst.Name(porting.ATTRIBUTES_RENAMED[name]))
         elif name in porting.ALIASES and code(node) not in self.assigned:
             self.plan.warns(node, f"{code(node)}: {porting.ALIASES[name]}")
-        elif not known and name in porting.ANYWHERE and code(node) not in self.assigned:
+        elif not known and name in porting.ANYWHERE and self._is_anywhere(node):
             self.plan.todo(node, f"{code(node)}: {porting.ANYWHERE[name]}")
         elif owner and not known:
             text = porting.ATTRIBUTES.get(leaf, {}).get(name)
@@ -277,13 +369,20 @@ class Uses(cst.CSTVisitor):
                 text = None  # what the script sets itself, such as native_amp of old versions, it may read
             if text is not None and not (code(node.value) == "self" and name in self._own[-1]):
                 self.plan.todo(node, f"{code(node)}: {text}")
-        elif name in _COLLECTIVE and self._one_rank and leaf in ("Trainer", "Accelerator"):
-            self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
+        elif known:
+            self._change(node, f"{leaf}.{name}")
+            if name in _COLLECTIVE and self._one_rank and leaf in ("Trainer", "Accelerator"):
+                self._collective.append(node)
+
+    def _is_anywhere(self, node: cst.Attribute) -> bool:
+        """Return True unless the script sets the attribute itself, or takes it of somebody else's Trainer."""
+        of_a_trainer = not self.is_lightning and "trainer" in code(node.value).lower()
+        return code(node) not in self.assigned and not of_a_trainer
 
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
         if self._loads_state and code(node.func).rpartition(".")[2] == "islice" and _DONE.search(code(node)):
-            self._note_skipping(node)
+            self._change(node, changes.SKIPPED, what=code(node))
         if target:
             if target == "instep.distributed.gather" and self._gathers_rows(node):
                 self.plan.todo(node, "gather refuses the uneven last batch: use accelerator.gather_for_metrics")
@@ -309,12 +408,12 @@ class Uses(cst.CSTVisitor):
             return
         if leaf == "Accelerator":
             self._call_of_accelerator(node, function, name)
-        if callable(method):
+        if callable(method) and (isinstance(method, Unseen) or _is_ours(method)):
             self._arguments(node, f"{leaf}.{method.__name__}", method)
 
     def _call_of_accelerator(self, node: cst.Call, function: cst.Attribute, name: str) -> None:
         if name == "prepare" and "sched" in code(node):
-            self.plan.note(node, "a scheduler steps once per optimizer step, not once more for each process")
+            self._change(node, "a scheduler that `prepare` gets")
         elif name == "backward" and self.accumulates == "by hand" and not _names_argument(node, "num_items"):
             self.plan.warns(
                 node,
@@ -323,7 +422,7 @@ class Uses(cst.CSTVisitor):
             )
         elif name == "gather" and self._gathers_rows(node):
             self.plan.new[function] = function.with_changes(attr=cst.Name("gather_for_metrics"))
-            self.plan.note(node, "gather_for_metrics takes each row once; gather refuses the uneven last batch")
+            self._change(node, changes.GATHERED)
 
     def _gathers_rows(self, node: cst.Call) -> bool:
         """Tell whether a call gathers the rows of a batch, as far as its words say."""
@@ -337,8 +436,10 @@ class Uses(cst.CSTVisitor):
         for start, text in porting.ENVIRONMENT.items():
             if value.startswith(start):
                 self.plan.todo(node, f"{value}: {text}")
+        if "lightning_logs" in value:
+            self._change(node, '"lightning_logs"')
         if value.endswith(".ckpt") and value != ".ckpt":
-            self.plan.note(node, f"{value}: a checkpoint is a folder; `instep checkpoint convert` makes one of a .ckpt")
+            self._change(node, '".ckpt"')
 
     # ---- arguments
 
@@ -350,8 +451,11 @@ class Uses(cst.CSTVisitor):
         renamed, dropped = porting.RENAMED.get(key, {}), porting.DROPPED.get(key, {})
         into: list[cst.Arg] = []
         unnamed = 0
+        ordered = [name for name in _parameters(function) if name != "self"]
         for arg in node.args:
             if arg.keyword is None:
+                if not arg.star and unnamed < len(ordered):
+                    self._argument_changes(arg, key, function, ordered[unnamed], arg.value)
                 unnamed += not arg.star
                 given = self.dicts.get(code(arg.value), arg.value)
                 if arg.star == "**" and (isinstance(given, cst.Dict) or _is_dict_call(given)):
@@ -408,6 +512,8 @@ class Uses(cst.CSTVisitor):
                 problem = wrong_value(name, value if new is None else new)
         if problem is not None:
             self.plan.todo(element, f"{key}({old}=): {problem}")
+        else:
+            self._argument_changes(element, key, function, name, element.value)
 
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
@@ -436,8 +542,17 @@ class Uses(cst.CSTVisitor):
             problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:
             self.plan.todo(arg, f"{key}({_text(arg)}): {problem}")
-        elif (key, name) in porting.MEANS and value not in (None, False):
-            self.plan.note(arg, f"{key}({_text(arg)}): {porting.MEANS[key, name]}")
+        else:
+            self._argument_changes(arg, key, function, name, arg.value)
+
+    def _argument_changes(
+        self, node: cst.CSTNode, key: str, function: Any, name: str, value: cst.BaseExpression
+    ) -> None:
+        """Note an argument that means something else, where it is not the default."""
+        found = _parameters(function).get(name)
+        given = _literal(value)
+        if given is not None and (found is None or given is _UNKNOWN or given != found.default):
+            self._change(node, f"{key}({name}=)", code(value))
 
     def _into_config(self, node: cst.Call, moved: list[cst.Arg]) -> None:
         words = ", ".join(f"{arg.keyword.value}={code(arg.value)}" for arg in moved if arg.keyword)
@@ -490,6 +605,20 @@ class _Receivers(cst.CSTVisitor):
     def __init__(self, uses: Uses) -> None:
         super().__init__()
         self.uses = uses
+        self._loops = 0
+        self._steps = [0]  # of optimizers, in the functions around
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._steps.append(0)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        self._steps.pop()
+
+    def visit_For(self, node: cst.For) -> None:
+        self._loops += 1
+
+    def leave_For(self, original_node: cst.For) -> None:
+        self._loops -= 1
 
     def visit_Assign(self, node: cst.Assign) -> None:
         made = self.uses.made(node.value)
@@ -523,6 +652,9 @@ class _Receivers(cst.CSTVisitor):
             self.uses.receivers[text] = target
 
     def visit_Call(self, node: cst.Call) -> None:
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "step" and "opt" in code(node.func.value):
+            self._steps[-1] += 1
+            self.uses.steps_often |= self._loops > 0 or self._steps[-1] > 1
         if isinstance(node.func, cst.Attribute) and node.func.attr.value == "accumulate":
             self._accumulates(by_hand=False)
         elif self.uses.made(node) == "instep.Accelerator":
@@ -569,6 +701,11 @@ def _becomes(key: str, old: str) -> set[str]:
 
 def _names_argument(node: cst.Call, name: str) -> bool:
     return any(arg.keyword is not None and arg.keyword.value == name for arg in node.args)
+
+
+def _is_ours(method: Any) -> bool:
+    """Return True for a function of instep's, not one of torch's that a module has."""
+    return str(getattr(method, "__module__", "")).startswith("instep.")
 
 
 def _first_line(thing: Any) -> str:
