@@ -231,6 +231,7 @@ ADVICE = {
         PARTS_OF_LIGHTNING["io"] + "; ModelCheckpoint(background=True) saves beside the training",
     ),
     "ClusterEnvironment": PARTS_OF_LIGHTNING["environments"],
+    "is_initialized": "ask `instep.AcceleratorState().initialized`",
     "get_filesystem": "use fsspec.core.url_to_fs(path)[0]",
     "reset_seed": "call instep.seed_everything(seed)",
     "_load": "use instep.checkpoint.load_weights, or torch.load for a file of torch's",

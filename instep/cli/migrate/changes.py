@@ -254,9 +254,10 @@ LIGHTNING = (
         having="^False$",
     ),
     Change(
-        "LearningRateMonitor",
+        "LearningRateMonitor(logging_interval=)",
         "By steps it logs at 0, k, 2k ... with `log_every_n_steps=k`. The value is the rate of the next step.",
         "Metrics of step k are also logged at k.",
+        having="^(?!.epoch.$)",
     ),
     *(
         Change(f"{name}(log_model=)", 'True sends the best checkpoint at the end; `"all"` sends each one.')
@@ -338,6 +339,13 @@ LIGHTNING = (
         "annotation of an argument says which type to make on loading ([modules](../train/modules.md)).",
         "A checkpoint cannot make objects that you do not expect.",
         beside="omegaconf|hydra",
+    ),
+    Change(
+        "TrainModule.save_hyperparameters",
+        "A module among the arguments is an error before the run starts: `save_hyperparameters(ignore=[...])` leaves it "
+        "out. A class that derives from this one has its arguments here, too.",
+        "Loading a checkpoint runs no code.",
+        beside=r"^(?![\s\S]*\bignore=)[\s\S]*def __init__\([^)]*(\b\w*(model|net|backbone|encoder)\b *[,:)=]|Module\b)",
     ),
     Change(
         "Trainer(strategy=)",

@@ -53,21 +53,16 @@ def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | Non
     one_rank, rest = guard(node.test)
     if not one_rank or node.orelse is not None:
         return None
-    test = one_rank[0]
-    for part in one_rank[1:]:
-        test = cst.BooleanOperation(test, cst.And(), part)
-    first = node.with_changes(test=test)
+    first = node.with_changes(test=_both(one_rank))
     body = _Lifting(first, calls).block(_block(node.body))
     if body is None or not all(_is_alike(part, set()) for part in rest):
         return None
+    made: list[cst.BaseStatement] = body
     if rest:
-        both = rest[0]
-        for part in rest[1:]:
-            both = cst.BooleanOperation(both, cst.And(), part)
-        body = [node.with_changes(test=both, body=cst.IndentedBlock(_without_comments(body)))]
+        made = [node.with_changes(test=_both(rest), body=cst.IndentedBlock(_without_comments(body)))]
     else:
-        body = [body[0].with_changes(leading_lines=[*node.leading_lines, *_comments(body[0])]), *body[1:]]
-    return body
+        made = [body[0].with_changes(leading_lines=[*node.leading_lines, *_comments(body[0])]), *body[1:]]
+    return made
 
 
 class _Lifting:
@@ -145,6 +140,16 @@ class _Lifting:
         if not isinstance(call, cst.Call) or code(call.func) not in self.calls:
             return None
         return [statement] if all(_is_alike(arg.value, self.theirs, named=False) for arg in call.args) else None
+
+
+def _both(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
+    """Join conditions by `and`."""
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = cst.BooleanOperation(joined, cst.And(), part)
+    if "\n" in code(joined):  # the parentheses were around the whole condition
+        return joined.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return joined
 
 
 def _block(body: cst.BaseSuite) -> list[cst.BaseStatement]:

@@ -284,8 +284,8 @@ class Uses(cst.CSTVisitor):
             return
         found, self._collective = self._collective, []
         calls = frozenset(code(each) for each in found)
-        is_free = isinstance(node, cst.If) and node not in self._otherwise
-        if found and is_free and lifted(node, calls) is not None:
+        is_free = bool(found) and node not in self._otherwise
+        if is_free and isinstance(node, cst.If) and lifted(node, calls) is not None:
             self.plan.new[node] = calls
         for each in found:
             if node in self.plan.new:
@@ -408,7 +408,7 @@ class Uses(cst.CSTVisitor):
             return
         if leaf == "Accelerator":
             self._call_of_accelerator(node, function, name)
-        if callable(method) and (isinstance(method, Unseen) or _is_ours(method)):
+        if inspect.isroutine(method) and _is_ours(method):
             self._arguments(node, f"{leaf}.{method.__name__}", method)
 
     def _call_of_accelerator(self, node: cst.Call, function: cst.Attribute, name: str) -> None:

@@ -49,7 +49,7 @@ SAMPLES = {
     "TrainModule.strict_loading =": _L
     + "class M(L.LightningModule):\n  def on_save_checkpoint(s, c): ...\n  def f(self): self.strict_loading = False",
     "TrainModule.save_hyperparameters": _L
-    + "import omegaconf\nclass M(L.LightningModule):\n  def __init__(self, c): self.save_hyperparameters(c)",
+    + "import omegaconf\nclass M(L.LightningModule):\n  def __init__(self, net): self.save_hyperparameters()",
     "a scheduler that `prepare` gets": _A + "a.prepare(scheduler)",
     changes.MULTIPLIED: _A + "get_scheduler('linear', num_training_steps=args.n * a.num_processes)",
     changes.GATHERED: _A + "for b in x: a.gather(b)",

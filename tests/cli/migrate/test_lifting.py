@@ -108,6 +108,8 @@ def test_the_loop_of_a_published_script_saves_on_all_ranks_and_does_the_rest_on_
         "if MAIN and args.steps > 1:\n    SAVE('x')\n    do('b')",
         "if args.steps > 1:\n    if accelerator.process_index == 0:\n        do('a')\n        SAVE('x')",
         "if MAIN:\n    do('a')\n    accelerator.end_training()",
+        "if (\n    MAIN\n    and args.steps\n    > 1\n):\n    SAVE('x')",
+        "if MAIN:\n    if isinstance(args.steps, int):\n        SAVE('x')",
         "if MAIN:\n    SAVE('x')\n    do('b')\n    SAVE('y')",
         "if MAIN:\n    name = 'x'\n    folder = os.path.join(name, 'y')\n    do(folder)\n"
         "    kept = SAVE(folder)\n    do(kept)",
