@@ -342,7 +342,8 @@ LIGHTNING = (
     ),
     Change(
         "TrainModule.save_hyperparameters",
-        "A module among the arguments is an error before the run starts: `save_hyperparameters(ignore=[...])` leaves it "
+        "A module among the arguments is an error before the run starts: `save_hyperparameters(ignore=[...])` "
+        "leaves it "
         "out. A class that derives from this one has its arguments here, too.",
         "Loading a checkpoint runs no code.",
         beside=r"^(?![\s\S]*\bignore=)[\s\S]*def __init__\([^)]*(\b\w*(model|net|backbone|encoder)\b *[,:)=]|Module\b)",
