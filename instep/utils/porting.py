@@ -187,6 +187,7 @@ _PACKAGES = (
 _FIND = "from importlib.util import find_spec"
 DEFINED = {
     "_PATH": ("import os", "str | os.PathLike"),
+    "is_initialized": ("from instep import AcceleratorState", "lambda: AcceleratorState().initialized"),
     "is_bf16_available": (
         "import torch",
         "lambda ignore_tpu=False: not torch.cuda.is_available() or torch.cuda.is_bf16_supported()",
@@ -201,6 +202,9 @@ DEFINED = {
     },
 }
 """Small values and functions that a script can make itself: what to import for them, and how."""
+
+CALLS = {"accelerate.state.is_initialized": "instep.AcceleratorState().initialized"}
+"""Calls by their whole names, and what takes their place."""
 
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
@@ -231,7 +235,6 @@ ADVICE = {
         PARTS_OF_LIGHTNING["io"] + "; ModelCheckpoint(background=True) saves beside the training",
     ),
     "ClusterEnvironment": PARTS_OF_LIGHTNING["environments"],
-    "is_initialized": "ask `instep.AcceleratorState().initialized`",
     "get_filesystem": "use fsspec.core.url_to_fs(path)[0]",
     "reset_seed": "call instep.seed_everything(seed)",
     "_load": "use instep.checkpoint.load_weights, or torch.load for a file of torch's",
@@ -711,7 +714,10 @@ ATTRIBUTES = {
         ("download_artifact", "use_artifact"), "use what `logger.experiment` has, W&B's own run"
     ),
     "Callback": _UNCALLED,
-    **{leaf: {"use_distributed": "ask `num_processes > 1`"} for leaf in ("PartialState", "AcceleratorState")},
+    **{
+        leaf: {"use_distributed": "ask `num_processes > 1`", "default_device": "use `device`"}
+        for leaf in ("PartialState", "AcceleratorState")
+    },
 }
 """What to do about attributes and methods that are not there, by instep's class."""
 

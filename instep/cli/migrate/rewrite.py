@@ -69,6 +69,8 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node if change is None else change(updated_node)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if original_node in self._new:
+            return self._new[original_node]
         if not updated_node.args or not any(arg in self._new for arg in original_node.args):
             return updated_node
         last = original_node.args[-1]  # whatever is the last one now ends as it did

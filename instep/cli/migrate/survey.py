@@ -163,6 +163,15 @@ class Names(cst.CSTVisitor):
         self.plan.new[node] = []
         return False
 
+    def visit_Call(self, node: cst.Call) -> bool:
+        base = _base(node.func)
+        expression = porting.CALLS.get(self._canonical(node.func) or "")
+        if expression is None or node.func is base or not isinstance(base, cst.Name):
+            return True
+        self.plan.new[node] = cst.parse_expression(expression)
+        self.needed[base.value].add("instep")
+        return False
+
     def visit_Name(self, node: cst.Name) -> None:
         self._use(node, node)
 

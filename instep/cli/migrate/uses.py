@@ -35,6 +35,7 @@ _SEVERAL = re.compile(  # unpacked, taken by number, or all in a loop
     r",[^=\n]*=\s*self\.optimizers\(|self\.optimizers\([^)]*\)\[|in (enumerate\(|zip\()?self\.optimizers\(|"
     r"(\w+)\s*=\s*self\.optimizers\([\s\S]*(\b\2\[\d|,[^=\n]*= \2\b|\bin (enumerate\(|zip\()?\2\b)"
 )
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step")
 _COLLECTIVE = ("end_training", "load_state", "save_checkpoint", "save_model", "save_state")
 _ON_ONE_RANK = re.compile(r"rank_zero_only|on_(local_)?main_process|on_last_process|on_process")
 _OF_SCHEDULE = re.compile(r"warmup|sched|training_steps|train_steps|decay|T_max|total_steps|num_cycles")
@@ -239,9 +240,11 @@ class Uses(cst.CSTVisitor):
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
         self._change(method.name, f"def {name}", code(method.body))
-        if name.endswith("_step"):
-            for parameter in method.params.params:
-                if parameter.name.value in porting.STEP_ARGUMENTS and parameter.default is None:
+        if name in _STEPS:
+            needed = [each for each in method.params.params[1:] if each.default is None]
+            for parameter in needed:
+                alone = parameter.name.value == "dataloader_iter" and len(needed) == 1
+                if parameter.name.value in porting.STEP_ARGUMENTS and not alone:
                     text = porting.STEP_ARGUMENTS[parameter.name.value]
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 

@@ -147,6 +147,10 @@ def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
             "import lightning as L\nclass D(L.LightningDataModule): ...\nD.load_from_checkpoint('a')\n",
             "import instep\nclass D(instep.DataModule): ...\nD.load_from_checkpoint('a')\n",
         ),
+        (
+            "import accelerate\nx = accelerate.state.is_initialized() and 1\n",
+            "import instep\nx = instep.AcceleratorState().initialized and 1\n",
+        ),
         ("import accelerate\n'accelerate...'\n", "import instep\n'accelerate...'\n"),
         ("import torch\nTrainer = 1\ntrainer.fit_loop\n", "import torch\nTrainer = 1\ntrainer.fit_loop\n"),
         ("def f(lightning): return lightning.Trainer\n", "def f(lightning): return lightning.Trainer\n"),
@@ -345,6 +349,7 @@ def test_what_stays_silent() -> None:
         _L + "class C(L.Callback):\n  def on_fit_end(s, t, m): m.own, m.trainer.model, t.callbacks",
         _L + "class M(L.LightningModule):\n  def log(s, a, other): ...\n  def f(self): self.log(1, other=2)",
         _M + "  def log(s, a, other): ...\nclass N(M):\n  def f(self): self.log(1, other=2)",
+        _M + "  def training_step(s, dataloader_iter): ...\n  def data_step(s, dataloader_iter, optimizer_idx): ...",
         _M + "  def forward(s, x, mask): ...\nclass N(M):\n  def f(self): self.forward(1, mask=2)",
         _L + "from base import M\nclass N(M, L.LightningModule):\n  def f(self): self.forward(1, mask=2)",
         _L + "class C(L.Callback):\n  def on_epoch_end(s): ...\n  def on_train_end(s, t, m): s.on_epoch_end()",
