@@ -289,3 +289,20 @@ class Rates:
                 shown[f"{name}-{names.count(name)}" if name in names else name] = self.now[number]
             names.append(name)
         return shown
+
+
+def monitor_rates(run: Run, now: str) -> None:
+    """Log the learning rates as a LearningRateMonitor does: its row has no epoch."""
+    given = run.case.rate_monitor
+    values = {} if given is None else run.rates.monitored(None if given == "each" else given, now)
+    if values:
+        run.shown.callback.update(values)
+        run.send_row(values, run.step)
+
+
+def monitor_rates_by_step(run: Run) -> None:
+    """Log the rates before the first batch of an optimizer step, every `log_every_n_steps` steps."""
+    every = run.case.settings.log_every_n_steps
+    if run.case.rate_monitor != "epoch" and every and run.step % every == 0 and run.step != run.monitored_at:
+        run.monitored_at = run.step
+        monitor_rates(run, "step")

@@ -17,6 +17,8 @@ from tests.model.optimization import (
     Rates,
     Scheduler,
     check_manual,
+    monitor_rates,
+    monitor_rates_by_step,
     step_all,
     train_by_hand,
 )
@@ -98,7 +100,7 @@ VIEWS = ("on_train_batch_end", "on_validation_end", "on_train_end")
 NOT_SAVED = (
     *("case", "order", "start", "rank", "events", "line", "newest"),
     *("max_epochs", "loaders"),  # of the settings
-    *("triggers", "resumes", "rows_before", "again"),
+    *("triggers", "resumes", "rows_before", "again", "saved_book"),
     "by_hand",  # gradients that are accumulated by hand begin anew
 )
 """What of a Run is no part of a checkpoint."""
@@ -178,6 +180,7 @@ class Run:
     val_loaded: int | None = None  # the epoch in which validation's loaders were asked for, with reloading
     triggers: Triggers = field(default_factory=Triggers)
     resumes: bool = False  # the run goes on from a checkpoint
+    saved_book: Book | None = None  # that of the checkpoint, until the hooks that run again have run
     table: int = -1  # the number of the CSV file
     rows_before: int | None = None  # how many came before a validation that was left, and are in its checkpoint
     again: list[Any] = field(default_factory=list)  # rows behind the checkpoint that may come again
@@ -246,21 +249,6 @@ class Run:
         """Read the CSV file: its rows are the loggers', also after a resume."""
         self.events.append(Event("F", "csv", tuple(self.rows) if self.rank == 0 else (), 0, 0))
 
-    def monitor_rates(self, now: str) -> None:
-        """Log the learning rates as a LearningRateMonitor does: its row has no epoch."""
-        given = self.case.rate_monitor
-        values = {} if given is None else self.rates.monitored(None if given == "each" else given, now)
-        if values:
-            self.shown.callback.update(values)
-            self.send_row(values, self.step)
-
-    def monitor_rates_by_step(self) -> None:
-        """Log the rates before the first batch of an optimizer step, every `log_every_n_steps` steps."""
-        every = self.case.settings.log_every_n_steps
-        if self.case.rate_monitor != "epoch" and every and self.step % every == 0 and self.step != self.monitored_at:
-            self.monitored_at = self.step
-            self.monitor_rates("step")
-
     # ---- the whole
 
     def fit(self) -> None:
@@ -268,6 +256,7 @@ class Run:
         self.module("configure_callbacks")
         resumed = find_checkpoint(self)
         self.resumes = resumed is not None
+        self.saved_book = deepcopy(self.book) if self.resumes else None
         if self.rank == 0:
             self.module("prepare_data")
         self.both("setup", "fit")
@@ -354,6 +343,7 @@ class Run:
             self.newest.settle(self)
 
     def save(self, new: Saved) -> Saved:
+        self.forget_what_came_again()
         new = self.start.disk.add(new)
         self.start.disk.tables[self.table] = list(self.rows)
         if new.state is not None:
@@ -381,10 +371,13 @@ class Run:
     def train_epoch(self) -> None:
         s = self.case.settings
         self.loaders.begin_epoch()
+        if not self.samples:
+            self.forget_what_came_again()
         self.callback("on_train_epoch_start")
         if self.case.rate_monitor != "step" and not self.samples:  # else the epoch goes on
-            self.monitor_rates("epoch")
+            monitor_rates(self, "epoch")
         self.module("on_train_epoch_start")
+        self.forget_what_came_again()
         batches = self.deal_epoch(self.batch, self.samples)
         if not batches:
             raise Refused("DataError", "the epoch had no batch")
@@ -406,6 +399,11 @@ class Run:
                 complete = self.batch == len(batches)
                 break
         self.end_epoch(complete)
+
+    def forget_what_came_again(self) -> None:
+        """Forget what hooks have logged that a resume calls again: `on_train_start`, and within an epoch its first."""
+        if self.saved_book is not None:
+            self.book, self.saved_book = self.saved_book, None
 
     def deal_epoch(self, batch: int, samples: int) -> list[Dealt]:
         """Return the epoch's batches. So many of them, with so many samples, are done; by other ranks perhaps."""
@@ -451,7 +449,7 @@ class Run:
             self.transfer(batch)
             self.dealt, self.batch_idx = dealt, batch_idx
             self.callback("on_train_batch_start", batch, batch_idx)
-            self.monitor_rates_by_step()
+            monitor_rates_by_step(self)
             self.module("on_train_batch_start", batch, batch_idx)
             self.module("training_step", batch, batch_idx)
             if given.manual is not None:

@@ -1,8 +1,9 @@
 """Holds another instep against the model, and goes on after a difference: `--package PATH`.
 
 PATH is a folder with a package `instep`, such as an older checkout. Differences are grouped by what differs first, once
-without metrics and then with them; each group is printed when it is first seen, with the number of the run and the
-minutes, and in the end with its smallest case.
+without metrics and then with them: among all events, and among those of each owner, so that one difference does not
+hide another. Each group is printed when it is first seen, with the number of the run and the minutes, and in the end
+with its smallest case.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ LONGEST_S = 10
 """A run that takes more seconds hangs."""
 SHRINK_S = 20
 """How many seconds are spent on a group to find a smaller case."""
+
+
+OWNERS = "CMOLDVF"
+"""Owners of events, whose events are compared by themselves too."""
 
 
 class Hangs(Exception):
@@ -65,13 +70,12 @@ def main() -> int:
         if minutes > given_.minutes:
             raise KeyboardInterrupt
         runs += 1
-        group = group_of(pair)
-        if group is None:
-            return
-        count, first, at, smallest = groups.get(group, (0, runs, minutes, pair))
-        if count == 0:
-            print(f"run {runs}, minute {minutes:.1f}: {group}", flush=True)
-        groups[group] = (count + 1, first, at, min(smallest, pair, key=lambda one: len(changed(one[0]) + repr(one[1]))))
+        for group in groups_of(pair):
+            count, first, at, smallest = groups.get(group, (0, runs, minutes, pair))
+            if count == 0:
+                print(f"run {runs}, minute {minutes:.1f}: {group}", flush=True)
+            smaller = min(smallest, pair, key=lambda one: len(changed(one[0]) + repr(one[1])))
+            groups[group] = (count + 1, first, at, smaller)
 
     try:
         compare()
@@ -99,20 +103,28 @@ def end(signal_number: int, frame: Any) -> None:
     raise Hangs
 
 
-def group_of(pair: Any) -> str | None:
-    """Run a case, and return what differs first; None where nothing does."""
+def first_of(meant: list[Any], seen: list[Any]) -> str | None:
+    """Name the first difference of two lists of events."""
+    for events in ((without_metrics(meant), without_metrics(seen)), (meant, seen)):
+        for model, program in zip(*events, strict=False):
+            if model != program:
+                return f"{named(model, program)} for {named(program, model)}"
+        if len(events[0]) != len(events[1]):
+            longer = max(events, key=len)
+            who = "the model" if longer is events[0] else "instep"
+            return f"{who} goes on with {named(longer[min(map(len, events))])}"
+    return None
+
+
+def groups_of(pair: Any) -> list[str]:
+    """Run a case, and return what differs first, and first for each owner of events; empty where nothing does."""
     from tests.model_runs import compare, processes
 
     def differs(case: Any, meant: list[Any], seen: list[Any]) -> str | None:
-        for events in ((without_metrics(meant), without_metrics(seen)), (meant, seen)):
-            for model, program in zip(*events, strict=False):
-                if model != program:
-                    return f"{named(model, program)} for {named(program, model)}"
-            if len(events[0]) != len(events[1]):
-                longer = max(events, key=len)
-                who = "the model" if longer is events[0] else "instep"
-                return f"{who} goes on with {named(longer[min(map(len, events))])}"
-        return None
+        found = first_of(meant, seen)
+        parts = [[[event for event in part if event.owner == owner] for part in (meant, seen)] for owner in OWNERS]
+        others = [first_of(*part) for part in parts]
+        return found and "\n".join(dict.fromkeys([found, *(other for other in others if other is not None)]))
 
     real = compare.first_difference
     compare.first_difference = processes.first_difference = differs
@@ -128,10 +140,14 @@ def group_of(pair: Any) -> str | None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         compare.first_difference = processes.first_difference = real
     if found is None:
-        return None
+        return []
     ranks = "" if pair[0].ranks == 1 else "several ranks: "
     lines = [line for line in found.splitlines() if not line.startswith(("#", "import", "from", "in process"))]
-    return ranks + re.sub(r"rank \d of \d: |\bat step.*|\d+", "", " | ".join(lines[:2]))[:150]
+    several = " for " in lines[0] or " goes on with " in lines[0]
+    return [
+        ranks + re.sub(r"rank \d of \d: |\bat step.*|\d+", "", line)[:150]
+        for line in (lines if several else [" | ".join(lines[:2])])
+    ]
 
 
 def without_metrics(events: list[Any]) -> list[Any]:
@@ -141,11 +157,23 @@ def without_metrics(events: list[Any]) -> list[Any]:
 def named(event: Any, other: Any = None) -> str:
     """Name an event, with its arguments or metrics where these are all that differs from the other one."""
     name = f"{event.owner}.{event.name}"
+    if event.owner == "F" and other is not None and other.owner == "F":
+        return f"{name} {' and '.join(of_rows(event.args, other.args))}"
+    if event.name in ("on_exception", "error"):
+        name += f"({event.args[0]})"
     if other is None or (event.owner, event.name) != (other.owner, other.name):
         return name
     if event.args != other.args:
         return f"{name} with other arguments"
     return f"{name} with other {'metrics' if event.metrics != other.metrics else 'counters'}"
+
+
+def of_rows(rows: tuple[Any, ...], others: tuple[Any, ...]) -> list[str]:
+    """Name what rows have more than others have: whole rows, or cells."""
+    if len(rows) != len(others):
+        return ["with more rows" if len(rows) > len(others) else "with fewer rows"]
+    more = {name for row, other in zip(rows, others, strict=True) for name in {*dict(row[1])} - {*dict(other[1])}}
+    return [f"with more cells of {name}" for name in sorted(more)] or ["with other values"]
 
 
 def shrunk(pair: Any, group: str) -> Any:
@@ -156,7 +184,7 @@ def shrunk(pair: Any, group: str) -> Any:
         for smaller in candidates(pair):
             if time.monotonic() > until_s:
                 return pair
-            if group_of(smaller) == group:
+            if group in groups_of(smaller):
                 pair, found = smaller, True
                 break
     return pair

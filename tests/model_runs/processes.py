@@ -26,9 +26,6 @@ from tests.model_runs.pool import Failed, Stop, record_ranks
 from tests.model_runs.record import Ask, is_recorded
 from tests.model_runs.script import script
 
-AGAIN = ("on_train_start", "on_train_epoch_start")
-"""Hooks that run again after a resume: what they log comes again too, so such runs are not broken off."""
-
 
 @dataclass(frozen=True)
 class Process:
@@ -67,8 +64,7 @@ def differences(case: Case, processes: tuple[Process, ...]) -> str | None:
 
 def goes_through_processes(case: Case, processes: tuple[Process, ...]) -> bool:
     """Return whether a case is run by one process after another."""
-    again = any(call.hook in AGAIN for call in case.logs) or not can_go_on(case)
-    return bool(processes) and case.checkpoints is not None and not again
+    return bool(processes) and case.checkpoints is not None and can_go_on(case)
 
 
 def difference_after_a_break(case: Case, place: float) -> str | None:
