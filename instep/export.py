@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from instep.types import Location
 from instep.utils.atomic import replacing
 from instep.utils.checks import choice
 from instep.utils.imports import check_installed, require
+from instep.utils.jit import readable_by_jit
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -149,13 +150,6 @@ def to_tensorrt(
 # ---- what they share
 
 
-class _NoTrainer:
-    """Stand-in for the Trainer: `torch.jit.script` reads every property of a module, and some raise without one."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
 def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
     """Return the arguments of `forward` to trace it with, on the module's device, through its hooks of batches."""
     sample = module.example_input_array if given is None else given
@@ -182,23 +176,18 @@ def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
     parts = list(module.modules())
     training = [part.training for part in parts]
     held = [(part, name, vars(part)[name]) for part in parts for name in _MEANWHILE if vars(part).get(name)]
-    alone = [part for part in parts if by_jit and vars(part).get("_trainer", part) is None]
     try:
         for part in parts:
             part.training = False
         for part, name, _ in held:
             setattr(part, name, None)
-        for part in alone:
-            part._trainer = _NoTrainer()  # pyright: ignore[reportArgumentType]
-        with torch.no_grad():
+        with torch.no_grad(), readable_by_jit(module) if by_jit else nullcontext():
             yield
     finally:
         for part, was in zip(parts, training, strict=True):
             part.training = was
         for part, name, value in held:
             setattr(part, name, value)
-        for part in alone:
-            part._trainer = None  # pyright: ignore[reportArgumentType]
 
 
 def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:

@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from instep import Accelerator, Trainer
+from instep.callbacks import ModelCheckpoint
 from instep.distributed import gather
 from instep.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     DataError,
     DistributedError,
     HookError,
@@ -290,6 +292,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
         load_other_size,
         CheckpointError,
         r"do not fit .*size mismatch for weight: .*resume=Resume\(strict=False\)",
+    ),
+    "the best of a run that ranked nothing": (
+        lambda: quiet().test(Toy(), loader(), ckpt_path=ModelCheckpoint(monitor="val_loss").best_model_path),
+        CheckpointNotFoundError,
+        "ckpt_path='' is empty. A ModelCheckpoint's best_model_path is, where it has saved nothing",
     ),
     "an argument of old scripts": (
         lambda: Accelerator(cpu=True, fp16=True),

@@ -19,6 +19,7 @@ from instep.big_models.placeholder import Placeholder, count_forwards, kind_of, 
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
 from instep.utils.checks import wrong
+from instep.utils.dtypes import cast_module
 
 Device = torch.device | int | str
 _META = torch.device("meta")
@@ -799,21 +800,21 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return cast_module(module, self.storage_dtype, self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        cast_module(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        cast_module(module, self.storage_dtype, self.non_blocking)
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        cast_module(module, self.storage_dtype, self.non_blocking)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return cast_module(module, self.compute_dtype, self.non_blocking)
 
 
 def attach_layerwise_casting_hooks(

@@ -279,11 +279,13 @@ class TensorBoardLogger(Logger):
             )
             return
         from instep.distributed import send_to_device  # late: it loads torch, which a logger alone does not need
+        from instep.utils.jit import readable_by_jit  # late: as above, it loads torch
 
         parameter = next(iter(module.parameters()), None)
         if parameter is not None:
             example_input = send_to_device(example_input, parameter.device)
-        self._experiment().add_graph(module, example_input)
+        with readable_by_jit(module):
+            self._experiment().add_graph(module, example_input)
 
     def _save(self) -> None:
         if self._summary_writer is not None:

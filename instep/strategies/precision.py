@@ -27,6 +27,7 @@ from torch import nn
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
 from instep.utils.checks import choice
+from instep.utils.dtypes import cast_module
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
@@ -205,14 +206,14 @@ class Precision:
         return other
 
     def convert_module(self, module: nn.Module) -> None:
-        """Give the module's floating parameters and buffers this precision's dtype, in place.
+        """Give the module's floating parameters and buffers this precision's dtype, in place; complex ones its like.
 
         With fp8 its linear layers are exchanged for torchao's, which hold the same parameters under the same names:
         those whose sizes divide by 16, less the last one, whose outputs are the model's. For other layers or scaling
         recipes call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
         """
         if self.dtype is not None:
-            module.to(dtype=self.dtype)
+            cast_module(module, self.dtype)
         if self.name == "fp8":
             _compute_in_float8(module, emulate=self.device.type == "cpu")
 

@@ -125,6 +125,11 @@ class RunFolder:
             return ctx.resumed.path, ctx.resumed
         if ckpt_path is None:
             return None, None
+        if ckpt_path == "":
+            raise CheckpointNotFoundError(
+                "ckpt_path='' is empty. A ModelCheckpoint's best_model_path is, where it has saved nothing that it "
+                "could rank: see its monitor. Give a path, or None for no checkpoint."
+            )
         if ckpt_path in ("last", "best", "auto"):
             reader = self._resolve(ctx, ckpt_path)
         else:

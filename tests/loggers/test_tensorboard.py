@@ -265,3 +265,18 @@ def test_errors_name_the_logger(tmp_path):
         TensorBoardLogger(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SettingError, match="flush_s=0"):
         TensorBoardLogger(flush_s=0)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("within", [False, True], ids=["itself", "within-another"])
+def test_the_graph_of_a_module_without_a_trainer_is_drawn_and_leaves_it_without(tmp_path: Path, within: bool) -> None:
+    module = Toy()
+    drawn = torch.nn.Sequential(module.layer, torch.nn.Identity(), Toy()) if within else module
+    module.forward = lambda x: module.layer(x)
+    if within:
+        drawn[2].forward = lambda x: x
+    logger = opened(tmp_path)
+    logger.log_graph(drawn, torch.zeros(2, 4))
+    logger.finalize()
+    with pytest.raises(UsageError, match="not attached"):
+        _ = module.trainer

@@ -1,0 +1,28 @@
+"""Other dtypes for a module's numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype, non_blocking: bool = False) -> nn.Module:
+    """Cast a module's floating parameters and buffers, in place.
+
+    Complex ones get the complex dtype of the same precision, or stay as they are where there is none:
+    `module.to(dtype)` would drop their imaginary parts.
+
+    Args:
+        module: it is returned too.
+        dtype: a floating dtype.
+        non_blocking: as for `Tensor.to`.
+    """
+    of_complex = _COMPLEX.get(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else of_complex if tensor.is_complex() else None
+        return tensor if wanted is None else tensor.to(wanted, non_blocking=non_blocking)
+
+    return module._apply(cast)

@@ -1,0 +1,29 @@
+"""What `torch.jit` needs of a module that may have no Trainer yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class _NoTrainer:
+    """Stand-in for the Trainer: `torch.jit` reads every property of a module, and some raise without one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@contextmanager
+def readable_by_jit(module: nn.Module) -> Iterator[None]:
+    """Let `torch.jit` read all attributes of a module and of those within, also where no Trainer runs them."""
+    alone: list[Any] = [part for part in module.modules() if vars(part).get("_trainer", part) is None]
+    for part in alone:
+        part._trainer = _NoTrainer()
+    try:
+        yield
+    finally:
+        for part in alone:
+            part._trainer = None
