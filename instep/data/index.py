@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, _utils
 from instep.data.base import DataShard, PreparedLoader
 from instep.data.foreign_sampler import ForeignOrder, is_distributed, order_digest
 from instep.data.plan import Plan, Share
-from instep.data.read_errors import explain
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
 from instep.data.workers import INIT_RAISED, end_workers, start_workers
@@ -263,6 +262,8 @@ class IndexLoader(PreparedLoader):
                 yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
+            from instep.data.read_errors import explain  # late: only an error needs it
+
             cause = explain(error, started)
             if started is self._started:
                 self.close()

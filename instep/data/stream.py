@@ -25,7 +25,6 @@ import torch.distributed as dist
 from instep.data.base import OWN_END, DataShard, PreparedLoader, described
 from instep.data.foreign_sampler import generators
 from instep.data.plan import Plan, Share
-from instep.data.read_errors import explain
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size, gather_object
@@ -293,6 +292,8 @@ class StreamLoader(PreparedLoader):
             else:
                 yield from self._give_alone()
         except Exception as error:
+            from instep.data.read_errors import explain  # late: only an error needs it
+
             cause = explain(error, self._started)
             self.close()
             if cause is not None:

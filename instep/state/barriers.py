@@ -116,8 +116,8 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
         calls = gather_calls(_call(name), groups.control)  # others, in a collective, read it too
-        doing = {rank: f"in {', '.join(call.parts)}" for rank, call in enumerate(calls)}
-        places = {rank: f"at {call.place}" for rank, call in enumerate(calls)}
+        doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
+        places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(
             f"the processes wait for different things: {_by_name(doing)}. Every process must come to the same "
             f"wait_for_everyone(). Now {_by_name(places)}."

@@ -64,18 +64,15 @@ def header(digest: int, *numbers: int) -> torch.Tensor:
     return torch.tensor([digest, *numbers, *[0] * (HEADER - 1 - len(numbers))])
 
 
-class Call(NamedTuple):
-    """What a rank is about to do: its operation and each of its tensors, and the line of the user's program."""
+def gather_calls(text: str, group: ProcessGroup) -> list[tuple[list[str], str]]:
+    """Gather what every rank is about to do; all ranks call it when their first messages differ. A collective.
 
-    parts: list[str]
-    place: str
-
-
-def gather_calls(text: str, group: ProcessGroup) -> list[Call]:
-    """Gather what every rank is about to do; all ranks call it when their first messages differ. A collective."""
+    Returns:
+        Of each rank the operation and its tensors, and the line of the user's program.
+    """
     path, line = call_site(sys._getframe())
     rows = [text.split("\n") for text in _gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)]
-    return [Call(parts, place) for *parts, place in rows]
+    return [(parts, place) for *parts, place in rows]
 
 
 def _gather_texts(text: str, group: ProcessGroup) -> list[str]:
@@ -94,17 +91,17 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return table
 
 
-def _describe(calls: list[Call]) -> str:
+def _describe(calls: list[tuple[list[str], str]]) -> str:
     """Make the message for ranks that disagree: the first difference in its first line, then what each rank does."""
-    cells = [list(column) for column in zip_longest(*[call.parts for call in calls], fillvalue="nothing more")]
+    cells = [list(column) for column in zip_longest(*[parts for parts, _ in calls], fillvalue="nothing more")]
     index = next((i for i, column in enumerate(cells) if len(set(column)) > 1), 0)
     ranks: dict[str, list[int]] = {}
-    for rank, (part, call) in enumerate(zip(cells[index], calls, strict=True)):
-        ranks.setdefault(part if index else f"{part} ({call.place})", []).append(rank)
+    for rank, (part, (_, place)) in enumerate(zip(cells[index], calls, strict=True)):
+        ranks.setdefault(part if index else f"{part} ({place})", []).append(rank)
     about, word = (f"what they give to {cells[0][0]}", "with") if index else ("the collective", "in")
     found = "; ".join(f"{named_ranks(of)} {word} {part}" for part, of in ranks.items())
     lines = [f"ranks disagree about {about}: {found}. By rank:"]
-    lines += [f"  rank {rank}: {', '.join(call.parts)}" for rank, call in enumerate(calls)]
+    lines += [f"  rank {rank}: {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)]
     return "\n".join(
         [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
     )

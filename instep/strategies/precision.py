@@ -27,7 +27,6 @@ from torch import nn
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
 from instep.utils.checks import choice
-from instep.utils.dtypes import cast_module
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
@@ -213,6 +212,8 @@ class Precision:
         recipes call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
         """
         if self.dtype is not None:
+            from instep.utils.dtypes import cast_module  # late: few runs have weights of another dtype
+
             cast_module(module, self.dtype)
         if self.name == "fp8":
             _compute_in_float8(module, emulate=self.device.type == "cpu")
