@@ -721,6 +721,14 @@ ATTRIBUTES = {
 }
 """What to do about attributes and methods that are not there, by instep's class."""
 
+NOT_SET = {
+    **dict.fromkeys(("lr_scheduler_configs", "optimizers"), "return them from the module's `configure_optimizers`"),
+    "callbacks": "give them to the Trainer, or return them from the module's `configure_callbacks`",
+    **dict.fromkeys(("logger", "loggers"), "give it to the Trainer"),
+    "model": "give it to `fit`",
+}
+"""What to do instead of setting an attribute that can only be read."""
+
 STEP_ARGUMENTS = {
     "optimizer_idx": "it is passed where configure_optimizers gives each optimizer a turn, [{'optimizer': ..., "
     "'frequency': 1}, ...]; to step several in one batch, use manual optimization",

@@ -326,7 +326,8 @@ class Uses(cst.CSTVisitor):
             name = target.attr.value
             found = getattr(load(owner), name, None)
             if isinstance(found, ReadOnly) or (isinstance(found, property) and found.fset is None):
-                self.plan.todo(target, f"{code(target)} cannot be set: {_first_line(found)}")
+                instead = porting.NOT_SET.get(name) or _first_line(found)
+                self.plan.todo(target, f"{code(target)} cannot be set: {instead}")
             self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
 
     def _multiplied(self, node: cst.CSTNode, name: str, value: cst.BaseExpression) -> None:

@@ -246,7 +246,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "todo",
             "load_weights",
         ),
-        (_L + "t = L.Trainer()\nt.optimizers = []", 3, "todo", "cannot be set"),
+        (_L + "t = L.Trainer()\nt.optimizers = []", 3, "todo", "cannot be set: return them from the"),
         (
             _L + "def f(t: L.Trainer):\n  if t.is_global_zero:\n    t.save_checkpoint(best_of(1))",
             4,
