@@ -256,6 +256,7 @@ class Trainer:
             configure_model
             # with ckpt_path: on_load_checkpoint, then the weights
             configure_optimizers
+            # train_dataloader and val_dataloader, where the module or a datamodule gives the loaders
             on_fit_start
             # with ckpt_path: optimizers, schedulers, position, data, random generators
             if there is a sanity check:
@@ -264,6 +265,7 @@ class Trainer:
                 on_sanity_check_end
             on_train_start
             for epoch in epochs:
+                # with reload_dataloaders_every_n_epochs: train_dataloader; before a validation val_dataloader
                 on_train_epoch_start
                 for batch in train_dataloader:
                     transfer
@@ -290,6 +292,7 @@ class Trainer:
                 # on_train_epoch_end of EarlyStopping and ModelCheckpoint
             on_train_end
             on_fit_end
+            # an error that ends the run at any place: on_exception
             teardown
 
             validation:
@@ -305,6 +308,7 @@ class Trainer:
                     on_validation_batch_end
                 on_validation_epoch_end
                 on_validation_end
+                # on_validation_end of EarlyStopping and ModelCheckpoint
                 on_validation_model_train
 
             transfer:

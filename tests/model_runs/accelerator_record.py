@@ -186,7 +186,7 @@ class Script:
                 if resumes and start.way == "continue" and index < done:
                     continue
                 window += 1
-                is_last = self.is_last or self.accelerator.gradient_state.end_of_dataloader
+                is_last = self.is_last if case.ahead else self.accelerator.gradient_state.end_of_dataloader
                 synced = self.train_batch(batch, window == case.accumulate or is_last)
                 if synced:
                     window = 0

@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.loggers import Logger  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.utilities import CombinedLoader  # pyright: ignore[reportMissingImports]
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, RandomSampler
 
-from tests.model.data import Data
+from tests.model.data import Combined, Data, samples_of
 from tests.model.optimization import RATE, Scheduler, as_seen
 from tests.model.run import LOOKS, Case, Settings
 from tests.model.trace import Event, comparable, rounded
@@ -142,6 +143,12 @@ class _Recording(RandomSampler):
 
 
 def _loader(data: Any, it: Recorded) -> Any:
+    if isinstance(data, Combined):
+        several = [_loader(one, it) for one in data.loaders]
+        if data.given == "list":
+            return several
+        named = dict(zip("abc", several, strict=False))
+        return named if data.given == "dict" else CombinedLoader(named, data.mode)
     if data.kind == "list":
         return _Batches(data)
     if data.kind == "iterable":
@@ -180,16 +187,19 @@ class _Module(LightningModule):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.weights = torch.nn.Parameter(torch.zeros(max(1, getattr(case.train, "samples", 1))))
-        self.validations = 0
+        most = max(data.first + data.samples for data in case.train.loaders)
+        self.weights = torch.nn.Parameter(torch.zeros(max(1, most)))
+        self.validations = self.validated = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log_from("training_step", batch, batch_idx)
-        return self.weights[batch].mean()
+        return self.weights[_samples_of(batch)].mean()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         values = self.case.values
-        self.log("val", values[self.validations % len(values)])
+        self.validated += 1
+        if dataloader_idx == 0:
+            self.log("val", values[self.validations % len(values)], add_dataloader_idx=False)
         self.log_from("validation_step", batch, batch_idx)
 
     def log_from(self, hook: str, batch: Any, batch_idx: int) -> None:
@@ -197,7 +207,7 @@ class _Module(LightningModule):
         for call in self.case.logs:
             if call.hook == hook and (batch_idx + 1) % call.every == 0:
                 options: dict[str, Any] = {name: getattr(call, name) for name in names}
-                self.log(call.name, batch.float().mean(), **options)
+                self.log(call.name, _samples_of(batch).float().mean(), **options)
 
     def configure_optimizers(self) -> Any:
         optimizer = _SGD(self.parameters(), lr=RATE)
@@ -243,8 +253,8 @@ def _callback(case: Case, it: Recorded, savers: list[Any]) -> Any:
                 trainer.should_stop = True
 
         def on_validation_end(self, trainer: Any, module: Any) -> None:
-            loop = trainer.fit_loop.epoch_loop.val_loop
-            module.validations += not trainer.sanity_checking and bool(loop.batch_progress.current.ready)
+            module.validations += not trainer.sanity_checking and bool(module.validated)
+            module.validated = 0
 
     wrapped = {name: _recorded(Acting, "C", name, it, savers) for name in CALLBACKS}
     return type("RecordedCallback", (Acting,), wrapped)()
@@ -330,8 +340,17 @@ def _plain(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (None if args[1] is None else comparable(float(args[1])),)
     if name.endswith("_batch_end"):
         args = (*(["loss"] if "train" in name else []), *args[1:])
-    return tuple(
-        tuple(arg.tolist()) if isinstance(arg, torch.Tensor) else arg
-        for arg in args
-        if isinstance(arg, torch.Tensor | int | str)
-    )
+    return tuple(_batch(arg) for arg in args if isinstance(arg, torch.Tensor | int | str | list | tuple | dict))
+
+
+def _batch(value: Any) -> Any:
+    """Return a batch, or the batches of several loaders, as the model has it."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.tolist())
+    if isinstance(value, dict):
+        value = list(value.values())
+    return tuple(map(_batch, value)) if isinstance(value, list | tuple) else value
+
+
+def _samples_of(batch: Any) -> torch.Tensor:
+    return torch.tensor(samples_of(_batch(batch)), dtype=torch.long)

@@ -8,7 +8,7 @@ from math import inf, isnan
 from typing import Any
 
 from tests.model.checkpoints import Disk, Saved, Saver, delete, name_of
-from tests.model.data import Dealt, Order, expected_batches, limit_in_batches
+from tests.model.data import Dealt, Order, expected_batches
 from tests.model.evaluation import evaluate
 from tests.model.logs import send_epoch_values
 from tests.model.optimization import as_seen, clipped
@@ -31,6 +31,7 @@ RULES = {
     "longer than its length": "data that goes on after its length is left out",
     "empty epoch": "an epoch without a batch is no error",
     "nothing to train": "where no step is due, on_train_start and on_train_end do not run",
+    "loader by loader": "of several validation loaders the values of each show at its end",
     "empty validation": "a validation without a batch has no hooks",
     "teardown": "teardown does not run after an exception",
     "saves in a cut epoch": "an epoch that is cut short saves as one that has ended",
@@ -56,6 +57,7 @@ RULES = {
 
 REFUSED = {
     "val_check_interval without a validation": "must be less than or equal to the number of the training batches",
+    "a fraction of one of several loaders": "Please increase the `limit_",
     "val_check_interval as a fraction without a length": "When using an IterableDataset for `train_dataloader`",
 }
 """What Lightning refuses that instep takes, with a part of the error's text."""
@@ -66,7 +68,9 @@ MOST_EPOCHS = 30
 
 def run(case: Case, rules: frozenset[str], order: Order | None = None) -> tuple[list[Event], Refused | None]:
     """Return what is seen of a fit under some of Lightning's rules, and the error that ends it."""
-    it = LightningRun(case, order or (lambda epoch: case.train.loaders[0].in_sequence()), Start(), rules=rules)
+    it = LightningRun(
+        case, lambda data, *of: data.in_sequence() if order is None else order(of[-1]), Start(), rules=rules
+    )
     refused = None
     try:
         it.fit()
@@ -88,21 +92,25 @@ def without_metrics_after_an_error(events: list[Event]) -> list[Event]:
 
 @dataclass
 class Listed:
-    """A loader whose batches are known."""
+    """A loader whose batches are known; with a run the values of the loaders before it show at its beginning."""
 
     batches: list[Dealt]
+    run: Any = None
     given: int = 0
 
     def read(self, epoch: int, done: int = 0) -> list[Dealt]:
+        if self.run is not None:
+            self.run.shown.epoch_values(self.run.evaluation, self.run.rank)
         return self.batches
 
     def after(self, done: int, batches: int) -> int:
         return 0
 
 
-def listed(batches: list[Dealt]) -> Any:
-    """Return loaders for `evaluate`: one of these batches."""
-    return [Listed(batches)]
+def listed(run: LightningRun) -> Any:
+    """Return the validation's loaders for `evaluate`."""
+    batches, shows = run.val_batches or [], "loader by loader" in run.rules
+    return [Listed(one, run if shows and any(batches[:number]) else None) for number, one in enumerate(batches)]
 
 
 @dataclass
@@ -115,22 +123,20 @@ class LightningRun(Run):
     has_empty_validation: bool = False
     plan: Any = None
     limit: int | None = None
-    val_batches: list[Dealt] | None = None
+    val_batches: list[list[Dealt]] | None = None  # of each loader
     window_has_ended: bool = True
 
     def resolve(self) -> None:
         super().resolve()
-        s, val, loaders = self.case.settings, self.case.val, self.loaders
+        loaders = self.loaders
         self.limit, self.plan = loaders.train.limit, loaders.plan if loaders.validates and loaders.trains else None
-        self.val_batches = None if loaders.val is None else loaders.val[0].read(0)
-        if val is None or self.val_batches is None:
+        if loaders.val is None:
             return
-        length = val.length(1, "join")
-        limit = limit_in_batches(s.overfit_batches or s.limit_val_batches, length, "limit_val_batches")
-        expected = expected_batches(length, limit)
-        self.has_empty_validation = expected == 0 and "empty validation" in self.rules
-        if expected is not None and "longer than its length" in self.rules:
-            self.val_batches = self.val_batches[:expected]
+        self.val_batches = [one.read(0) for one in loaders.val]
+        expected = [expected_batches(one.length, one.limit) for one in loaders.val]
+        self.has_empty_validation = set(expected) == {0} and "empty validation" in self.rules
+        if "longer than its length" in self.rules:
+            self.val_batches = [one[:end] for one, end in zip(self.val_batches, expected, strict=True)]
 
     @property
     def asked_to_stop(self) -> bool:
@@ -142,7 +148,7 @@ class LightningRun(Run):
             return
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
-            evaluate(self, listed(self.val_batches), sanity=True)
+            evaluate(self, listed(self), sanity=True)
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
@@ -198,12 +204,15 @@ class LightningRun(Run):
         return window_ends and self.plan.due_after_window(self.epoch, self.batches_before, begin, end)
 
     def train_epoch(self) -> None:
-        s = self.case.settings
-        train: Any = self.case.train  # not combined
+        s, train = self.case.settings, self.loaders.train
         size = s.accumulate_grad_batches
-        order = self.order if train.shuffle and not s.overfit_batches else train.in_sequence
-        batches = train.deal(order(self.epoch), 1, s.uneven)[: self.limit]
-        expected = expected_batches(train.length(1, s.uneven), self.limit)
+        try:
+            batches = train.deal(self.epoch)[: self.limit]
+        except Refused:  # of several loaders one has no batch
+            if "empty epoch" not in self.rules:
+                raise
+            batches = []
+        expected = expected_batches(train.length, self.limit)
         if expected is not None and "longer than its length" in self.rules:
             batches = batches[:expected]
         self.both("on_train_epoch_start")
@@ -288,7 +297,7 @@ class LightningRun(Run):
                     weight = 1 / len(dealt.samples) / len(window)
                 if "short window" in self.rules:
                     weight *= len(window) / size
-                weights[sample] = weight
+                weights[sample] = weights.get(sample, 0.0) + weight
         return weights
 
     def step_optimizer(self, batch_idx: int, window: list[Dealt]) -> None:
@@ -322,7 +331,7 @@ class LightningRun(Run):
             self.module("on_validation_model_zero_grad")
         else:
             try:
-                evaluate(self, listed(self.val_batches), sanity=False)
+                evaluate(self, listed(self), sanity=False)
             except Refused:
                 last = [event for event in self.events if event.owner != "S"][-1]
                 if "callbacks first" in self.rules and last[:2] == ("M", "on_validation_end"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.model.data import Combined, Data, Order
+from tests.model.data import Combined, Order
 from tests.model.optimization import Optimization
 from tests.model.run import Case
 from tests.model.trace import Event
@@ -37,22 +37,27 @@ FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 def for_lightning(case: Case) -> Case:
     """Return a case of what is compared here.
 
-    Left out are several loaders, other data than samples, streams and lists, loaders of hooks, manual optimization and
+    Left out are other data than samples, streams and lists, loaders of hooks, manual optimization and
     several optimizers, metric objects, values that are logged outside of the two steps or in the steps of a validation,
     and monitors of rates.
     """
     steps = [call for call in case.logs if call.metric is None and call.hook in ("training_step", "validation_step")]
     calls = [replace(call, nan_at=None) for call in steps if call.hook == "training_step" or not call.on_step]
     schedulers = tuple(replace(one, optimizer=0, name=None) for one in case.schedulers)
-    val = None if case.val is None else replace(plain(case.val), shuffle=False)
+    val = None if case.val is None else plain(case.val, shuffles=False)
+    together = [data for data in (case.train, val) if isinstance(data, Combined)]
+    calls = [call for call in calls if call.batch_size is not None or not together]  # its number of samples is unclear
     case = replace(case, train=plain(case.train), val=val, source="fit", watch="all", logs=tuple(calls))
     settings = replace(case.settings, reload_dataloaders_every_n_epochs=0)
     return replace(case, settings=settings, schedulers=schedulers, rate_monitor=None, optimization=Optimization())
 
 
-def plain(data: Data | Combined) -> Data:
-    """Return the first loader, without what is not compared."""
-    one = data.loaders[0]
+def plain(data: Any, shuffles: bool = True) -> Any:
+    """Return a loader, or several, without what is not compared. Several are not shuffled, and know their length."""
+    if isinstance(data, Combined):
+        parts = tuple(replace(plain(one, shuffles=False), parts="strided") for one in data.loaders)
+        return replace(data, loaders=tuple(replace(one, kind="map", claims=None) for one in parts))
+    one = data if shuffles else replace(data, shuffle=False)
     kind = one.kind if one.kind in ("map", "iterable") else "list"
     claims = one.claims if kind == "iterable" else None
     return replace(one, kind=kind, claims=claims, sizes=(), workers=0, fewer=0)
