@@ -2,8 +2,8 @@
 
 PATH is a folder with a package `instep`, such as an older checkout. Differences are grouped by what differs first, once
 without metrics and then with them: among all events, and among those of each owner, so that one difference does not
-hide another. Each group is printed when it is first seen, with the number of the run and the minutes, and in the end
-with its smallest case.
+hide another. Each group is printed when it is first seen, with the number of the run, the minutes and the case, and in
+the end with its smallest case.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
         for group in groups_of(pair):
             count, first, at, smallest = groups.get(group, (0, runs, minutes, pair))
             if count == 0:
-                print(f"run {runs}, minute {minutes:.1f}: {group}", flush=True)
+                print(f"run {runs}, minute {minutes:.1f}: {group}\n  {changed(case)}\n  {in_turn}", flush=True)
             smaller = min(smallest, pair, key=lambda one: len(changed(one[0]) + repr(one[1])))
             groups[group] = (count + 1, first, at, smaller)
 
