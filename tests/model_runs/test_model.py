@@ -59,21 +59,25 @@ CHOSEN = {
         Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_last=True), values=(1.0, 2.0)
     ),
     "a save by steps waits for the validation of its step": Case(
-        Settings(max_epochs=1, val_check_interval=2),
+        Settings(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0),
         Data(8, 1),
         VAL,
         checkpoints=Checkpoints(monitor="val", every_n_train_steps=2, filename="{step}-{val:.1f}"),
         values=(5.0, 1.0, 4.0, 3.0),
     ),
     "a name with a metric waits for it too": Case(
-        Settings(max_epochs=2),
+        Settings(max_epochs=2, num_sanity_val_steps=0),
         Data(4, 1),
         VAL,
         checkpoints=Checkpoints(every_n_train_steps=4, save_top_k=-1, filename="{epoch}-{val:.2f}"),
         values=(2.0, 1.0),
     ),
     "nan takes no place among the best": Case(
-        Settings(max_epochs=4), Data(2), VAL, checkpoints=Checkpoints(monitor="val", save_top_k=2), values=(2.0, nan)
+        Settings(max_epochs=4, num_sanity_val_steps=0),
+        Data(2),
+        VAL,
+        checkpoints=Checkpoints(monitor="val", save_top_k=2),
+        values=(2.0, nan),
     ),
     "a verdict that falls before the minimum": Case(
         Settings(max_epochs=8, min_epochs=5),
