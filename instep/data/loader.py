@@ -10,15 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader, described
 from instep.data.config import resolve_limit
@@ -476,14 +468,9 @@ def _chosen(dataset: Any) -> str | None:
 
 
 def _ends(dataset: Any) -> tuple[int, ...]:
-    """Hash the first and the last sample of data that is read without transforms; nothing of other data."""
-    from instep.data.stream import mark_of  # late: as in `_by_iteration`
+    from instep.data.marks import marks_of_ends  # late: one process needs none
 
-    if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
-        dataset = dataset.with_format(None)  # of Hugging Face's datasets, whose transforms may be random
-    elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):
-        return ()
-    return tuple(mark_of(dataset[place]) for place in (0, len(dataset) - 1)) if len(dataset) else ()
+    return marks_of_ends(dataset)
 
 
 def _is_plain_order(sampler: Any) -> bool:

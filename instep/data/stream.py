@@ -28,10 +28,8 @@ from instep.data.plan import Plan, Share
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size, gather_object
-from instep.distributed.nested import doubt_of_size, iter_leaves
 from instep.errors import DataError, UsageError
 from instep.state.process import step_group
-from instep.state.rank_records import digest_of
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
@@ -462,6 +460,8 @@ class StreamLoader(PreparedLoader):
     def _size(self, batch: Any) -> int | None:
         """Count a batch's samples, by which the gradients of ranks and windows are weighed; warn once of a doubt."""
         if not self._looked_at_sizes:
+            from instep.distributed.uncounted import doubt_of_size  # late: only the first batch needs it
+
             self._looked_at_sizes = True
             if self.rank == 0 and (doubt := doubt_of_size(batch, getattr(self.loader, "batch_size", None))):
                 warn_user(
@@ -557,6 +557,8 @@ class StreamLoader(PreparedLoader):
         size = None if batch is _END else self._size(batch)
         mark = None
         if self._compare:
+            from instep.data.marks import mark_of  # late: only the first batch of several ranks needs it
+
             self._compare, mark = False, 0 if batch is _END else mark_of(batch)
         return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size, mark))
 
@@ -570,21 +572,6 @@ class StreamLoader(PreparedLoader):
                 "'join'"
             )
         return ranks > 0 if self.uneven == "join" else ranks == self.world_size
-
-
-def mark_of(batch: Any) -> int:
-    """Hash a batch to a number above 0, or to 0 where it holds what cannot be compared."""
-    from instep.distributed.replicas import digest  # late: only the first batch of several ranks needs it
-
-    parts: list[str] = []
-    for _, leaf in iter_leaves(batch):
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
-            parts.append(f"{leaf.dtype} {tuple(leaf.shape)} {digest(leaf)}")
-        elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
-            parts.append(repr(leaf))
-        else:
-            return 0
-    return digest_of("\n".join(parts)) % (2**63 - 1) + 1 if parts else 0
 
 
 def _warn_of_copies(source: StreamLoader, marks: Sequence[int]) -> None:

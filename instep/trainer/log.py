@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
-from instep.distributed.nested import doubt_of_size
 from instep.errors import LogError
 from instep.state.rank_records import named_ranks
 from instep.trainer.log_arguments import check_number, is_metric
@@ -466,6 +465,8 @@ class MetricLog:
         if self.batch is None:
             return 1.0
         if self._warned is not None and self._hook not in self._warned:
+            from instep.distributed.uncounted import doubt_of_size  # late: only the first batch of a hook needs it
+
             self._warned.add(self._hook)
             if doubt := doubt_of_size(self.batch):
                 warn_user(

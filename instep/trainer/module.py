@@ -369,12 +369,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def _log_into(self, buffer: list[Entry] | None) -> None:
         """Set where `log` writes, also that of modules within this one; None: nowhere."""
-        for module in self._train_modules():
-            module._log_buffer = buffer
-
-    def _train_modules(self) -> Iterator[TrainModule]:
-        """Yield this module and those within it that have the Trainer's attributes too, such as a backbone."""
-        return (module for module in self.modules() if isinstance(module, TrainModule))
+        for module in self.modules():
+            if isinstance(module, TrainModule):
+                module._log_buffer = buffer
 
     def _nothing_logs(self, name: str) -> None:
         if self._trainer is None or self._trainer._ctx is None:
@@ -399,8 +396,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        for module in self._train_modules():
-            module._trainer = trainer
+        for module in self.modules():
+            if isinstance(module, TrainModule):  # a backbone within this one, too
+                module._trainer = trainer
 
     @property
     def current_epoch(self) -> int:

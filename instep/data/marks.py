@@ -1,0 +1,34 @@
+"""Hashes of samples, by which ranks find that they hold the same ones, or others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from instep.distributed.nested import iter_leaves
+from instep.distributed.replicas import digest
+from instep.state.rank_records import digest_of
+
+
+def mark_of(batch: Any) -> int:
+    """Hash a batch to a number above 0, or to 0 where it holds what cannot be compared."""
+    parts: list[str] = []
+    for _, leaf in iter_leaves(batch):
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
+            parts.append(f"{leaf.dtype} {tuple(leaf.shape)} {digest(leaf)}")
+        elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
+            parts.append(repr(leaf))
+        else:
+            return 0
+    return digest_of("\n".join(parts)) % (2**63 - 1) + 1 if parts else 0
+
+
+def marks_of_ends(dataset: Any) -> tuple[int, ...]:
+    """Hash the first and the last sample of data that is read without transforms; nothing of other data."""
+    if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
+        dataset = dataset.with_format(None)  # of Hugging Face's datasets, whose transforms may be random
+    elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):
+        return ()
+    return tuple(mark_of(dataset[place]) for place in (0, len(dataset) - 1)) if len(dataset) else ()
