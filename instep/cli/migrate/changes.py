@@ -336,8 +336,8 @@ LIGHTNING = (
     Change(
         "TrainModule.save_hyperparameters",
         "With an OmegaConf container, `hparams` is a dict of its entries, and a checkpoint has plain dicts. The "
-        "annotation of an argument says which type to make on loading ([modules](../train/modules.md)).",
-        "A checkpoint cannot make objects that you do not expect.",
+        "annotation of an argument says which type to make on loading.",
+        "A checkpoint cannot make objects that you do not expect ([modules](../train/modules.md)).",
         beside="omegaconf|hydra",
     ),
     Change(
