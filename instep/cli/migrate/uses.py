@@ -523,6 +523,8 @@ class Uses(cst.CSTVisitor):
         assert arg.keyword is not None
         old = arg.keyword.value
         name = old if has_argument(function, old) else renamed.get(old, old)
+        if (key, name) == ("Accelerator", "project_dir") and self._owner(arg.value).endswith(".ProjectConfiguration"):
+            name = "project_config"  # Accelerate takes it there, and does not use it
         value: Any = _literal(arg.value)
         values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None

@@ -151,6 +151,12 @@ def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
             "import accelerate\nx = accelerate.state.is_initialized() and 1\n",
             "import instep\nx = instep.AcceleratorState().initialized and 1\n",
         ),
+        (
+            "from accelerate import Accelerator\nfrom accelerate.utils import ProjectConfiguration\n"
+            "c = ProjectConfiguration()\nAccelerator(project_dir=c)\n",
+            "from instep import Accelerator\nfrom instep.accelerator import ProjectConfiguration\n"
+            "c = ProjectConfiguration()\nAccelerator(project_config=c)\n",
+        ),
         ("import accelerate\n'accelerate...'\n", "import instep\n'accelerate...'\n"),
         ("import torch\nTrainer = 1\ntrainer.fit_loop\n", "import torch\nTrainer = 1\ntrainer.fit_loop\n"),
         ("def f(lightning): return lightning.Trainer\n", "def f(lightning): return lightning.Trainer\n"),
