@@ -112,10 +112,6 @@ class Strategy:
     contributes: bool = True
     """Whether this rank's values are part of sums over ranks: one rank's of those that read the same data."""
 
-    takes_turns: bool = False
-    """Whether optimizers take turns, so that a backward reaches some of the parameters only; set before
-    `prepare_training`."""
-
     loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
     """Weight of the current batch's loss in its window, for a strategy that runs the backward within the step."""
 

@@ -114,7 +114,7 @@ class DDPStrategy(Strategy):
 
     Args:
         find_unused_parameters: search, in each step, for parameters that took no part. None: only in manual
-            optimization and where optimizers take turns: one backward seldom reaches all parameters (a GAN's halves).
+            optimization: one backward seldom reaches all parameters (a GAN's halves).
         static_graph: promise that every step uses the same parameters in the same way; unused ones are found once.
         bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a first one of 1).
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
@@ -236,14 +236,11 @@ class DDPStrategy(Strategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         if self._manual and self.ddp_options.get("static_graph"):
             raise _wrong("static_graph", True, "needs one backward per step; manual optimization may have several")
-        if self.takes_turns and self.ddp_options.get("static_graph"):
-            raise _wrong("static_graph", True, "needs the same parameters in each step; optimizers that take turns "
-                         "use some of them. Leave it out")  # fmt: skip
         check_offloaded(module, optimizers)
         spreads = self._spreads(module, trains=bool(optimizers))
         self._optimizers, self._trainable = optimizers, _trainable(module)
         if spreads:
-            self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual or self.takes_turns)
+            self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual)
 
     @contextmanager
     def changing_trainable(self) -> Iterator[None]:
@@ -254,8 +251,9 @@ class DDPStrategy(Strategy):
             if self._order is not None:
                 self._order.stop()
             if self._trainable:
-                module, unused = StepForward(self.module), self._manual or self.takes_turns
-                self._ddp = self._distribute(module, self._optimizers, unused=unused, again=again)
+                self._ddp = self._distribute(
+                    StepForward(self.module), self._optimizers, unused=self._manual, again=again
+                )
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.local_sgd_plan is not None:
@@ -316,7 +314,7 @@ class DDPStrategy(Strategy):
             if len(optimizers) > 1 and self._manual:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
             if self._local_sgd is None or not again:
-                self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers, each=self.takes_turns)
+                self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers)
             self._local_sgd.attach(ddp)
         self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp

@@ -76,13 +76,10 @@ class PostLocalSGD:
     Args:
         plan: when the replicas take their mean.
         module: this rank's replica.
-        optimizers: those that step it.
-        each: whether they take turns, so that the step of each counts; else all step, and the last one's counts.
+        optimizers: those that step it, together.
     """
 
-    def __init__(
-        self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer], each: bool = False
-    ) -> None:
+    def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.plan = plan
         self.steps = 0
         """Optimizer steps so far."""
@@ -91,8 +88,7 @@ class PostLocalSGD:
         self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None
-        counted = self._optimizers if each else self._optimizers[-1:]
-        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in counted]
+        self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)  # all step together
 
     @property
     def apart(self) -> bool:
@@ -115,8 +111,7 @@ class PostLocalSGD:
 
     def detach(self) -> None:
         """Count no more steps."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         self._ddp = None
 
     def _stepped(self, *_: Any) -> None:

@@ -28,7 +28,7 @@ from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, NullBuffer
 from instep.trainer.module import TrainModule
-from instep.trainer.optimizers import LRSchedulerConfig, Turns
+from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.settings import Settings
 from instep.types import Word
 
@@ -277,7 +277,6 @@ class RunContext:
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
-        turns: the order in which optimizers take turns; None where all step in every window.
         guard: watches for values that are not finite, with `Trainer(nonfinite=...)`.
         position: place in the training; the Trainer's, so that a second fit goes on from it.
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
@@ -340,7 +339,6 @@ class RunContext:
     optimizers: list[Optimizer] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
-    turns: Turns | None = None
     guard: NonFiniteGuard | None = None
 
     # ---- place

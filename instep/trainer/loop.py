@@ -100,8 +100,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
         import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
-    ctx.optimizers, ctx.schedulers, ctx.turns = configure(_call_configure(module), module)
-    strategy.takes_turns = ctx.turns is not None
+    ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
     if ctx.settings.nonfinite is not None and ctx.optimizers:
         from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
 

@@ -99,7 +99,6 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Args:
             batch: what the training loader gave, on the module's device.
             batch_idx: its index in the epoch, from 0. May be left out of the signature.
-            optimizer_idx: where optimizers take turns: the index of the one that steps. May be left out too.
 
         Returns:
             The loss as a 0-dim tensor, a dict with the loss under "loss", or None to skip the batch (one process only):
@@ -184,8 +183,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and,
             if wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
             "strict", "name"); a list of such dicts; or None to train without one. In automatic optimization several
-            optimizers step in every optimizer window, from the one loss; where each dict has a "frequency" they take
-            turns of so many windows, and `training_step` may ask by an argument `optimizer_idx` whose turn it is.
+            optimizers step in every optimizer window, from the one loss.
         """
         raise HookError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
 
@@ -773,7 +771,7 @@ def takes_batches(step: Any) -> bool:
     names = list(inspect.signature(step).parameters)
     if "dataloader_iter" not in names:
         return False
-    if {*names, "optimizer_idx"} != {"dataloader_iter", "optimizer_idx"}:
+    if names != ["dataloader_iter"]:
         raise HookError(
             f"{getattr(step, '__qualname__', step)} has dataloader_iter and {', '.join(names)}: dataloader_iter stands "
             "alone, since next(dataloader_iter) gives (batch, batch_idx, dataloader_idx)"
@@ -781,33 +779,17 @@ def takes_batches(step: Any) -> bool:
     return True
 
 
-def place_of(step: Any, name: str, most: int) -> int | None:
-    """Return the place of a step method's positional argument; None where the method has none of that name.
-
-    Raises:
-        HookError: nothing can be passed at its place, which is after `most` other arguments at the latest.
-    """
-    parameters = inspect.signature(step).parameters
-    if name not in parameters:
-        return None
-    place = list(parameters).index(name)
-    if place > most or parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise HookError(f"{getattr(step, '__qualname__', step)}: put {name} among the first {most + 1} arguments")
-    return place
-
-
-def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0, passed: tuple[str, ...] = ()) -> int:
+def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0) -> int:
     """Count the offered positional arguments that a step method takes.
 
     Args:
         step: the bound method.
         offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
         needed_only: how many of the last ones are given only to a parameter that has no default.
-        passed: names of arguments that are passed besides, and not counted.
     """
     from instep.utils.porting import STEP_ARGUMENTS  # late: importing the Trainer does not pay for the tables
 
-    parameters = [p for p in inspect.signature(step).parameters.values() if p.name not in passed]
+    parameters = list(inspect.signature(step).parameters.values())
     for p in parameters:
         if p.name in STEP_ARGUMENTS and p.name not in offered and p.default is p.empty:
             name = getattr(step, "__qualname__", step)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,48 +19,18 @@ from instep.utils.warn import warn_user
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "
-    "'lr_scheduler', 'monitor' and 'frequency'; a list of such dicts; or None"
+    "'lr_scheduler' and 'monitor'; a list of such dicts; or None"
 )
 _UNKNOWN = "Unknown configuration for model optimizers"
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 _SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "strict", "reduce_on_plateau")
 
 
-class Turns:
-    """Order in which optimizers take turns: each has so many optimizer windows in a row, then the next one does.
-
-    It depends on the number of the window alone, so that a resumed run goes on within a turn.
-
-    Args:
-        frequencies: windows in a row, of each optimizer.
-
-    Example:
-        >>> turns = Turns([1, 2])
-        >>> [turns.at(window) for window in range(6)], turns.taken(1, 5)
-        ([0, 1, 1, 0, 1, 1], 3)
-    """
-
-    def __init__(self, frequencies: Sequence[int]) -> None:
-        self.frequencies = tuple(frequencies)
-        self._ends = list(accumulate(self.frequencies))
-
-    def at(self, window: int) -> int:
-        """Return the index of the optimizer that has a window, which is counted from 0."""
-        return bisect_right(self._ends, window % self._ends[-1])
-
-    def taken(self, index: int, windows: int) -> int:
-        """Return how many of the first `windows` windows were those of one optimizer."""
-        rounds, rest = divmod(windows, self._ends[-1])
-        own = self.frequencies[index]
-        return rounds * own + min(max(rest - (self._ends[index] - own), 0), own)
-
-
 class OptimizerSetup(NamedTuple):
-    """The optimizers and schedulers of a run; `turns` where the optimizers take turns."""
+    """The optimizers and schedulers of a run."""
 
     optimizers: list[Optimizer]
     schedulers: list[LRSchedulerConfig]
-    turns: Turns | None = None
 
 
 # ---- configure_optimizers
@@ -73,15 +41,15 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
     Args:
         result: an optimizer; a list of optimizers; `([optimizers], [schedulers])`; a dict with `optimizer` and perhaps
-            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`), `monitor` and `frequency`; a
-            list of such dicts; or None to train nothing. In automatic optimization several optimizers step together,
-            from one loss; where each dict has a `frequency` they take turns of so many optimizer windows.
+            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`) and `monitor`; a list of
+            such dicts; or None to train nothing. In automatic optimization several optimizers step together, from one
+            loss.
         module: the module, placed on its device.
 
     Raises:
         HookError: any other form, unknown keys, a scheduler of another optimizer, a plateau scheduler without a
-            monitor; with automatic optimization a frequency for some optimizers only, and of optimizers that step
-            together a parameter in two of them, or one that evaluates the loss itself, such as LBFGS.
+            monitor; with automatic optimization of several optimizers a frequency, a parameter in two of them, or
+            one that evaluates the loss itself, such as LBFGS.
 
     Example:
         >>> import torch
@@ -102,38 +70,27 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
     if not optimizers:
         raise HookError("configure_optimizers returned no optimizer. Return at least one, or None to train nothing.")
     automatic = getattr(module, "automatic_optimization", True)
-    turns = _turns(result, automatic)
-    if len(optimizers) > 1 and automatic and turns is None:
+    together = len(optimizers) > 1 and automatic
+    _refuse_turns(result, together)
+    if together:
         _check_together(optimizers, module)
     configs = [_scheduler_config(*given, optimizers, automatic) for given in schedulers]
     _warn_about_parameters(optimizers, module)
-    return OptimizerSetup(optimizers, configs, turns)
+    return OptimizerSetup(optimizers, configs)
 
 
-def _turns(result: Any, automatic: bool) -> Turns | None:
-    """Read the frequencies with which optimizers take turns; None where they do not."""
+def _refuse_turns(result: Any, several: bool) -> None:
+    """Raise where optimizers are given a frequency, by which Lightning 1 let them take turns; one alone has none."""
     items = [result] if isinstance(result, Mapping | Optimizer) else result
-    dicts = [item for item in items if isinstance(item, Mapping)]
-    given = [item["frequency"] for item in dicts if item.get("frequency") is not None and "optimizer" in item]
-    if not given:
-        return None
-    if not automatic:
-        warn_user(
-            "configure_optimizers: 'frequency' is not used: in manual optimization training_step steps them itself"
-        )
-        return None
-    for frequency in given:
-        if not isinstance(frequency, int) or isinstance(frequency, bool) or frequency < 1:
-            raise HookError(
-                f"configure_optimizers: frequency={frequency!r} of an optimizer; use the number of optimizer windows "
-                "that it has in a row, an integer of at least 1"
-            )
-    if len(given) != len(dicts):
+    if all(not isinstance(item, Mapping) or item.get("frequency") is None for item in items):
+        return
+    if several:
         raise HookError(
-            f"configure_optimizers gave {len(given)} of {len(dicts)} optimizers a 'frequency'. Give it to all, and "
-            "they take turns; or to none, and they all step in every window."
+            "configure_optimizers gave an optimizer a 'frequency': several optimizers step together, in every "
+            "window. Step them yourself, as often as you like: set self.automatic_optimization = False and call "
+            "self.optimizers()[0].step() in training_step (docs/train/manual_optimization.md)."
         )
-    return Turns(given) if len(given) > 1 else None
+    warn_user("configure_optimizers: the 'frequency' of an optimizer is not used; that of a scheduler is")
 
 
 def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
@@ -142,8 +99,8 @@ def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         if wants_closure(optimizer):
             raise HookError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, which step together, but "
-                f"{type(optimizer).__name__} evaluates the loss within its step. Give each a turn: "
-                "{'optimizer': ..., 'frequency': 1}; or set self.automatic_optimization = False."
+                f"{type(optimizer).__name__} evaluates the loss within its step. Set "
+                "self.automatic_optimization = False, and step them in training_step."
             )
     seen: set[Tensor] = set()
     for optimizer in optimizers:
@@ -153,7 +110,7 @@ def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
             name = names_of(module).get(both, "one outside the module")
             raise HookError(
                 f"configure_optimizers: the parameter {name} is in two optimizers that step together from one loss. "
-                "Leave it to one of them; or give each a turn: {'optimizer': ..., 'frequency': 1}."
+                "Leave it to one of them; or set self.automatic_optimization = False, and step them in training_step."
             )
         seen.update(mine)
 
@@ -165,8 +122,8 @@ def wants_closure(optimizer: Optimizer | None) -> bool:
     return asked is not None and asked.default is inspect.Parameter.empty
 
 
-def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, int | None]]]:
-    """Return the optimizers, and each scheduler with its monitor and the index of its optimizer, if they tell."""
+def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
+    """Return the optimizers, and each scheduler with its monitor, if its optimizer's dict has one."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):
@@ -180,21 +137,19 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, in
             _check_keys(item, "configure_optimizers' dict", _OPTIMIZER_KEYS)
             if not isinstance(item["optimizer"], Optimizer):
                 raise HookError(f"configure_optimizers: 'optimizer' is {_kind(item['optimizer'])}, not an Optimizer")
-        beside: list[tuple[Any, str | None, int | None]] = [
-            (item["lr_scheduler"], item.get("monitor"), index)
-            for index, item in enumerate(result)
-            if item.get("lr_scheduler") is not None
+        beside = [
+            (item["lr_scheduler"], item.get("monitor")) for item in result if item.get("lr_scheduler") is not None
         ]
         return [item["optimizer"] for item in result], beside
     if len(result) == 2 and isinstance(result[0], list | tuple) and all(isinstance(o, Optimizer) for o in result[0]):
         schedulers = result[1] if isinstance(result[1], list | tuple) else [result[1]]
-        return list(result[0]), [(scheduler, None, None) for scheduler in schedulers]
+        return list(result[0]), [(scheduler, None) for scheduler in schedulers]
     kinds = ", ".join(_kind(item) for item in result)
     raise HookError(f"{_UNKNOWN}: configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
 
 
 def _scheduler_config(
-    given: Any, monitor: str | None, index: int | None, optimizers: Sequence[Optimizer], automatic: bool
+    given: Any, monitor: str | None, optimizers: Sequence[Optimizer], automatic: bool
 ) -> LRSchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     _check_keys(fields, "The lr scheduler dict", _SCHEDULER_KEYS)
@@ -204,15 +159,12 @@ def _scheduler_config(
     fields.setdefault("interval", getattr(type(scheduler), "interval", "epoch"))
     if fields.get("monitor") is None:
         fields["monitor"] = monitor
-    config = LRSchedulerConfig(**fields, optimizer_idx=index)
+    config = LRSchedulerConfig(**fields)
     lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
     if lacking:
         raise HookError(f"configure_optimizers: the scheduler {_kind(scheduler)} has no {', '.join(lacking)}")
     owner = getattr(scheduler, "optimizer", None)
-    places = [place for place, optimizer in enumerate(optimizers) if owner is optimizer]
-    if places:
-        config.optimizer_idx = places[0]
-    elif isinstance(owner, Optimizer):
+    if isinstance(owner, Optimizer) and all(owner is not optimizer for optimizer in optimizers):
         raise HookError(
             f"configure_optimizers: {kind} is attached with an optimizer that wasn't returned. Return the "
             f"{type(owner).__name__} it was made with."

@@ -3,7 +3,7 @@
 `automatic_step` and `manual_step` resolve everything once and return one function that the loop calls per batch. The
 order of hooks is Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch.
 
-Several optimizers step together, from one backward, unless they take turns: then each has a step of its own here.
+Several optimizers step together, from one backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
 from instep.trainer.log import metric_room
-from instep.trainer.module import TrainModule, accepted_arguments, place_of, takes_batches
+from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.optimizers import step_schedulers, wants_closure
 from instep.utils.warn import warn_user
 
@@ -75,35 +74,14 @@ def collecting_garbage(ctx: RunContext, step: Step, every: int) -> Step:
 # ---- automatic optimization
 
 
-class Turn:
-    """Optimizers that step together at the end of an optimizer window.
-
-    Args:
-        optimizers: all of the run, or the one whose turn it is.
-        index: of that one among those that take turns; None where all step in every window.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], index: int | None = None) -> None:
-        self.optimizers, self.index = optimizers, index
-
-
 def automatic_step(ctx: RunContext) -> Step:
     """Make the step of automatic optimization."""
     if ctx.guard is not None:
         ctx.guard.forget_losses()  # of a window that the last epoch left unfinished
     ctx.window_count, ctx.loaders.in_epoch = 0, True
-    turns, at = ctx.turns, ctx.position
-    if turns is None:
-        return window_step(ctx, Turn(ctx.optimizers))
-    steps = [window_step(ctx, Turn([optimizer], index)) for index, optimizer in enumerate(ctx.optimizers)]
-    return lambda batch, batch_idx: steps[turns.at(at.global_step)](batch, batch_idx)
-
-
-def window_step(ctx: RunContext, turn: Turn) -> Step:
-    """Make the step for the windows of a turn."""
     module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    closures = [optimizer for optimizer in turn.optimizers if wants_closure(optimizer)]
+    closures = [optimizer for optimizer in ctx.optimizers if wants_closure(optimizer)]
     if (most := ctx.loaders.most_accumulated) > 1 and closures:
         raise SettingError(
             f"accumulate_grad_batches={most}: {type(closures[0]).__name__} evaluates the loss within its "
@@ -111,15 +89,11 @@ def window_step(ctx: RunContext, turn: Turn) -> Step:
             field="accumulate_grad_batches",
             got=most,
         )
-    train = forward_backward(ctx, turn)
-    prepare, finish = finish_window(ctx, turn)
+    train = forward_backward(ctx)
+    prepare, finish = finish_window(ctx)
     by_module = is_overridden(module, "optimizer_step", TrainModule) or closures
-    module_step = step_by_module(ctx, turn, train, prepare) if by_module and turn.optimizers else None
+    module_step = step_by_module(ctx, train, prepare) if by_module and ctx.optimizers else None
     schedules = [config for config in ctx.schedulers if config.interval == "step"]
-    count: Callable[[int], int] | None = None
-    if ctx.turns is not None and turn.index is not None:
-        schedules = [config for config in schedules if config.optimizer_idx == turn.index]
-        count = partial(ctx.turns.taken, turn.index)
     scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
     plateau = any(config.reduce_on_plateau for config in schedules)
 
@@ -143,12 +117,11 @@ def window_step(ctx: RunContext, turn: Turn) -> Step:
         at.global_step += 1
         if schedules and stepped:
             metrics = ctx.trainer.callback_metrics if plateau else {}
-            done = at.global_step if count is None else count(at.global_step)
-            step_schedulers(schedules, "step", done, metrics, scheduler_hook)
+            step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
         return output
 
-    ctx.clock.watch("backward", step, "train", turn.index)
-    ctx.clock.watch("optimizer", step, "finish" if module_step is None else "module_step", turn.index)
+    ctx.clock.watch("backward", step, "train")
+    ctx.clock.watch("optimizer", step, "finish" if module_step is None else "module_step")
     return step
 
 
@@ -168,17 +141,16 @@ def step_of_phases(ctx: RunContext) -> Step:
     return step_and_change
 
 
-def forward_backward(ctx: RunContext, turn: Turn) -> Step:
+def forward_backward(ctx: RunContext) -> Step:
     """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
     module, strategy, at, source, log, guard = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.log, ctx.guard
-    trains, buffer = bool(turn.optimizers), ctx.log.buffer
+    trains, buffer = bool(ctx.optimizers), ctx.log.buffer
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    resolved = resolve_step(ctx, "training_step", "batch", "batch_idx", optimizer_idx=turn.index)
-    training_step = counting_once(ctx, resolved)
+    training_step = counting_once(ctx, resolve_step(ctx, "training_step", "batch", "batch_idx"))
     before_backward, after_backward = ctx.hooks["on_before_backward"], ctx.hooks["on_after_backward"]
     if guard is not None:
         before_backward = (*before_backward, guard.note_loss)
-    zero_grad = _zero_grad(ctx, turn)
+    zero_grad = _zero_grad(ctx)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
     backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.gradients.scale(loss))
     backward = ctx.profiled(f"[Strategy]{type(strategy).__name__}.backward", backward)
@@ -222,15 +194,15 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
 
     if trains and _wants_one_graph(ctx):
         around = bool(not plain or before_backward or after_backward or ctx.hooks["on_before_zero_grad"])
-        if not (why := _why_two_graphs(ctx, turn, around)):
+        if not (why := _why_two_graphs(ctx, around)):
             if ctx.settings.cuda_graphs:
                 return _recorded(ctx, training_step, full_batches, train)
             weigh = lambda index: weight_of_full if index < full_batches else scale(source, index, accumulate, origin)  # noqa: E731
             return _compiled(ctx, training_step, zero_grad, weigh, train)
         _warn_two_graphs(ctx, why)
 
-    ctx.clock.watch("forward", train, "training_step", turn.index)
-    return train if turn.index is None else _of_turn(ctx, turn, train)
+    ctx.clock.watch("forward", train, "training_step")
+    return train
 
 
 # ---- forward and backward as one graph, compiled or recorded
@@ -247,19 +219,18 @@ def _wants_one_graph(ctx: RunContext) -> bool:
     return ctx.settings.cuda_graphs or _compiles_step(ctx) is not None
 
 
-def _why_two_graphs(ctx: RunContext, turn: Turn, around: bool) -> str:
+def _why_two_graphs(ctx: RunContext, around: bool) -> str:
     """Say why forward and backward cannot be one graph; "" where they can be.
 
     Args:
         ctx: the run.
-        turn: of its optimizers.
         around: whether hooks, a guard, a scaler or a profiler run around the backward.
     """
     from instep.compile import why_no_backward_in_graph  # late: few runs are compiled or recorded
     from instep.cuda_graphs import recorder_for
 
     module, strategy, records = ctx.module, ctx.strategy, ctx.settings.cuda_graphs
-    own_step = is_overridden(module, "optimizer_step", TrainModule) or any(map(wants_closure, turn.optimizers))
+    own_step = is_overridden(module, "optimizer_step", TrainModule) or any(map(wants_closure, ctx.optimizers))
     return (
         f"accelerator={ctx.device.type!r} has no CUDA graphs"
         if records and recorder_for(ctx.device) is None
@@ -267,8 +238,6 @@ def _why_two_graphs(ctx: RunContext, turn: Turn, around: bool) -> str:
         if around
         else "the step takes batches by itself"
         if takes_batches(module.training_step)
-        else "optimizers take turns"
-        if turn.index is not None
         else f"strategy={strategy.name!r} works around the backward"
         if not strategy.backward_fits_in_graph
         else "accumulate_grad_batches is more than 1"
@@ -384,15 +353,15 @@ def _graph_of_step(ctx: RunContext, optimizer: Optimizer, plain: bool) -> Callab
 # ---- the end of an optimizer window
 
 
-def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
+def _zero_grad(ctx: RunContext) -> Callable[[], Any]:
     """Make the function that zeroes the gradients where a window begins."""
     module, at, hooks = ctx.module, ctx.position, ctx.hooks["on_before_zero_grad"]
     own = is_overridden(module, "optimizer_zero_grad", TrainModule)
-    if len(turn.optimizers) == 1 and not hooks and not own:
-        return turn.optimizers[0].zero_grad
+    if len(ctx.optimizers) == 1 and not hooks and not own:
+        return ctx.optimizers[0].zero_grad
 
     def zero_grad() -> None:
-        for optimizer in turn.optimizers:
+        for optimizer in ctx.optimizers:
             for hook in hooks:
                 hook(optimizer)
             if own:
@@ -403,34 +372,14 @@ def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
     return zero_grad
 
 
-def _of_turn(ctx: RunContext, turn: Turn, train: Step) -> Step:
-    """Let gradients reach none of the parameters that belong to the other optimizers alone, while `train` runs."""
-    mine = set(_parameters(turn.optimizers))
-    others = set(_parameters(ctx.optimizers)) - mine
-
-    def run(batch: Any, batch_idx: int) -> Any:
-        frozen: list[Tensor] = []
-        for p in others:
-            if p.requires_grad:
-                p.requires_grad = False
-                frozen.append(p)
-        try:
-            return train(batch, batch_idx)
-        finally:
-            for p in frozen:
-                p.requires_grad = True
-
-    return run
-
-
-def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Callable[[], bool]]:
+def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Make the two functions that end an optimizer window.
 
     Returns:
         The one that unscales, rescales, checks and clips the gradients, for a module that steps the optimizer itself;
         and the one that does this where it is needed, steps the optimizers, and returns whether they stepped.
     """
-    strategy, at, source, guard, optimizers = ctx.strategy, ctx.position, ctx.source, ctx.guard, turn.optimizers
+    strategy, at, source, guard, optimizers = ctx.strategy, ctx.position, ctx.source, ctx.guard, ctx.optimizers
     accumulate, origin, scaler = ctx.loaders.accumulate, ctx.loaders.window_origin, ctx.strategy.precision.scaler
     if not optimizers:
         return lambda: None, lambda: False
@@ -476,14 +425,14 @@ def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Call
     return prepare, finish
 
 
-def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[], None]) -> Step:
+def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) -> Step:
     """Make the step where `TrainModule.optimizer_step` is overridden, or the optimizer needs a closure.
 
-    Of optimizers that step together the first one's closure computes; those after it get the loss that it found.
+    Of several optimizers the first one's closure computes; those after it get the loss that it found.
     """
     module, at = ctx.module, ctx.position
-    searches = ctx.world_size > 1 and wants_closure(turn.optimizers[0])
-    first, *others = [ctx.wrapped_optimizers[ctx.optimizers.index(optimizer)] for optimizer in turn.optimizers]
+    searches = ctx.world_size > 1 and wants_closure(ctx.optimizers[0])
+    first, *others = ctx.wrapped_optimizers
 
     def step(batch: Any, batch_idx: int) -> Any:
         outputs: list[Any] = []
@@ -512,7 +461,7 @@ def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[
             module.optimizer_step(at.epoch, batch_idx, optimizer, lambda: found)
         return outputs[-1]
 
-    ctx.clock.watch("backward", step, "train", turn.index)
+    ctx.clock.watch("backward", step, "train")
     return step
 
 
@@ -631,26 +580,20 @@ def counting_once(ctx: RunContext, training_step: Step) -> Step:
     return step
 
 
-def resolve_step(
-    ctx: RunContext, name: str, *offered: str, needed_only: int = 0, optimizer_idx: int | None = None
-) -> Step:
+def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0) -> Step:
     """Resolve a step method through strategy and precision; the result takes all `offered` arguments.
 
     Args:
         ctx: the run.
         name: the method.
         offered, needed_only: as in `accepted_arguments`.
-        optimizer_idx: what an argument of that name gets; None where there is nothing to pass.
     """
     method = getattr(ctx.module, name)
     takes = takes_batches(method)
     offered = ("dataloader_iter",) if takes else offered
-    place = None if optimizer_idx is None else place_of(method, "optimizer_idx", len(offered))
-    count = accepted_arguments(method, offered, needed_only, passed=() if place is None else ("optimizer_idx",))
+    count = accepted_arguments(method, offered, needed_only)
     step = ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.{name}", ctx.strategy.step_function(name))
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])
-    if place is not None:
-        accepted = lambda *args: step(*args[:place], optimizer_idx, *args[place:count])  # noqa: E731
     accepted = within(ctx.precision.context(), accepted)
     if not takes:
         return accepted

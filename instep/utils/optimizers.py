@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,6 @@ class LRSchedulerConfig:
         monitor: the logged metric that a plateau scheduler is given.
         strict: whether a missing metric is an error, or a warning and no step.
         reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
-        optimizer_idx: index of the optimizer whose steps it counts, where optimizers take turns; None for all.
     """
 
     scheduler: Any
@@ -39,7 +38,6 @@ class LRSchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     reduce_on_plateau: bool = False
-    optimizer_idx: int | None = field(default=None, compare=False)
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:

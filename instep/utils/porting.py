@@ -730,8 +730,7 @@ NOT_SET = {
 """What to do instead of setting an attribute that can only be read."""
 
 STEP_ARGUMENTS = {
-    "optimizer_idx": "it is passed where configure_optimizers gives each optimizer a turn, [{'optimizer': ..., "
-    "'frequency': 1}, ...]; to step several in one batch, use manual optimization",
+    "optimizer_idx": "one training_step serves all optimizers; to step each by itself, use manual optimization",
     "dataloader_iter": "it stands alone in a step, which takes its batches from it",
     "hiddens": "cut sequences in the data set, or use manual optimization",
 }

@@ -72,7 +72,7 @@ def test_several_optimizers_in_manual_optimization():
 
 def test_none_trains_nothing(model):
     with pytest.warns(UserWarning, match="trains nothing"):
-        assert configure(None, model) == ([], [], None)
+        assert configure(None, model) == ([], [])
 
 
 def test_every_scheduler_option(model, opt):

@@ -1,4 +1,4 @@
-"""Several optimizers in automatic optimization: all from one loss, or by turns."""
+"""Several optimizers in automatic optimization: all step from one loss."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 from instep import TrainModule
-from instep.errors import HookError, SettingError
+from instep.errors import HookError
 from instep.strategies import DDPStrategy
 from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import Scaled
 from tests.trainer.toys import Toy, assert_same, loader, quiet, samples, weights
 
-TURNS = (1, 2)
-
 
 class Two(TrainModule):
-    """A body and a head with an optimizer each; `turns` has their frequencies."""
+    """A body and a head with an optimizer each."""
 
-    def __init__(self, turns: tuple[int, ...] = (), dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.turns = turns
         self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
         self.dropout = nn.Dropout(dropout)
-        self.seen: list[Any] = []
 
     def loss(self, batch: Any) -> Any:
         x, y = batch
@@ -43,64 +39,44 @@ class Two(TrainModule):
     def configure_optimizers(self) -> Any:
         optimizers = [SGD(self.body.parameters(), lr=0.1, momentum=0.9), Adam(self.head.parameters(), lr=0.05)]
         step = [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"} for optimizer in optimizers]
-        found = [{"optimizer": o, "lr_scheduler": s} for o, s in zip(optimizers, step, strict=True)]
-        return [{**one, "frequency": n} for one, n in zip(found, self.turns, strict=True)] if self.turns else found
+        return [{"optimizer": o, "lr_scheduler": s} for o, s in zip(optimizers, step, strict=True)]
 
 
-class ByTurns(Two):
-    def __init__(self, turns: tuple[int, ...] = TURNS, dropout: float = 0.0) -> None:
-        super().__init__(turns, dropout)
-
-    def training_step(self, batch: Any, optimizer_idx: int, batch_idx: int) -> Any:  # in any order
-        self.seen.append((optimizer_idx, batch_idx, [p.requires_grad for p in (self.body.weight, self.head.weight)]))
-        return self.loss(batch)
-
-
-def by_hand(model: Two, batches: list[Any], *, clip: float, accumulate: int = 1, turns: bool = False) -> None:
+def by_hand(model: Two, batches: list[Any], *, clip: float, accumulate: int = 1) -> None:
     """The same by hand: each window's batches have as many samples."""
     optimizers = [SGD(model.body.parameters(), lr=0.1, momentum=0.9), Adam(model.head.parameters(), lr=0.05)]
     decays = [ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
-    order = [i for i, n in enumerate(TURNS) for _ in range(n)]
     for window in range(len(batches) // accumulate):
-        chosen = [order[window % len(order)]] if turns else [0, 1]
         model.zero_grad()
         for batch in batches[window * accumulate : (window + 1) * accumulate]:
             (model.loss(batch) / accumulate).backward()
-        mine = [p for i in chosen for group in optimizers[i].param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(mine, clip)
-        for i in chosen:
-            optimizers[i].step()
-            decays[i].step()
+        nn.utils.clip_grad_norm_(list(model.parameters()), clip)
+        for optimizer, decay in zip(optimizers, decays, strict=True):
+            optimizer.step()
+            decay.step()
 
 
-@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_windows_equal_a_handwritten_loop_bit_for_bit(turns: bool, accumulate: int):
-    module, other = (ByTurns() if turns else Two()), Two()
+def test_windows_equal_a_handwritten_loop_bit_for_bit(accumulate: int):
+    module, other = Two(), Two()
     trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
     trainer.fit(module, loader(30))
-    by_hand(other, [*loader(30)] * 2, clip=0.5, accumulate=accumulate, turns=turns)
+    by_hand(other, [*loader(30)] * 2, clip=0.5, accumulate=accumulate)
     assert_same(weights(module), weights(other))
     assert trainer.global_step == 20 // accumulate
-    if turns:  # through the epoch's end, which does not begin the order anew
-        order = ([0, 1, 1] * 7)[: 20 // accumulate]
-        assert [step[:2] for step in module.seen] == [(order[b // accumulate], b % 10) for b in range(20)]
-        assert all(step[2] == [step[0] == 0, step[0] == 1] for step in module.seen)
-        assert all(p.requires_grad for p in module.parameters())
 
 
-@pytest.mark.parametrize("kind", [Two, ByTurns])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_resumed_run_goes_on_within_a_turn_bit_for_bit(kind: Any, scaled: bool, tmp_path: Path):
+def test_a_resumed_run_goes_on_bit_for_bit(scaled: bool, tmp_path: Path):
     def run(steps: int, ckpt_path: Any = None) -> Any:
         torch.manual_seed(5)
-        module = kind(dropout=0.5)
+        module = Two(dropout=0.5)
         trainer = quiet(max_steps=steps, gradient_clip_val=0.5, callbacks=[Scaled()] if scaled else [])
         trainer.fit(module, loader(30, shuffle=True), ckpt_path=ckpt_path)
         return trainer, module
 
     _, whole = run(13)
-    half, _ = run(5)  # window 4 was the first of the head's two
+    half, _ = run(5)
     _, module = run(13, half.save_checkpoint(tmp_path / "half"))
     assert_same(weights(module), weights(whole))
 
@@ -130,10 +106,6 @@ def test_each_hook_gets_the_optimizer_that_it_is_about():
     assert calls == [*both, ("clip", "SGD"), ("clip", "Adam"), ("step", "Adam")]
     quiet(max_steps=1).fit(other, loader())
     assert_same(weights(module), weights(other))
-    calls.clear()
-    quiet(max_steps=2).fit(Hooks((1, 1)), loader())
-    turn = ("step", "zero", "before", "clip")
-    assert calls == [(call, kind) for kind in ("SGD", "Adam") for call in turn]
 
 
 @pytest.mark.filterwarnings("ignore:global_step 2")
@@ -153,29 +125,6 @@ def test_what_is_not_finite_in_one_leaves_all_of_the_step_out(how: str):
     assert_same(run(Overflows, 2), run(Two, 1))
 
 
-def test_lbfgs_takes_its_turns():
-    class Turns(ByTurns):
-        def configure_optimizers(self) -> Any:
-            first = LBFGS(self.body.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-            return [{"optimizer": o, "frequency": 1} for o in (first, SGD(self.head.parameters(), lr=0.1))]
-
-    module, other = Turns(), Two()
-    quiet(max_epochs=1).fit(module, loader())
-    first = LBFGS(other.body.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    second = SGD(other.head.parameters(), lr=0.1)
-    for window, batch in enumerate(loader()):
-
-        def closure(batch: Any = batch) -> Any:
-            other.zero_grad()
-            loss = other.loss(batch)
-            loss.backward()
-            return loss
-
-        (second, first)[window % 2 == 0].step(closure)
-    assert len(module.seen) > 4
-    assert_same(weights(module), weights(other))
-
-
 # ---- what cannot be
 
 
@@ -183,9 +132,7 @@ def test_lbfgs_takes_its_turns():
     ("optimizers", "text"),
     [
         (lambda m: [{"optimizer": SGD(m.body.parameters()), "frequency": 1}, {"optimizer": SGD(m.head.parameters())}],
-         "1 of 2 optimizers a 'frequency'. Give it to all"),
-        (lambda m: [{"optimizer": SGD(p.parameters()), "frequency": 0} for p in (m.body, m.head)],
-         "frequency=0 .*at least 1"),
+         "gave an optimizer a 'frequency'.*automatic_optimization = False"),
         (lambda m: [SGD(m.parameters()), Adam(m.head.parameters())], "head.weight is in two optimizers"),
         (lambda m: [SGD(m.body.parameters()), LBFGS(m.head.parameters())], "LBFGS evaluates the loss within its step"),
     ],
@@ -197,11 +144,11 @@ def test_optimizers_that_do_not_go_together(optimizers: Any, text: str):
         quiet(max_steps=1).fit(module, loader())
 
 
-def test_an_optimizer_idx_is_for_turns_only_and_static_graphs_have_none():
-    with pytest.raises(HookError, match=r"optimizer_idx, which nothing passes: .*'frequency'"):
-        quiet(max_steps=1).fit(ByTurns(()), loader())
-    with pytest.raises(SettingError, match="static_graph=True needs the same parameters"):
-        quiet(max_steps=1, strategy=DDPStrategy(static_graph=True)).fit(ByTurns(), loader())
+def test_a_frequency_of_one_optimizer_is_warned_of():
+    module = Two()
+    module.configure_optimizers = lambda: {"optimizer": SGD(module.parameters(), lr=0.1), "frequency": 2}
+    with pytest.warns(UserWarning, match="the 'frequency' of an optimizer is not used"):
+        quiet(max_steps=1).fit(module, loader())
 
 
 # ---- several ranks
@@ -211,16 +158,15 @@ LOCAL = {"comm_hook": "post_local_sgd", "comm_state": {"period": 3, "warmup_step
 
 def fit_everywhere() -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    for kind in (Two, ByTurns):
-        for strategy in ("ddp", "fsdp", "local_sgd"):
-            module = kind()
-            trainer = quiet(
-                strategy=DDPStrategy(**LOCAL) if strategy == "local_sgd" else strategy,
-                devices=2, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5,
-            )  # fmt: skip
-            trainer.fit(module, DataLoader(samples(26), 2))
-            full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
-            seen[f"{kind.__name__} {strategy}"] = {name: p.detach().clone() for name, p in full.items()}
+    for strategy in ("ddp", "fsdp", "local_sgd"):
+        module = Two()
+        trainer = quiet(
+            strategy=DDPStrategy(**LOCAL) if strategy == "local_sgd" else strategy,
+            devices=2, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(samples(26), 2))
+        full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
+        seen[strategy] = {name: p.detach().clone() for name, p in full.items()}
     module = Searching()
     quiet(strategy="ddp", devices=2, max_epochs=1).fit(module, DataLoader(samples(13), 4))
     return {**seen, "search": weights(module)}
@@ -243,12 +189,11 @@ def test_two_ranks_agree_with_one():
     assert_same(first["search"], second["search"])  # no rank searches longer than another
     for name, value in weights(searching).items():
         torch.testing.assert_close(first["search"][name], value, rtol=1e-4, atol=1e-5)
-    for kind in (Two, ByTurns):
-        alone = kind()
-        quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(alone, DataLoader(samples(26), 4))
-        for strategy in ("ddp", "fsdp", "local_sgd"):
-            found = first[f"{kind.__name__} {strategy}"]
-            assert_same(found, second[f"{kind.__name__} {strategy}"])
-            if strategy != "local_sgd":
-                for name, value in weights(alone).items():
-                    torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    alone = Two()
+    quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(alone, DataLoader(samples(26), 4))
+    for strategy in ("ddp", "fsdp", "local_sgd"):
+        found = first[strategy]
+        assert_same(found, second[strategy])
+        if strategy != "local_sgd":
+            for name, value in weights(alone).items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -130,7 +130,7 @@ LIGHTNING = (
     Change(
         '"frequency":',
         'Of a scheduler with `interval="step"`: counts optimizer steps of the run, in Lightning batches of the epoch. '
-        "Of an optimizer: the optimizers take turns, in optimizer steps of the run.",
+        "Of one of several optimizers: an error, since they step together.",
         "Accumulation does not change a schedule ([schedules](../train/schedules.md)).",
         having="^(?!1$)",
     ),

@@ -256,11 +256,6 @@ class PipelinedStrategy(FSDPStrategy):
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().prepare_training(module, optimizers)
-        if self._runner is not None and self.takes_turns:
-            raise self._refused(
-                "with a pipeline sends gradients through all stages, so that optimizers cannot take turns. Leave their "
-                "'frequency' out, to step all of them in every window; or use another strategy."
-            )
         if self._runner is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise SettingError(
                 "LBFGS looks at all parameters together, of which a stage of a pipeline has its own only. Use an "
