@@ -143,7 +143,7 @@ def test_what_does_not_fit_in_the_graph_is_said() -> None:
     assert found == expected
     said = [str(each.message) for each in caught]
     for text in (
-        "forward and backward are two graphs, since hooks, a guard",
+        "forward and backward are two graphs, since nonfinite= looks at the loss",
         "the step of AdamW is not compiled, since a scaler",
     ):
         assert sum(text in each for each in said) == 1, "once, not in each epoch"

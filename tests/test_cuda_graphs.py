@@ -244,7 +244,7 @@ def with_array(samples: list[Any]) -> Any:
     [
         (lambda: Net(log=1.5), {}, r"self.log\('other', ...\) got a float that a replay would not compute anew"),
         (Net, {"accumulate_grad_batches": 2}, "has no effect, since accumulate_grad_batches is more than 1"),
-        (Net, {"nonfinite": "skip"}, "has no effect, since hooks, a guard"),
+        (Net, {"nonfinite": "skip"}, "has no effect, since nonfinite= looks at the loss"),
         (Fussy, {}, "RuntimeError; no step is recorded"),
     ],
 )

@@ -158,7 +158,7 @@ def no_waiting(place: Place) -> Answer:
             **settings,
         )
         error = ""
-        with mock.patch("instep.trainer.nonfinite.host_may_wait", return_value=False):  # as on a GPU
+        with mock.patch("instep.trainer.guests.nonfinite.host_may_wait", return_value=False):  # as on a GPU
             try:
                 trainer.fit(Everything(), [batch] * batches)
             except RuntimeError as failure:

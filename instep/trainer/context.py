@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import LeftOutWeights, Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
     from instep.compile import Recompiles
-    from instep.cuda_graphs import CapturedStep
-    from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
+    from instep.trainer.guests import StepGuest, StepParts
     from instep.trainer.newest import NewestState
-    from instep.trainer.nonfinite import NonFiniteGuard
 
 
 class TrainerStatus(Word):
@@ -277,10 +275,10 @@ class RunContext:
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
-        guard: watches for values that are not finite, with `Trainer(nonfinite=...)`.
+        guests: features that enter the step.
+        step_parts: parts of the training step of this epoch.
         position: place in the training; the Trainer's, so that a second fit goes on from it.
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
-        taker: what a step that takes its batches itself is given; None before the first one, and for other steps.
         log: open sums and step values of training.
         counted_at_start: updates of metric objects, by their `id`, from before the fit: those are not the training's.
         counted_outside: what metric objects had counted before the validation that runs; None where none runs.
@@ -339,12 +337,12 @@ class RunContext:
     optimizers: list[Optimizer] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
-    guard: NonFiniteGuard | None = None
+    guests: list[StepGuest] = field(default_factory=list)
+    step_parts: StepParts = field(init=False)
 
     # ---- place
     position: Position = field(init=False)
     source: BatchSource = field(init=False)
-    taker: BatchTaker | None = None
     log: MetricLog = field(default_factory=lambda: MetricLog("train"))
     counted_at_start: dict[int, int] = field(default_factory=dict)
     counted_outside: dict[str, Any] | None = None
@@ -354,9 +352,6 @@ class RunContext:
     preempted: bool = False
     why: str = ""
     recompiles: Recompiles | None = None
-    captured_step: CapturedStep | None = None  # with cuda_graphs=True
-    compiled_step: Callable[..., Any] | None = None  # with compile="step"
-    said: set[str] = field(default_factory=set)  # why the step is not compiled or recorded: each epoch makes it anew
     began: bool = False
     steps_at_start: int = 0
     window_count: int = 0

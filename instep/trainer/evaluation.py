@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +15,11 @@ from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
+from instep.trainer.checks import warn_of_no_batch
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
 from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
-from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
+from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.step import Step, resolve_step
 from instep.utils.seed import rng_state, set_rng_state
 
@@ -104,7 +103,6 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
     trainer, progress, gradient = ctx.trainer, ctx.trainer.progress, ctx.gradient
     outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
-    outer_taker = ctx.taker
     modes = _modes(ctx.module)
     trainer.state.stage = RunningStage(stage)
     progress.stage = "sanity" if stage == "sanity_check" else stage
@@ -117,7 +115,7 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
             yield
     finally:
         _restore(modes)
-        gradient.end_of_dataloader, ctx.taker = outer_end, outer_taker
+        gradient.end_of_dataloader = outer_end
         del gradient.dataloader_references[outer_loaders:]
         gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         ctx.switch_log(outer_log)
@@ -129,7 +127,7 @@ def _batch_loop(
 ) -> Callable[[], bool]:
     """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
-    step, takes = _evaluation_step(ctx, f"{name}_step", sources), takes_batches(getattr(module, f"{name}_step"))
+    step, guests = _evaluation_step(ctx, f"{name}_step", sources), ctx.guests
     batch_start, batch_end = _batch_hooks(ctx, name, sources)
     tick = ctx.triggers.tick if ctx.fn == "fit" else lambda _: ()
     beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
@@ -146,27 +144,25 @@ def _batch_loop(
             gradient.active_dataloader = source
             batches = islice(ctx.loaders.on_device(source, loader_idx, name), limit)
             batches = ctx.profiled_batches(f"[EvaluationLoop].{name}_dataloader_next", batches)
-            if takes:
-                batches = take_batches(ctx, batches, source, log, dataloader_idx=loader_idx, limit=limit)
-            for batch_idx, batch in enumerate(batches):
+            for guest in guests:
+                place = {"dataloader_idx": loader_idx, "limit": limit}
+                batches = guest.batches(f"{name}_step", batches, source, log=log, **place)
+            for batch in batches:
+                batch_idx = progress.eval_batch
                 gradient.end_of_dataloader = source.share.last
                 log.batch, log.weight = batch, source.share.mine
-                if takes and ctx.taker:
-                    batch_idx = ctx.taker.fetched
-                with metric_room().uncounted(module) if log.weight == 0 and not takes else nullcontext():
+                with metric_room().uncounted(module) if log.weight == 0 else nullcontext():
                     for hook in batch_start:
                         hook(batch, batch_idx, loader_idx)
                     log.enter(f"{name}_step")
                     outputs = step(batch, batch_idx, loader_idx)
                     log.leave("")
-                    if takes and ctx.taker:
-                        batch, batch_idx = ctx.taker.batch, ctx.taker.batch_idx
-                        if ctx.taker.ended:
-                            break
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)
-                progress.eval_batch = batch_idx + 1
-                due = bool(log_every) and (batch_idx + 1) % log_every == 0
+                progress.eval_batch += 1
+                if any(guest.ended for guest in guests):
+                    break
+                due = bool(log_every) and progress.eval_batch % log_every == 0
                 if due or (count + 1) % MOST_HELD == 0:
                     eval_step = trainer.metrics.next_eval_step(log.stage) if due else 0
                     arrived = log.hand_over(eval_step, step_values=due)
@@ -177,23 +173,12 @@ def _batch_loop(
                 agreed = tick(count)
                 if agreed and _defer(ctx, agreed):
                     return False
-            if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
-                import_module("instep.trainer.no_batches").warn(source, name, loader_idx)
+            if not progress.eval_batch:
+                warn_of_no_batch(source, name, loader_idx)
             gradient.dataloader_references.pop()
         return True
 
     return run
-
-
-def take_batches(
-    ctx: RunContext, batches: Iterator[Any], source: BatchSource, log: Any, **place: Any
-) -> Iterator[None]:
-    """Hand the batches to the steps that take them themselves, by `ctx.taker`; give None for each step."""
-    from instep.data.taken import BatchTaker, noting  # late: few steps take their batches
-
-    replay = partial(metric_room().uncounted, ctx.module)
-    ctx.taker = BatchTaker(batches, source, note=noting(ctx.trainer.progress, log), replay=replay, **place)
-    return ctx.taker.steps()
 
 
 def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource]) -> Step:
@@ -213,10 +198,10 @@ def _batch_hooks(
         return hook if count == len(offered) + 1 else lambda *args: hook(*args[:count])
 
     before, after = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
-    return (
-        tuple(taking(hook, "batch", "batch_idx") for hook in before),
-        tuple(taking(hook, "outputs", "batch", "batch_idx") for hook in after),
-    )
+    after = tuple(taking(hook, "outputs", "batch", "batch_idx") for hook in after)
+    for guest in ctx.guests:
+        after = guest.hooks_after(f"{name}_step", after)
+    return tuple(taking(hook, "batch", "batch_idx") for hook in before), after
 
 
 def _call_own(module: TrainModule, name: str) -> None:
@@ -241,7 +226,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
     if not sources:
         return []
     module, hooks, progress = ctx.module, ctx.hooks, ctx.trainer.progress
-    step, takes = _evaluation_step(ctx, "predict_step", sources), takes_batches(module.predict_step)
+    step, guests = _evaluation_step(ctx, "predict_step", sources), ctx.guests
     batch_start, batch_end = _batch_hooks(ctx, "predict", sources)
     modes = _modes(module)
     progress.stage = "predict"
@@ -260,27 +245,24 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 source.set_epoch(0)
                 batches = ctx.loaders.on_device(source, loader_idx, "predict")
                 batches = ctx.profiled_batches("[PredictionLoop].predict_dataloader_next", batches)
-                if takes:
-                    batches = take_batches(ctx, batches, source, None, dataloader_idx=loader_idx)
-                for batch_idx, batch in enumerate(batches):
-                    if takes and ctx.taker:
-                        batch_idx = ctx.taker.fetched
-                    replayed = source.share.mine == 0 and not takes
+                for guest in guests:
+                    batches = guest.batches("predict_step", batches, source, dataloader_idx=loader_idx)
+                for batch in batches:
+                    batch_idx = progress.eval_batch
+                    replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, loader_idx)
                     outputs = step(batch, batch_idx, loader_idx)
-                    if takes and ctx.taker:
-                        batch, batch_idx = ctx.taker.batch, ctx.taker.batch_idx
-                        replayed = source.share.mine == 0 or ctx.taker.ended
-                    beats[BATCH] = progress.eval_batch = batch_idx + 1
-                    if replayed:
+                    progress.eval_batch += 1
+                    beats[BATCH] = progress.eval_batch
+                    if replayed or any(guest.ended for guest in guests):
                         continue
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)
                     if keep:
                         kept.append(_to_cpu(outputs))
-                if not (ctx.taker.fetched if takes and ctx.taker else progress.eval_batch):
-                    import_module("instep.trainer.no_batches").warn(source, "predict", loader_idx)
+                if not progress.eval_batch:
+                    warn_of_no_batch(source, "predict", loader_idx)
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
                 from instep.distributed.gathered import gather_in_order  # late: only several ranks need it

@@ -34,6 +34,7 @@ from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import Position, RunContext, TrainerStatus
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
+from instep.trainer.guests import find_guests
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden, with_stage
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
@@ -163,6 +164,7 @@ def _set_up(ctx: RunContext) -> None:
 
         ctx.newest = newest_state(ctx)
     ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.newest is None else [ctx.newest])])
+    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit's come with the optimizers
     check_hooks(ctx)
     if ctx.fn == "fit" and not ctx.aside:
         trainer.run_folder.leave_visited()

@@ -19,14 +19,17 @@ from instep.distributed import Trigger, gather_object
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
+from instep.trainer.checks import check_epoch, check_losses, check_steps
 from instep.trainer.context import RunContext, RunningStage
-from instep.trainer.evaluation import evaluate, take_batches
+from instep.trainer.evaluation import evaluate
+from instep.trainer.guests import find_guests
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MOST_HELD, MetricLog, metric_room
-from instep.trainer.module import TrainModule, takes_batches
+from instep.trainer.manual import manual_optimizer_step
+from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
-from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
+from instep.trainer.step import detached_outputs, make_step, optimizer_step
 from instep.utils.imports import without_collections
 from instep.utils.seed import rng_state, set_rng_state
 from instep.utils.warn import warn_user
@@ -83,7 +86,7 @@ def fit(ctx: RunContext) -> None:
                 break
         else:
             complete = not over or is_last_batch(ctx)
-            import_module("instep.trainer.no_batches").check_epoch(ctx)
+            check_epoch(ctx)
         end_epoch(ctx, complete)
 
     ctx.strategy.average_replicas()
@@ -101,10 +104,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     with without_collections():
         import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
     ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
-    if ctx.settings.nonfinite is not None and ctx.optimizers:
-        from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
-
-        ctx.guard = NonFiniteGuard(ctx.trainer, module, ctx.optimizers, ctx.device, ctx.settings.nonfinite)
+    ctx.guests = find_guests(ctx)
     on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
     ctx.wrapped_optimizers = [
         TrainOptimizer(optimizer, module, on_step=on_step, no_sync=strategy.no_sync) for optimizer in ctx.optimizers
@@ -132,13 +132,8 @@ def prepare_training(ctx: RunContext) -> None:
     ctx.counted_at_start = {id(one): one._update_count for one in metric_room().metric_objects(ctx.module).values()}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
-    if (most := ctx.loaders.most_accumulated) > 1 and takes_batches(ctx.module.training_step):
-        raise SettingError(
-            f"accumulate_grad_batches={most}: training_step(dataloader_iter) takes its batches itself, so let it take "
-            "as many as an optimizer step needs, and leave accumulation out (global_batch_size may ask for it, too).",
-            field="accumulate_grad_batches",
-            got=most,
-        )
+    for guest in ctx.guests:
+        guest.check()
     ctx.validation.enabled = ctx.loaders.validates
     if ctx.validation.enabled and ctx.settings.train_limit != 0:
         validation_interval(ctx)  # an error of it comes now, and not in the first epoch that validates
@@ -328,19 +323,17 @@ def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
     batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
-    if takes_batches(ctx.module.training_step):
-        batches = take_batches(ctx, batches, ctx.source, ctx.log, first=ctx.position.batch)
+    for guest in ctx.guests:
+        batches = guest.batches("training_step", batches, ctx.source, log=ctx.log, first=ctx.position.batch)
     return ctx.clock.sampled(batches)
 
 
 def after_batch(ctx: RunContext) -> tuple[Hook, ...]:
-    """Return the hooks after a training batch; where the step takes its batches, they get the last that it took."""
+    """Return the hooks after a training batch."""
     hooks = ctx.hooks["on_train_batch_end"]
-    if not takes_batches(ctx.module.training_step):
-        return hooks
-    from instep.data.taken import after_taken  # late: few steps take their batches
-
-    return after_taken(ctx, hooks)
+    for guest in ctx.guests:
+        hooks = guest.hooks_after("training_step", hooks)
+    return hooks
 
 
 def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
@@ -367,7 +360,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     ctx.loaders.in_epoch = False
     check_losses(ctx)
     check_steps(ctx)
-    check_finite(ctx)
+    settle(ctx)
     stopped = not complete and is_stopping(ctx)
     if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
         validate(ctx)  # also when a stop was asked for in the middle: its metrics are what the run ends with
@@ -403,33 +396,10 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     agree_on_triggers(ctx)
 
 
-def check_losses(ctx: RunContext) -> None:
-    """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
-    at, name = ctx.position, type(ctx.module).__name__
-    done = at.earlier_batches + at.batch
-    if ctx.optimizers and at.batches_without_loss and at.batches_without_loss == done:
-        raise HookError(
-            f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
-            "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
-            "__init__; if nothing is to be trained, return None from configure_optimizers."
-        )
-
-
-def check_steps(ctx: RunContext) -> None:
-    """Warn at the end of the first epoch where manual optimization has not stepped: such a run trains nothing."""
-    at, module = ctx.position, ctx.module
-    if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
-        warn_user(
-            f"{type(module).__name__} has automatic_optimization = False, and no optimizer stepped in the first epoch "
-            f"({at.batch} batches): nothing was trained. In training_step call self.manual_backward(loss), then step() "
-            "of an optimizer that self.optimizers() returns. The Trainer does not see the steps of other optimizers."
-        )
-
-
-def check_finite(ctx: RunContext) -> None:
-    """Read whether every step so far was finite: nothing is built on one that should have ended the run."""
-    if ctx.guard is not None:
-        ctx.guard.read_flags()
+def settle(ctx: RunContext) -> None:
+    """Let the guests of the step do what waits, before anything is built on the steps so far."""
+    for guest in ctx.guests:
+        guest.settle()
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
@@ -438,7 +408,7 @@ def hand_over_metrics(ctx: RunContext) -> None:
     due = bool(every) and step % every == 0 and step != ctx.last_hand_over
     ctx.last_hand_over = step
     ctx.trainer.metrics.log_steps(ctx.log.hand_over(step, step_values=due))
-    check_finite(ctx)
+    settle(ctx)
 
 
 def print_why_it_ended(ctx: RunContext) -> None:
@@ -562,7 +532,7 @@ def validation_sources(ctx: RunContext) -> Sequence[BatchSource]:
 def validate(ctx: RunContext) -> None:
     """Run the validation loaders, then agree on what was asked for in the meantime."""
     at = ctx.position
-    check_finite(ctx)
+    settle(ctx)
     ctx.strategy.average_replicas()
     at.validated = True
     ctx.log.leave("training_step")

@@ -762,23 +762,6 @@ def _bare(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, TrainOptimizer) else optimizer
 
 
-def takes_batches(step: Any) -> bool:
-    """Return whether a step method takes its batches itself: its argument is named `dataloader_iter`.
-
-    Raises:
-        HookError: it has others besides, which nothing passes.
-    """
-    names = list(inspect.signature(step).parameters)
-    if "dataloader_iter" not in names:
-        return False
-    if names != ["dataloader_iter"]:
-        raise HookError(
-            f"{getattr(step, '__qualname__', step)} has dataloader_iter and {', '.join(names)}: dataloader_iter stands "
-            "alone, since next(dataloader_iter) gives (batch, batch_idx, dataloader_idx)"
-        )
-    return True
-
-
 def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0) -> int:
     """Count the offered positional arguments that a step method takes.
 

@@ -289,8 +289,8 @@ def saving(ctx: RunContext) -> Iterator[None]:
 
 
 def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> None:
-    if ctx.guard is not None:
-        ctx.guard.read_flags()
+    for guest in ctx.guests:
+        guest.settle()
     if ctx.restore_rest is not None:
         ctx.restore_rest()
     for callback in ctx.callbacks:

@@ -33,13 +33,13 @@ from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog
 from instep.trainer.loop import fit, validates_now
+from instep.trainer.manual import manual_backward
 from instep.trainer.metrics import Metrics, as_tensors, print_results
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import change_in_run, check_data, check_module, default_callbacks, need_loaders
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.settings import ATTRIBUTES, change, check_value, no_attribute, resolve
-from instep.trainer.step import manual_backward
 from instep.types import Location, PathLike, ReadOnly
 from instep.utils.paths import to_path
 from instep.utils.untrusted_files import clean

@@ -731,7 +731,6 @@ NOT_SET = {
 
 STEP_ARGUMENTS = {
     "optimizer_idx": "one training_step serves all optimizers; to step each by itself, use manual optimization",
-    "dataloader_iter": "it stands alone in a step, which takes its batches from it",
     "hiddens": "cut sequences in the data set, or use manual optimization",
 }
 """Parameters of step methods that nothing passes."""

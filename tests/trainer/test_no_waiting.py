@@ -95,7 +95,7 @@ def run(
 def test_no_operation_of_a_step_is_waited_for(
     tmp_path: Path, nonfinite: str | None, averaging: Callable[[], Callback], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instep.trainer.nonfinite.host_may_wait", lambda device: False)  # as on a GPU
+    monkeypatch.setattr("instep.trainer.guests.nonfinite.host_may_wait", lambda device: False)  # as on a GPU
     counting = Counting()
     run(
         tmp_path,

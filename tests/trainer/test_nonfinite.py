@@ -17,7 +17,7 @@ from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore
 from instep.errors import NonFiniteError, SettingError
 from instep.strategies.gradients import Gradients
-from instep.trainer import nonfinite
+from instep.trainer.guests import nonfinite
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
 
 NAN, INF = float("nan"), float("inf")
@@ -563,13 +563,13 @@ def test_an_optimizer_that_moves_before_its_closure_is_put_back():
 
 @pytest.mark.filterwarnings("ignore:global_step")
 def test_with_a_scaler_the_loss_is_looked_at_and_the_scaler_looks_at_the_gradients(monkeypatch: pytest.MonkeyPatch):
-    real = nonfinite.NonFiniteGuard.__init__
+    real = nonfinite.Guest.__init__
 
-    def with_scaler(guard: Any, trainer: Any, *arguments: Any) -> None:
-        trainer.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        real(guard, trainer, *arguments)
+    def with_scaler(guard: Any, ctx: Any) -> None:
+        ctx.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        real(guard, ctx)
 
-    monkeypatch.setattr(nonfinite.NonFiniteGuard, "__init__", with_scaler)
+    monkeypatch.setattr(nonfinite.Guest, "__init__", with_scaler)
     by_scaler = OneGradient()
     trainer = fit(by_scaler, "skip")
     assert trainer.position.nonfinite_steps == 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instep import TrainModule
 from instep.errors import NonFiniteError
-from instep.trainer import nonfinite
+from instep.trainer.guests import nonfinite
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import loader, quiet
 

@@ -155,3 +155,23 @@ def test_a_learning_rate_is_found_and_nothing_is_left_of_it():
     assert all(map(math.isfinite, run(two)))  # an epoch of 11 samples has 4 batches
     with pytest.raises(DataError, match="more batches than an epoch has"):
         run(Takes(5))
+
+
+@pytest.mark.filterwarnings("ignore:compile=", "ignore:global_step 2", "ignore:The .grad attribute")
+def test_guests_of_the_step_work_together():
+    """Own batches, the guard against nan, one compiled step and garbage collection: each has its effect."""
+
+    class Sick(Takes):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            loss = super().training_step(dataloader_iter)
+            return loss * math.nan if self.trainer.global_step == 1 else loss
+
+    plain, together = Takes(2), Sick(2)
+    together.layer.load_state_dict(plain.layer.state_dict())
+    step = {"scope": "step", "backend": "eager"}
+    quiet(max_steps=1).fit(plain, loader(12))
+    trainer = quiet(max_steps=2, nonfinite="skip", compile=step, gc_every_n_steps=1)
+    trainer.fit(together, loader(12))
+    assert_same(weights(together), weights(plain))  # the second step was left out
+    assert (trainer.global_step, trainer.position.nonfinite_steps) == (2, 1)
+    assert [call[1] for call in together.calls if call[0] == "step"] == [[0, 1], [2, 3]]

@@ -9,7 +9,7 @@ from traceback import walk_tb
 from instep.checkpoint import CheckpointStore
 from instep.distributed.after_error import Alone, all_arrive
 from instep.distributed.rank_zero import from_every_rank
-from instep.trainer import run_state, step
+from instep.trainer import manual, run_state
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 
@@ -68,5 +68,5 @@ def _is_whole(ctx: RunContext, error: BaseException) -> bool:
         os.path.join("torch", "optim") in code.co_filename or code.co_name in ("finish", "optimizer_step")
         for code in frames
     )
-    in_step = any(code.co_filename == step.__file__ for code in frames)
+    in_step = any(code.co_filename == manual.__file__ for code in frames)
     return not in_optimizer and not (in_step and ctx.manual_steps)

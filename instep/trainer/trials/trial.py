@@ -19,15 +19,16 @@ from instep.distributed.rank_zero import from_every_rank
 from instep.errors import DataError, HookError, UsageError
 from instep.loggers.base import NoExperiment
 from instep.trainer.context import Progress, RunContext
-from instep.trainer.evaluation import evaluate, predict, take_batches
+from instep.trainer.evaluation import evaluate, predict
+from instep.trainer.guests import find_guests
 from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, NullBuffer
 from instep.trainer.loop import after_batch, plan_validation
+from instep.trainer.manual import manual_optimizer_step
 from instep.trainer.metrics import Metrics
-from instep.trainer.module import takes_batches
 from instep.trainer.optimizers import TrainOptimizer
-from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
+from instep.trainer.step import detached_outputs, make_step, optimizer_step
 from instep.trainer.trials.keep import Keeper
 from instep.types import Stateful
 
@@ -174,7 +175,7 @@ class Trial:
             ctx.position.next_epoch()
         ctx.position.batch = ctx.position.window_batch = 0
         ctx.hooks = HookTable(trainer, module, ())
-        ctx.guard, ctx.deferred, ctx.validation = None, [], copy.copy(run.validation)
+        ctx.deferred, ctx.validation = [], copy.copy(run.validation)
         ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
         ctx.window_count = ctx.manual_steps = 0
         ctx.log = MetricLog("train", run.world_size)
@@ -182,6 +183,7 @@ class Trial:
         automatic = module.automatic_optimization
         if automatic:
             ctx.schedulers = [replace(config, interval=_NEVER) for config in run.schedulers]
+        ctx.guests = find_guests(ctx, tried=True)
         on_step = optimizer_step(ctx) if automatic else manual_optimizer_step(ctx)
         ctx.wrapped_optimizers = [
             TrainOptimizer(optimizer, module, on_step=on_step, no_sync=self._strategy.no_sync)
@@ -254,8 +256,9 @@ class Trial:
                 ctx.log.enter("training_step")
                 self._step = make_step(ctx)
                 batches = ctx.loaders.on_device(source)
-                takes = takes_batches(self._module.training_step)
-                yield from take_batches(ctx, batches, source, ctx.log) if takes else batches
+                for guest in ctx.guests:
+                    batches = guest.batches("training_step", batches, source, log=ctx.log)
+                yield from batches
                 if at.batch == 0:
                     raise DataError("the training loader gives no batch, so no step can be tried")
                 at.next_epoch()
@@ -299,7 +302,7 @@ class Trial:
             output = self._step(batch, index)
             for hook in after:
                 hook(detached_outputs(output), batch, index)
-            if ctx.taker is not None and ctx.taker.ended:  # a step that takes its batches itself found none left
+            if any(guest.ended for guest in ctx.guests):
                 if index == 0:
                     raise DataError("one step takes more batches than an epoch has, so no step can be tried")
                 continue

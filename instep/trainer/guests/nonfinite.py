@@ -20,19 +20,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.data.base import list_samples
 from instep.distributed import gather_object
 from instep.errors import NonFiniteError
 from instep.strategies.gradients import parameters_of
+from instep.trainer.guests import StepGuest, StepParts
 from instep.trainer.log import StepMetrics
 from instep.utils.optimizer_state import names_of
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
-    from instep.callbacks.base import Trainer
+    from instep.trainer.context import RunContext
 
 _READ_AFTER = 1024  # steps whose flags may wait on the device
 _LOSSES = 256  # losses that are kept apart until the next optimizer step
@@ -67,21 +68,19 @@ class _LeftOut(Exception):
     """Signal out of a closure that leaves `optimizer.step` before it changes anything."""
 
 
-class NonFiniteGuard:
+class Guest(StepGuest):
     """Watch over the optimizer steps of one fit, which acts by the policy.
 
     Args:
-        trainer: has the strategy, the position and the loggers.
-        module: for the names of its parameters.
-        optimizers: those of the fit.
-        device: where the flags are kept.
-        policy: "stop", "skip" or "continue".
+        ctx: a fit with optimizers, whose settings have a policy: "stop", "skip" or "continue".
     """
 
-    def __init__(
-        self, trainer: Trainer, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: str
-    ) -> None:
-        self._trainer, self._module, self._optimizers = trainer, module, optimizers
+    in_trials = False
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__(ctx)
+        trainer, optimizers, device, policy = ctx.trainer, ctx.optimizers, ctx.device, ctx.settings.nonfinite
+        self._trainer, self._module, self._optimizers = trainer, ctx.module, optimizers
         self._position, self._progress, self._device = trainer.position, trainer.progress, device
         self._strategy, self._scaler = trainer.strategy, trainer.strategy.precision.scaler
         self._leaves_out = policy != "continue"
@@ -114,6 +113,23 @@ class NonFiniteGuard:
 
     # ---- the step
 
+    def take(self, parts: StepParts) -> None:
+        """See each loss, and the gradients before they are clipped."""
+        self._losses = []  # those of a window that the last epoch left unfinished
+        parts.on_loss.append(self.note_loss)
+        parts.before_clip.append(self.check_step)
+        parts.needs_loss = True
+        parts.around.append("nonfinite= looks at the loss before the backward")
+
+    def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Step by the policy, whatever `step` does."""
+        self._step = step
+        return self.optimizer_step
+
+    def settle(self) -> None:
+        """Read the flags that wait: nothing is built on a step that should have ended the run."""
+        self.read_flags()
+
     def note_loss(self, loss: Tensor) -> None:
         """Keep a loss for the check of this window; called before each backward."""
         if not self._losses:
@@ -122,11 +138,7 @@ class NonFiniteGuard:
             self._losses = [torch.stack(self._losses).sum()]
         self._losses.append(loss.detach().clone())
 
-    def forget_losses(self) -> None:
-        """Drop the losses of a window that was left unfinished."""
-        self._losses = []
-
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_step(self, optimizers: Sequence[Optimizer]) -> None:
         """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself.
 
         Args:
@@ -135,7 +147,7 @@ class NonFiniteGuard:
         self._checked = dict.fromkeys(map(id, optimizers), self._check(*optimizers))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """Step the optimizer through the strategy, unless a value is not finite and the policy leaves the step out."""
+        """Step the optimizer, unless a value is not finite and the policy leaves the step out."""
         if closure is not None:
             self._step_with_closure(optimizer, closure, kwargs)
             return
@@ -148,7 +160,7 @@ class NonFiniteGuard:
         try:
             if check.bad is None:
                 self._pass_on(optimizer, check)
-            self._strategy.gradients.step(optimizer, **kwargs)
+            self._step(optimizer, **kwargs)
         finally:
             _forget_flag(optimizer)
         self._known[id(optimizer)] = len(_with_gradients(optimizer))
@@ -220,7 +232,7 @@ class NonFiniteGuard:
 
         left_out = False
         try:
-            self._strategy.gradients.step(optimizer, checked, **kwargs)
+            self._step(optimizer, checked, **kwargs)
         except _LeftOut:
             left_out = True
         finally:

@@ -1,0 +1,103 @@
+"""What a run checks as it goes: that there are batches, losses and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from instep.data import BatchSource
+from instep.errors import DataError, HookError
+from instep.strategies.gradients import parameters_of
+from instep.trainer.context import RunContext
+from instep.utils.warn import warn_user
+
+
+def check_epoch(ctx: RunContext) -> None:
+    """Raise where an epoch has ended without a batch: such a run would train nothing, and might never end."""
+    at, source = ctx.position, ctx.source
+    empty = "; ".join(source.empty_parts())
+    if not at.batch and not at.skipped_rest:
+        uneven = ""
+        if source.world_size > 1 and ctx.settings.uneven == "stop":
+            uneven = " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the rest."
+        raise DataError(
+            f"epoch {at.epoch} had no batch: the training data ({empty}) gave none. An iterable that is empty, such as "
+            "by a wrong path, gives none; and a generator gives its values once, in one epoch. Give data that can be "
+            f"iterated again: a list, a DataLoader, a class whose __iter__ makes a new generator each time.{uneven}"
+        )
+    elif at.batch and empty:
+        warn_user(f"a part of the training data gave no batch ({empty}): None stands in its place")
+
+
+def warn_of_no_batch(source: BatchSource, what: str, loader_idx: int) -> None:
+    """Warn of a loader that gave no batch, where that was not known before: `Loaders` warns of others."""
+    if source.num_batches != 0:
+        empty = "; ".join(source.empty_parts())
+        warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
+
+
+# ---- losses and steps
+
+
+def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
+    """Check the output of `training_step`, and return its loss; None where the batch is skipped."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None:
+        if isinstance(output, Mapping):
+            raise HookError(
+                "training_step returned a dict, in which the 'loss' key needs to be present; its keys are "
+                f"{sorted(map(str, output))}"
+            )
+        if ctx.world_size > 1:
+            raise HookError(
+                "training_step returned None to skip a batch. With several processes the others would wait for this "
+                "rank's gradients: return a loss multiplied by 0 instead."
+            )
+        place = ctx.position.epoch, ctx.position.batch
+        ctx.position.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
+        ctx.last_without_loss = place
+        warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
+        return None
+    if not isinstance(loss, Tensor):
+        raise HookError(
+            f"training_step returned {type(loss).__name__}. It must return a Tensor, a dict, or None: the loss, a dict "
+            "with the loss under 'loss', or None to skip the batch."
+        )
+    if loss.numel() != 1:
+        raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")
+    if ctx.optimizers and not loss.requires_grad:
+        raise without_graph(ctx, "training_step returned a loss")
+    return loss
+
+
+def without_graph(ctx: RunContext, what: str) -> HookError:
+    """Make the error for a loss that depends on nothing that is trained."""
+    from instep.utils.trainable import why_no_graph  # late: only an error needs it
+
+    why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
+    return HookError(f"{what} without a graph (requires_grad is False): {why}.")
+
+
+def check_losses(ctx: RunContext) -> None:
+    """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
+    at, name = ctx.position, type(ctx.module).__name__
+    done = at.earlier_batches + at.batch
+    if ctx.optimizers and at.batches_without_loss and at.batches_without_loss == done:
+        raise HookError(
+            f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
+            "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
+            "__init__; if nothing is to be trained, return None from configure_optimizers."
+        )
+
+
+def check_steps(ctx: RunContext) -> None:
+    """Warn at the end of the first epoch where manual optimization has not stepped: such a run trains nothing."""
+    at, module = ctx.position, ctx.module
+    if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
+        warn_user(
+            f"{type(module).__name__} has automatic_optimization = False, and no optimizer stepped in the first epoch "
+            f"({at.batch} batches): nothing was trained. In training_step call self.manual_backward(loss), then step() "
+            "of an optimizer that self.optimizers() returns. The Trainer does not see the steps of other optimizers."
+        )

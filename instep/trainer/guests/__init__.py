@@ -1,0 +1,132 @@
+"""The door of the training step: what a feature may change of it, and which features a run has.
+
+A guest is asked once an epoch, part by part, and changes the parts in place. Several guests so work on one step: each
+gets what those before it have left. A run without any pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.data import BatchSource
+from instep.trainer.hooks import Hook
+
+if TYPE_CHECKING:
+    from instep.trainer.context import RunContext
+
+Step = Callable[..., Any]
+
+
+@dataclass
+class StepParts:
+    """Parts of the training step of an epoch, in the order in which they are made.
+
+    Attributes:
+        take: `take(batch, batch_idx)` runs `training_step`, and returns what it returned.
+        zero_grad: zeroes the gradients at the start of an optimizer window.
+        weigh: `weigh(batch_idx)` is what the loss of a micro-batch counts in its window.
+        full_batches: the first so many batches of the epoch count `weight_of_full`, without a question.
+        weight_of_full: 1 / accumulate_grad_batches.
+        on_loss: called with each loss before its backward, but not with that of a replayed batch.
+        before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
+        needs_loss: whether a window without any loss steps no optimizer.
+        around: reasons why forward and backward cannot be one function; empty where they can.
+        forward_backward: `forward_backward(batch, batch_idx)` does both for a micro-batch; returns as `take`.
+        step_plain: steps the only optimizer, where nothing works around its step; else None.
+        step: `step(batch, batch_idx)`, the whole.
+    """
+
+    take: Step
+    zero_grad: Callable[[], Any]
+    weigh: Callable[[int], float]
+    full_batches: int
+    weight_of_full: float
+    on_loss: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    before_clip: list[Callable[[Sequence[Optimizer]], Any]] = field(default_factory=list)
+    needs_loss: bool = False
+    around: list[str] = field(default_factory=list)
+    forward_backward: Step = field(init=False)
+    step_plain: Callable[[], Any] | None = None
+    step: Step = field(init=False)
+
+
+class StepGuest:
+    """A feature that enters the step. Each method leaves everything as it is until a guest overrides it.
+
+    Args:
+        ctx: the run, or the trial of a step, which has guests of its own.
+
+    Attributes:
+        in_trials: whether it also enters steps that are tried and undone.
+        ended: whether the step in hand found none of its batches left, and did nothing.
+    """
+
+    in_trials = True
+    ended = False
+
+    def __init__(self, ctx: RunContext) -> None:
+        self.ctx = ctx
+
+    # ---- batches, in training and in evaluation
+
+    def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
+        """Return the batches that the loop gives to the step method `name`."""
+        return batches
+
+    def step_method(self, name: str, step: Step) -> Step:
+        """Return the step method `name`, which takes (batch, batch_idx) or, in evaluation, a dataloader_idx too."""
+        return step
+
+    def hooks_after(self, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
+        """Return the hooks after a batch of the step method `name`."""
+        return hooks
+
+    # ---- the training step
+
+    def check(self) -> None:
+        """Raise where settings and loaders do not fit it, before the training begins."""
+
+    def take(self, parts: StepParts) -> None:
+        """Change what forward and backward are made of."""
+
+    def forward_backward(self, parts: StepParts) -> None:
+        """Change forward and backward, and the plain step of the optimizer."""
+
+    def finish(self, parts: StepParts) -> None:
+        """Change the whole step."""
+
+    def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that steps an optimizer: `step(optimizer, closure=None)`."""
+        return step
+
+    def settle(self) -> None:
+        """Do what waits, before a save, a validation and an epoch's end. Collective."""
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _arguments(module: Any, name: str) -> Mapping[str, Any]:
+    return signature(getattr(module, name)).parameters
+
+
+GUESTS: dict[str, Callable[[RunContext], bool]] = {
+    "own_batches": lambda ctx: any("dataloader_iter" in _arguments(ctx.module, name) for name in _STEPS),
+    "nonfinite": lambda ctx: ctx.settings.nonfinite is not None and bool(ctx.optimizers),
+    "one_graph": lambda ctx: ctx.settings.cuda_graphs or getattr(ctx.settings.compile, "scope", "") == "step",
+    "garbage": lambda ctx: ctx.settings.gc_every_n_steps is not None,
+}
+"""Each guest's file, and when a run has it; in the order in which they are asked."""
+
+
+def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
+    """Make the guests of a run, or of steps that are tried."""
+    guests = [import_module(f"{__name__}.{name}").Guest(ctx) for name, wanted in GUESTS.items() if wanted(ctx)]
+    return [guest for guest in guests if guest.in_trials or not tried]

@@ -1,0 +1,31 @@
+"""`Trainer(gc_every_n_steps=)`: garbage is collected at the same steps on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from instep.trainer.guests import StepGuest, StepParts
+
+
+class Guest(StepGuest):
+    """Collect garbage after every so many optimizer steps, the same on all ranks, and leave Python's own times out.
+
+    Python collects when enough objects were made, which differs from rank to rank: each time all wait for one.
+    """
+
+    def finish(self, parts: StepParts) -> None:
+        """Collect after the step."""
+        at, step, every = self.ctx.position, parts.step, self.ctx.settings.gc_every_n_steps or 1
+        if gc.isenabled():
+            gc.disable()
+            self.ctx.undo.callback(gc.enable)
+
+        def run(batch: Any, batch_idx: int) -> Any:
+            before = at.global_step
+            output = step(batch, batch_idx)
+            if at.global_step // every > before // every:
+                gc.collect(1)  # what steps leave; the oldest generation, which takes long, waits for the end of the run
+            return output
+
+        parts.step = run

@@ -1,0 +1,142 @@
+"""Forward and backward as one graph: compiled by `compile="step"`, or recorded by `cuda_graphs=True`.
+
+The settings refuse both at once. Where the step cannot be one graph, the reason is said once, and it runs as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from instep import compile as compiling
+from instep import cuda_graphs
+from instep.trainer.checks import loss_of
+from instep.trainer.guests import Step, StepGuest, StepParts
+from instep.trainer.hooks import is_overridden
+from instep.trainer.module import TrainModule
+from instep.trainer.optimizers import wants_closure
+from instep.utils.warn import warn_user
+
+
+class Guest(StepGuest):
+    """Replace forward and backward by one graph, and the optimizer's step by another."""
+
+    def __init__(self, ctx: Any) -> None:
+        super().__init__(ctx)
+        self._warned: set[str] = set()  # each epoch makes its step anew
+        self._captured: cuda_graphs.CapturedStep | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def forward_backward(self, parts: StepParts) -> None:
+        """Put the graph in the place of forward and backward, where that is possible."""
+        ctx, records = self.ctx, self.ctx.settings.cuda_graphs
+        if not ctx.optimizers:
+            return
+        recorder = cuda_graphs.recorder_for(ctx.device) if records else None
+        if why := self._why_two_graphs(parts, recorder):
+            what = (
+                "cuda_graphs=True has no effect" if records else 'compile="step": forward and backward are two graphs'
+            )
+            self._warn_once(f"{what}, since {why}.")
+        elif recorder is not None:
+            parts.forward_backward = self._recorded(parts, recorder)
+        else:
+            parts.forward_backward = self._compiled_step(parts)
+        if ctx.module.automatic_optimization:
+            parts.step_plain = self._graph_of_optimizer(parts)
+
+    def _why_two_graphs(self, parts: StepParts, recorder: cuda_graphs.Recorder | None) -> str:
+        """Return why forward and backward cannot be one graph; "" where they can be."""
+        ctx, records = self.ctx, self.ctx.settings.cuda_graphs
+        module, strategy = ctx.module, ctx.strategy
+        own_step = is_overridden(module, "optimizer_step", TrainModule) or any(map(wants_closure, ctx.optimizers))
+        if not module.automatic_optimization:
+            return parts.around[-1]
+        if records and recorder is None:
+            return f"accelerator={ctx.device.type!r} has no CUDA graphs"
+        if parts.around:
+            return parts.around[0]
+        if not strategy.backward_fits_in_graph:
+            return f"strategy={strategy.name!r} works around the backward"
+        if records and ctx.loaders.most_accumulated > 1:
+            return "accumulate_grad_batches is more than 1"
+        if records and own_step:
+            return "the module or a closure steps the optimizer"
+        return "" if records else compiling.why_no_backward_in_graph()
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            if self.ctx.rank == 0:
+                warn_user(text)
+
+    def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
+        """Make the function that replays forward, loss and backward of each of the full batches as one CUDA graph."""
+        ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
+        if self._captured is None:
+            self._captured = cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
+        captured, full_batches = self._captured, parts.full_batches
+
+        def normal(batch: Any, batch_idx: int) -> Any:
+            return cuda_graphs.without_graph(train(batch, batch_idx))
+
+        def train_recorded(batch: Any, batch_idx: int) -> Any:
+            if batch_idx >= full_batches:
+                captured.replayed = False
+                return normal(batch, batch_idx)
+            output = captured(batch, batch_idx, normal)
+            if captured.replayed:  # else `normal` did the rest too
+                if buffer:
+                    log.drain()
+                ctx.window_count += 1
+            return output
+
+        return train_recorded
+
+    def _compiled_step(self, parts: StepParts) -> Step:
+        """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
+
+        The gradients are zeroed before the forward here, where no hook could see the difference.
+        """
+        ctx, log, buffer, config = self.ctx, self.ctx.log, self.ctx.log.buffer, self.ctx.settings.compile
+        zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
+        if self._compiled is None:  # else of an earlier epoch: torch would compile a new one anew
+            assert config is not None
+            ctx.undo.enter_context(compiling.backward_in_graph())
+            self._compiled = compiling.compile_forward_backward(parts.take, config)
+        compiled = self._compiled
+
+        def train_compiled(batch: Any, batch_idx: int) -> Any:
+            weight = weigh(batch_idx)
+            if not weight:  # what a nan in it would do to the sum is for the plain way
+                return train(batch, batch_idx)
+            if ctx.window_count == 0:
+                zero_grad()
+            output, done = compiled(batch, batch_idx, weight)
+            if buffer:
+                log.drain()
+            if not done:
+                return loss_of(output, ctx)  # None, or an error
+            ctx.window_count += 1
+            return output
+
+        return train_compiled
+
+    def _graph_of_optimizer(self, parts: StepParts) -> Callable[[], Any] | None:
+        """Return the step of the optimizer, compiled or recorded; else as it was, and the reason is said."""
+        ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self._captured, parts.step_plain
+        optimizer = ctx.optimizers[0]
+        scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)
+        worked_around = "a scaler, a guard, a profiler, another optimizer or the strategy works around it"
+        if config is not None and config.optimizer and not ctx.settings.cuda_graphs:
+            why = compiling.why_not_compiled(optimizer, scheduled) if plain else worked_around
+            if not why:
+                return compiling.compile_optimizer_step(optimizer, config)
+            self._warn_once(f'compile="step": the step of {type(optimizer).__name__} is not compiled, since {why}.')
+        elif captured is not None:
+            why = cuda_graphs.why_not_captured(optimizer, scheduled) if plain else worked_around
+            if not why:
+                captured.optimizer = captured.optimizer or cuda_graphs.CapturedOptimizer(optimizer, captured)
+                return captured.optimizer
+            self._warn_once(cuda_graphs.runs_without(optimizer, why))
+        return plain

@@ -1,0 +1,244 @@
+"""Batches that a step takes itself: `training_step(self, dataloader_iter)`, and so the steps of evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from instep.data.base import BatchSource
+from instep.data.plan import Share
+from instep.errors import DataError, HookError, SettingError
+from instep.trainer.context import Progress
+from instep.trainer.guests import Step, StepGuest, StepParts
+from instep.trainer.hooks import Hook
+from instep.trainer.log import MetricLog
+
+
+class _EndOfBatches(Exception):
+    """Signal from a training step that found no batch left in its middle: nothing of it counts."""
+
+
+class BatchTaker(Iterator[tuple[Any, int, int]]):
+    """Iterator that a step is given in place of a batch, and takes its batches from.
+
+    `next` gives (batch, batch_idx, dataloader_idx), the batch on the device and through the transfer hooks. It ends
+    with the epoch, or with the loader. A step takes one batch or more; what it keeps for the next step is not seen
+    again after a resume. Where it finds none left in the middle, its StopIteration ends the epoch: what it had taken
+    trains nothing. All ranks take as many.
+
+    Args:
+        batches: of the source, on the device.
+        source: knows the sizes of the batch in hand.
+        first: batches of the epoch that are done.
+        dataloader_idx: index of the loader.
+        limit: so many batches are given at most; None for all.
+        progress: of the Trainer; learns `batch_idx`.
+        log: learns each batch and its samples; or None.
+
+    Attributes:
+        fetched: batches of the epoch that were taken.
+        length: batches of the epoch; None when unknown.
+        done: whether none is left.
+        batch, batch_idx: the last one taken.
+        ended: whether the last step found none left.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        source: BatchSource,
+        progress: Progress,
+        log: MetricLog | None,
+        first: int = 0,
+        dataloader_idx: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        total = source.num_batches
+        self.length = limit if total is None else total if limit is None else min(total, limit)
+        self.fetched, self.batch_idx, self.batch = first, first, None
+        self.done, self.ended = self.length is not None and first >= self.length, False
+        self._batches, self._source, self._dataloader_idx, self._limit = batches, source, dataloader_idx, limit
+        self._progress, self._log = progress, log
+        self._ahead: list[Any] = []  # the first batch of the next step
+        self._shares: list[Share] = []  # of the step in hand
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self.done:
+            raise StopIteration
+        if not self._ahead:
+            self._fetch()
+        batch, share = self._ahead.pop(), self._source.share
+        self._shares.append(share)
+        if len(self._shares) > 1 and any(one.mine == 0 for one in self._shares):
+            raise DataError(
+                "the samples do not come out even: this rank has none of its own in one of several batches that a "
+                "step took. Set drop_last=True, or take one batch in each step."
+            )
+        self.batch, self.batch_idx = batch, self.fetched
+        self.fetched += 1
+        self.done = share.last or self.fetched == self._limit
+        self._progress.batch_idx = self.batch_idx
+        if self._log is not None:
+            mine = [one.mine for one in self._shares]
+            self._log.batch = batch
+            self._log.weight = None if None in mine else sum(number or 0 for number in mine)
+        return batch, self.batch_idx, self._dataloader_idx
+
+    def _fetch(self) -> None:
+        try:
+            self._ahead.append(next(self._batches))
+        except StopIteration:
+            self.done = True
+            raise
+
+    def steps(self) -> Iterator[None]:
+        """Yield None for each step, while there is a batch left that it can begin with."""
+        while not self.done:
+            try:
+                self._fetch()
+            except StopIteration:
+                return
+            yield None
+
+    def run(self, step: Step) -> Any:
+        """Run a step, and return what it returned.
+
+        Raises:
+            _EndOfBatches: it found no batch left.
+            HookError: it took none.
+        """
+        self._shares.clear()
+        try:
+            output = step(self)
+        except StopIteration:
+            if not self.done:
+                raise
+            self.ended = True
+            raise _EndOfBatches from None
+        if not self._shares:
+            raise HookError("a step took no batch from its argument dataloader_iter: call next(dataloader_iter)")
+        return output
+
+    def weight(self) -> float:
+        """Return what this rank's mean over the step's batches counts in a mean over ranks; 1 where all weigh alike."""
+        units = [share.units for share in self._shares if share.units is not None]
+        everyone = sum(pair[1] for pair in units)
+        if len(units) < len(self._shares) or not everyone:
+            return 1.0
+        return sum(pair[0] for pair in units) * self._source.world_size / everyone
+
+
+class Guest(StepGuest):
+    """Give steps that ask for it an iterator in the place of a batch, and count what they take."""
+
+    _taker: BatchTaker | None = None
+
+    def _takes(self, name: str) -> bool:
+        """Return whether a step method takes its batches itself: its argument is named `dataloader_iter`.
+
+        Raises:
+            HookError: it has others besides, which nothing passes.
+        """
+        step = getattr(self.ctx.module, name)
+        names = list(inspect.signature(step).parameters)
+        if "dataloader_iter" not in names:
+            return False
+        if len(names) > 1:
+            raise HookError(
+                f"{getattr(step, '__qualname__', step)} has dataloader_iter and {', '.join(names)}: dataloader_iter "
+                "stands alone, since next(dataloader_iter) gives (batch, batch_idx, dataloader_idx)"
+            )
+        return True
+
+    @property
+    def ended(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the step in hand found none of its batches left."""
+        return self._taker is not None and self._taker.ended
+
+    def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
+        """Return an empty place for each step, while batches are left."""
+        if not self._takes(name):
+            return batches
+        outer, log = self._taker, place.pop("log", None)
+        self._taker = BatchTaker(batches, source, self.ctx.trainer.progress, log, **place)
+        return self._steps(self._taker, outer)
+
+    def _steps(self, taker: BatchTaker, outer: BatchTaker | None) -> Iterator[None]:
+        try:
+            yield from taker.steps()
+        finally:
+            self._taker = outer  # of the training, where this was an evaluation
+
+    def step_method(self, name: str, step: Step) -> Step:
+        """Return the step that is given the iterator of the moment."""
+        if not self._takes(name):
+            return step
+        progress = self.ctx.trainer.progress
+
+        def run(*_: Any) -> Any:
+            taker = self._taker
+            assert taker is not None
+            if name == "training_step":
+                return taker.run(step)
+            try:
+                return taker.run(step)
+            except _EndOfBatches:
+                return None
+            finally:
+                progress.eval_batch = taker.fetched - 1  # the loop counts the last one
+
+        return run
+
+    def hooks_after(self, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
+        """Return the hooks, which get the last batch that the step took; none where it found none left."""
+
+        def of_taken(hook: Hook) -> Hook:
+            def run(outputs: Any, batch: Any, batch_idx: int, *rest: Any) -> None:
+                taker = self._taker
+                if taker is not None and not taker.ended:
+                    hook(outputs, taker.batch, taker.batch_idx, *rest)
+
+            return run
+
+        return tuple(map(of_taken, hooks)) if self._takes(name) else hooks
+
+    # ---- the training step
+
+    def check(self) -> None:
+        """Raise where the step and accumulation would both make a window."""
+        if (most := self.ctx.loaders.most_accumulated) > 1 and self._takes("training_step"):
+            raise SettingError(
+                f"accumulate_grad_batches={most}: training_step(dataloader_iter) takes its batches itself, so let it "
+                "take as many as an optimizer step needs, and leave accumulation out (global_batch_size may ask for "
+                "it, too).",
+                field="accumulate_grad_batches",
+                got=most,
+            )
+
+    def take(self, parts: StepParts) -> None:
+        """Weigh each step by the samples that it took."""
+        if not self._takes("training_step"):
+            return
+        parts.full_batches, parts.weigh = 0, self._weigh
+        parts.around.append("the step takes batches by itself")
+
+    def _weigh(self, batch_idx: int) -> float:
+        return 1.0 if self._taker is None else self._taker.weight()
+
+    def finish(self, parts: StepParts) -> None:
+        """Count the batches that a step took, each of them as a window."""
+        if not self._takes("training_step"):
+            return
+        step, at = parts.step, self.ctx.position
+
+        def run(batch: Any, batch_idx: int) -> Any:
+            output = None
+            with suppress(_EndOfBatches):
+                output = step(batch, batch_idx)
+            assert self._taker is not None
+            at.batch = at.window_batch = self._taker.fetched
+            return output
+
+        parts.step = run

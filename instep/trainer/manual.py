@@ -1,0 +1,75 @@
+"""Manual optimization: the module does backward and steps itself; what the Trainer adds to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.trainer.checks import without_graph
+from instep.trainer.context import RunContext
+from instep.trainer.hooks import is_overridden
+from instep.trainer.module import TrainModule
+from instep.trainer.step import Step, finished, make_parts, no_gradients_from, optimizer_step
+
+
+def manual_step(ctx: RunContext) -> Step:
+    """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
+    at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
+    parts = make_parts(ctx)
+    parts.around.append("the module optimizes by itself (automatic_optimization=False)")
+    training_step = parts.forward_backward = parts.take
+    for guest in ctx.guests:
+        guest.forward_backward(parts)
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        at.validated = False
+        gradient.end_of_dataloader = source.share.last
+        ctx.manual_steps = 0
+        output = training_step(batch, batch_idx)
+        if log.buffer:
+            log.drain()
+        at.batch = at.window_batch = batch_idx + 1
+        if ctx.manual_steps:
+            at.global_step += 1
+        return output
+
+    ctx.clock.watch("forward", step, "training_step")
+    return finished(ctx, parts, step)
+
+
+def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
+    """Make the function behind `optimizer.step()` of manual optimization."""
+    step_optimizer = optimizer_step(ctx)
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        ctx.manual_steps += 1
+        hooks = ctx.hooks["on_before_optimizer_step"]
+        if hooks:
+            ctx.strategy.gradients.unscale(optimizer)
+            for hook in hooks:
+                hook(optimizer)
+        return step_optimizer(optimizer, closure, **kwargs)
+
+    ctx.clock.watch("optimizer", step, "step_optimizer")
+    return step
+
+
+def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Backpropagate as `TrainModule.manual_backward` says."""
+    strategy, replayed = ctx.strategy, ctx.log.weight == 0
+    if not loss.requires_grad and not is_overridden(ctx.module, "backward", TrainModule):
+        raise without_graph(ctx, "self.manual_backward got a loss")
+    for note in () if replayed else ctx.step_parts.on_loss:
+        note(loss)
+    strategy.prepare_backward(loss)
+    loss = strategy.gradients.scale(loss)
+    for hook in ctx.hooks["on_before_backward"]:
+        hook(loss)
+    with no_gradients_from(strategy.gradients.leaves()) if replayed else nullcontext():
+        ctx.module.backward(loss, *args, **kwargs)
+    for hook in ctx.hooks["on_after_backward"]:
+        hook()
