@@ -128,5 +128,5 @@ GUESTS: dict[str, Callable[[RunContext], bool]] = {
 
 def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
     """Make the guests of a run, or of steps that are tried."""
-    guests = [import_module(f"{__name__}.{name}").Guest(ctx) for name, wanted in GUESTS.items() if wanted(ctx)]
-    return [guest for guest in guests if guest.in_trials or not tried]
+    kinds = [import_module(f"{__name__}.{name}").Guest for name, wanted in GUESTS.items() if wanted(ctx)]
+    return [kind(ctx) for kind in kinds if kind.in_trials or not tried]

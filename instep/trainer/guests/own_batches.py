@@ -152,13 +152,9 @@ class Guest(StepGuest):
             )
         return True
 
-    @property
-    def ended(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the step in hand found none of its batches left."""
-        return self._taker is not None and self._taker.ended
-
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
         """Return an empty place for each step, while batches are left."""
+        self.ended = False
         if not self._takes(name):
             return batches
         outer, log = self._taker, place.pop("log", None)
@@ -187,7 +183,7 @@ class Guest(StepGuest):
             except _EndOfBatches:
                 return None
             finally:
-                progress.eval_batch = taker.fetched - 1  # the loop counts the last one
+                self.ended, progress.eval_batch = taker.ended, taker.fetched - 1  # the loop counts the last one
 
         return run
 
@@ -238,6 +234,7 @@ class Guest(StepGuest):
             with suppress(_EndOfBatches):
                 output = step(batch, batch_idx)
             assert self._taker is not None
+            self.ended = self._taker.ended
             at.batch = at.window_batch = self._taker.fetched
             return output
 
