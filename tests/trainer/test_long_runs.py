@@ -126,6 +126,7 @@ def test_1200_epochs_with_loggers_checkpoints_and_validation(folder: Path) -> No
     assert Path(saves.last_model_path).is_dir()
 
 
+@pytest.mark.campaign
 def test_100000_steps_with_loggers_checkpoints_and_validation(folder: Path) -> None:
     steps, batches, growth = 100_000, 100, Growth(150, 300, 850, 998)
     saves = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
