@@ -243,9 +243,10 @@ class Uses(cst.CSTVisitor):
         if name in _STEPS:
             needed = [each for each in method.params.params[1:] if each.default is None]
             for parameter in needed:
-                alone = parameter.name.value == "dataloader_iter" and len(needed) == 1
-                if parameter.name.value in porting.STEP_ARGUMENTS and not alone:
-                    text = porting.STEP_ARGUMENTS[parameter.name.value]
+                text = porting.STEP_ARGUMENTS.get(parameter.name.value, "")
+                if parameter.name.value == "dataloader_iter" and len(needed) > 1:
+                    text = "it stands alone in a step, which takes its batches from it"
+                if text:
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:

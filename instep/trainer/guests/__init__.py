@@ -114,7 +114,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def _arguments(module: Any, name: str) -> Mapping[str, Any]:
-    return signature(getattr(module, name)).parameters
+    step = getattr(module, name, None)
+    return signature(step).parameters if callable(step) else {}
 
 
 GUESTS: dict[str, Callable[[RunContext], bool]] = {
