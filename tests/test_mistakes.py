@@ -99,6 +99,11 @@ class Unpacks(Toy):
         return x
 
 
+class ReadsLabel(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss((batch["x"], batch["label"]))
+
+
 class Ragged(Dataset[Any]):
     """Samples of other lengths, as tensors or as lists."""
 
@@ -222,6 +227,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
         lambda: validate(Unpacks(), DataLoader(TensorDataset(*[torch.ones(8, 3)] * 3), batch_size=4)),
         DataError,
         r"Unpacks.validation_step: `\(x, _\), \*rest = batch .*\[float32\[4, 3\], float32\[4, 3\], float32\[4, 3\]\]",
+    ),
+    "a key that the batch does not have": (
+        lambda: fit(ReadsLabel(), [{"x": torch.ones(4, 4), "y": torch.ones(4)}]),
+        DataError,
+        r"ReadsLabel.training_step reads batch\['label'\], and the batch has the keys 'x', 'y'",
+    ),
+    "an optimizer for the model": (
+        lambda: accelerated(
+            lambda a, m: a.prepare_optimizer(torch.optim.SGD(m.parameters(), lr=0.1))(torch.ones(3, 2))
+        ),
+        UsageError,
+        r"SGD was called as a model is.*model, optimizer, loader = accelerator.prepare",
     ),
     "a dataset for a loader": (
         lambda: fit(Toy(), samples()),

@@ -282,6 +282,13 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._refused = False  # zero_grad was called meanwhile
         self._corrected = False
 
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise: what was called in the place of a model is the optimizer."""
+        raise UsageError(
+            f"{type(self.optimizer).__name__} was called as a model is. prepare() returns what it is given in the same "
+            "order: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)."
+        )
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Step, if the micro-batch in hand ends its window. Collective where losses came with `num_items`.
 

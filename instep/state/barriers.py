@@ -104,7 +104,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             said_s = min(_SAY_AFTER_S, limit_s)
             late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
-                warn_user(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False))
+                warn_user(_report(groups, turn, name, f"still waits after {said_s:g} s", last=False))
             # Who came within the last moment writes it down within the next.
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
     """Say who is missing, and what the others wait for; `last` where this rank gives up."""
-    here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
+    here = f"rank {groups.control.rank()} is in {_call(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)
         names = records.read(turn, or_later=True)
@@ -145,7 +145,10 @@ def _report(groups: Groups, turn: int, name: str | None, problem: str, last: boo
     if not missing:
         return f"{here} All had come, but not all are there any more: {_by_name(names)}."
     absent = ", ".join(f"rank {rank} (on {groups.hosts[rank]})" for rank in missing)
-    return f"{here} Missing: {absent}. Waiting: {_by_name(names)}. See what the missing ones do, or why they ended."
+    return (
+        f"{here} Missing: {absent}. Waiting: {_by_name(names)}. See what the missing ones do, or why they ended: one "
+        "may have left its loop early, or have more batches."
+    )
 
 
 def _limit(groups: Groups, timeout_s: float | None) -> float:

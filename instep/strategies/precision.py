@@ -102,8 +102,8 @@ def check_device(name: str, device: torch.device) -> None:
     """
     if name == "16-mixed" and device.type == "cpu":
         raise SettingError(
-            "precision='16-mixed' needs a GPU. On a CPU use precision='bf16-mixed' (same speed, no gradient "
-            "scaling) or precision='32-true'.",
+            "precision='16-mixed' ('16', 'fp16') needs a GPU. On a CPU use precision='bf16-mixed' (same speed, no "
+            "gradient scaling) or precision='32-true'.",
             field="precision",
             got=name,
         )

@@ -66,7 +66,11 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
             "with the loss under 'loss', or None to skip the batch."
         )
     if loss.numel() != 1:
-        raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")
+        raise HookError(
+            f"{type(ctx.module).__name__}.training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one "
+            "number: by its mean where it has one loss for each sample. What has the shape of the model's output is no "
+            "loss: return what a loss function makes of it."
+        )
     if ctx.optimizers and not loss.requires_grad:
         raise without_graph(ctx, "training_step returned a loss")
     return loss

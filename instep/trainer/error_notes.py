@@ -12,6 +12,7 @@ import linecache
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -41,7 +42,7 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
         error: on its way out of the run, of the user's code, or of torch below it.
         ctx: the run.
     """
-    if isinstance(error, InstepError) or not isinstance(error, RuntimeError | TypeError | ValueError):
+    if isinstance(error, InstepError) or not isinstance(error, RuntimeError | TypeError | ValueError | KeyError):
         return None
     frames = list(_frames(error))
     text = str(error)
@@ -49,6 +50,8 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
         return UsageError(f"{_why_twice(ctx)} {_where(frames, ctx)}")
     if "to unpack" in text and frames and _is_hook(frames[-1], (ctx.module,)):
         return _not_unpacked(frames[-1], error)
+    if isinstance(error, KeyError) and frames and _is_hook(frames[-1], (ctx.module,)):
+        return _no_such_key(frames[-1], error)
     stepped = next((_self_of(frame) for frame in frames if _is_step_of_schedule(frame)), None)
     if stepped is not None and hasattr(stepped, "total_steps") and "total steps is" in text:
         return HookError(
@@ -85,6 +88,21 @@ def _not_unpacked(frame: FrameType, error: BaseException) -> DataError | None:
     return DataError(
         f"{type(_self_of(frame)).__name__}.{hook}: `{line}` does not fit the batch, which is {batch} ({error}). Take "
         "from it what the dataset gives."
+    )
+
+
+def _no_such_key(frame: FrameType, error: KeyError) -> DataError | None:
+    """Make the error for a hook that reads a key which the batch does not have."""
+    name, hook = next(iter(frame.f_code.co_varnames[1:2]), ""), frame.f_code.co_name
+    batch, line = frame.f_locals.get(name), linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if not hook.endswith(_OF_BATCHES) or not isinstance(batch, Mapping) or f"{name}[" not in line:
+        return None
+    if len(error.args) != 1 or error.args[0] in batch:
+        return None
+    keys = ", ".join(map(repr, islice(batch, _ITEMS)))
+    return DataError(
+        f"{type(_self_of(frame)).__name__}.{hook} reads {name}[{error.args[0]!r}], and the batch has the keys {keys}. "
+        "Read one of these, or let the dataset give the other."
     )
 
 

@@ -424,7 +424,12 @@ def print_why_it_ended(ctx: RunContext) -> None:
     trainer._print(f"fit ended at step {at.global_step}: {ctx.why}.")
     trainer.metrics.keep(ctx.log)
     if bad := trainer.metrics.describe_nan():
-        trainer._print(f"{bad}. Trainer(nonfinite='stop') ends a run at the first loss or gradient that is not finite.")
+        groups = [group for each in ctx.optimizers for group in each.param_groups]
+        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in groups))
+        trainer._print(
+            f"{bad}. Is the learning rate ({rates}) too high? Trainer(nonfinite='stop') ends a run at the first loss "
+            "or gradient that is not finite."
+        )
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:

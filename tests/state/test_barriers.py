@@ -45,7 +45,7 @@ def _one_stays_away_in_checked_mode() -> list[str]:
 def test_every_rank_that_waits_says_who_is_missing_and_what_the_others_wait_for() -> None:
     *waiting_ranks, late = run_ranks(_one_stays_away, 3)
     for rank, (given_up, afterwards) in enumerate(waiting_ranks):
-        assert f"rank {rank} waited for everyone under 'the download', and not everybody came within 5 s" in given_up
+        assert f"rank {rank} is in wait_for_everyone('the download'), and not everybody came within 5 s" in given_up
         assert f"Missing: rank 2 (on {os.uname().nodename})" in given_up
         assert "Waiting: rank 0, 1 under 'the download'" in given_up
         assert given_up.startswith("DistributedError")
@@ -84,7 +84,9 @@ def _one_is_slow() -> list[str]:
 def test_who_waits_for_long_says_for_whom_and_goes_on() -> None:
     said, nothing = run_ranks(_one_is_slow, 2)
     assert len(said) == 1
-    assert said[0].startswith("rank 0 waited for everyone under 'the download', and goes on after 1 s. Missing: rank 1")
+    assert said[0].startswith(
+        "rank 0 is in wait_for_everyone('the download'), and still waits after 1 s. Missing: rank 1"
+    )
     assert nothing == []
 
 
@@ -117,7 +119,7 @@ def _one_ends() -> str:
 @pytest.mark.dist
 def test_a_rank_that_ends_is_missed_at_once() -> None:
     text = run_ranks(_one_ends, 2)[0]
-    assert "rank 0 waited for everyone under 'the end', and the connection to another process broke" in text
+    assert "rank 0 is in wait_for_everyone('the end'), and the connection to another process broke" in text
     assert "Missing: rank 1" in text
 
 
