@@ -1,4 +1,4 @@
-"""What a run checks as it goes: that there are batches, losses and steps."""
+"""Checks of a run as it goes: that there are batches, losses and steps."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.checks import warn_of_no_batch
 from instep.trainer.context import RunContext, RunningStage
+from instep.trainer.guests import Step
 from instep.trainer.hooks import Hook
 from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
 from instep.trainer.module import TrainModule, accepted_arguments
-from instep.trainer.step import Step, resolve_step
+from instep.trainer.step import resolve_step
 from instep.utils.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:

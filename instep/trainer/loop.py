@@ -22,14 +22,14 @@ from instep.trainer import run_state
 from instep.trainer.checks import check_epoch, check_losses, check_steps
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate
-from instep.trainer.guests import find_guests
+from instep.trainer.guests import Step, find_guests
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MOST_HELD, MetricLog, metric_room
-from instep.trainer.manual import manual_optimizer_step
+from instep.trainer.manual import manual_optimizer_step, manual_step
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves, writes_checkpoints
-from instep.trainer.step import detached_outputs, make_step, optimizer_step
+from instep.trainer.step import automatic_step, detached_outputs, optimizer_step, step_of_phases
 from instep.utils.imports import without_collections
 from instep.utils.seed import rng_state, set_rng_state
 from instep.utils.warn import warn_user
@@ -105,16 +105,31 @@ def configure_optimizers(ctx: RunContext) -> None:
         import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
     ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
     ctx.guests = find_guests(ctx)
-    on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
-    ctx.wrapped_optimizers = [
-        TrainOptimizer(optimizer, module, on_step=on_step, no_sync=strategy.no_sync) for optimizer in ctx.optimizers
-    ]
+    wrap_optimizers(ctx)
     strategy.prepare_training(module, ctx.optimizers)
     strategy.separate_random_streams(ctx.trainer.seed)
 
 
+def wrap_optimizers(ctx: RunContext) -> None:
+    """Set what `self.optimizers()` returns: optimizers whose steps are the run's."""
+    module, no_sync = ctx.module, ctx.strategy.no_sync
+    on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
+    ctx.wrapped_optimizers = [
+        TrainOptimizer(optimizer, module, on_step=on_step, no_sync=no_sync) for optimizer in ctx.optimizers
+    ]
+
+
+def make_step(ctx: RunContext) -> Step:
+    """Make the function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
+    if not ctx.module.automatic_optimization:
+        step = manual_step(ctx)
+    else:
+        step = automatic_step(ctx) if ctx.loaders.phases is None else step_of_phases(ctx)
+    return ctx.profiled("run_training_batch", step)
+
+
 def _call_configure(module: TrainModule) -> Any:
-    """Call `configure_optimizers`; what it gave to an optimizer that refused it is named in place of torch's text."""
+    """Call `configure_optimizers`; where an optimizer refuses its arguments, raise an error that names them."""
     try:
         return module.configure_optimizers()
     except (TypeError, ValueError) as error:
@@ -397,7 +412,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
 
 
 def settle(ctx: RunContext) -> None:
-    """Let the guests of the step do what waits, before anything is built on the steps so far."""
+    """Have the guests of the step do what waits, before anything is built on the steps so far."""
     for guest in ctx.guests:
         guest.settle()
 

@@ -1,4 +1,4 @@
-"""Manual optimization: the module does backward and steps itself; what the Trainer adds to each."""
+"""Manual optimization: the module calls backward and steps itself, and the Trainer adds hooks and counts to each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from instep.trainer.checks import without_graph
 from instep.trainer.context import RunContext
+from instep.trainer.guests import Step
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
-from instep.trainer.step import Step, finished, make_parts, no_gradients_from, optimizer_step
+from instep.trainer.step import finished, make_parts, no_gradients_from, optimizer_step
 
 
 def manual_step(ctx: RunContext) -> Step:
-    """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
+    """Make the step of manual optimization: the module optimizes, and a batch that stepped an optimizer counts."""
     at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
     parts = make_parts(ctx)
     parts.around.append("the module optimizes by itself (automatic_optimization=False)")
@@ -59,12 +60,12 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 
 
 def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Backpropagate as `TrainModule.manual_backward` says."""
+    """Backpropagate, as `TrainModule.manual_backward` describes."""
     strategy, replayed = ctx.strategy, ctx.log.weight == 0
     if not loss.requires_grad and not is_overridden(ctx.module, "backward", TrainModule):
         raise without_graph(ctx, "self.manual_backward got a loss")
-    for note in () if replayed else ctx.step_parts.on_loss:
-        note(loss)
+    for look in () if replayed else ctx.step_parts.on_loss:
+        look(loss)
     strategy.prepare_backward(loss)
     loss = strategy.gradients.scale(loss)
     for hook in ctx.hooks["on_before_backward"]:

@@ -1,6 +1,6 @@
 """The training step: forward, backward, clip, optimizer, scheduler.
 
-`make_step` resolves everything once and returns one function that the loop calls per batch. The order of hooks is
+`automatic_step` resolves everything once and returns one function that the loop calls per batch. The order of hooks is
 Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch. Several optimizers
 step together, from one backward. Features that not every run has enter as guests (`guests/`), and are not named here;
 manual optimization is in `manual.py`.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,22 +23,11 @@ from instep.strategies import Strategy
 from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.checks import loss_of
 from instep.trainer.context import RunContext
-from instep.trainer.guests import StepParts
+from instep.trainer.guests import Step, StepParts
 from instep.trainer.hooks import is_overridden
 from instep.trainer.log import metric_room
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.optimizers import step_schedulers, wants_closure
-
-Step = Callable[..., Any]
-
-
-def make_step(ctx: RunContext) -> Step:
-    """Make the function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
-    if not ctx.module.automatic_optimization:
-        step = import_module("instep.trainer.manual").manual_step(ctx)
-    else:
-        step = automatic_step(ctx) if ctx.loaders.phases is None else step_of_phases(ctx)
-    return ctx.profiled("run_training_batch", step)
 
 
 def make_parts(ctx: RunContext) -> StepParts:
@@ -116,7 +104,7 @@ def automatic_step(ctx: RunContext) -> Step:
 
 
 def finished(ctx: RunContext, parts: StepParts, step: Step) -> Step:
-    """Let the guests change the whole step."""
+    """Return the whole step, as the guests have changed it."""
     parts.step = step
     for guest in ctx.guests:
         guest.finish(parts)
@@ -350,7 +338,7 @@ def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def counting_once(ctx: RunContext, training_step: Step) -> Step:
-    """Leave batches that are replayed out of what the module's metric objects count; the step itself without these."""
+    """Return the step, which leaves replayed batches out of what the module's metric objects count."""
     module, log = ctx.module, ctx.log
     if ctx.world_size == 1 or not metric_room().metric_objects(module):
         return training_step
@@ -381,7 +369,7 @@ def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0
 
 
 def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
-    """`function`, run inside the context each time; the function itself where there is none."""
+    """Return a function that runs inside the context each time; the function itself where there is none."""
     if context is None:
         return function
 

@@ -563,13 +563,13 @@ def test_an_optimizer_that_moves_before_its_closure_is_put_back():
 
 @pytest.mark.filterwarnings("ignore:global_step")
 def test_with_a_scaler_the_loss_is_looked_at_and_the_scaler_looks_at_the_gradients(monkeypatch: pytest.MonkeyPatch):
-    real = nonfinite.Guest.__init__
+    real = nonfinite.NonFiniteGuard.__init__
 
     def with_scaler(guard: Any, ctx: Any) -> None:
         ctx.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         real(guard, ctx)
 
-    monkeypatch.setattr(nonfinite.Guest, "__init__", with_scaler)
+    monkeypatch.setattr(nonfinite.NonFiniteGuard, "__init__", with_scaler)
     by_scaler = OneGradient()
     trainer = fit(by_scaler, "skip")
     assert trainer.position.nonfinite_steps == 0

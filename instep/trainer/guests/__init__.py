@@ -1,15 +1,15 @@
-"""The door of the training step: what a feature may change of it, and which features a run has.
+"""Guests of the training step: what a feature may change of it, and which features a run has.
 
-A guest is asked once an epoch, part by part, and changes the parts in place. Several guests so work on one step: each
-gets what those before it have left. A run without any pays nothing.
+A guest is asked once an epoch, part by part, and changes the parts in place. So several guests work on one step: each
+gets what those before it have left. A run without guests pays nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from inspect import signature
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class StepParts:
         take: `take(batch, batch_idx)` runs `training_step`, and returns what it returned.
         zero_grad: zeroes the gradients at the start of an optimizer window.
         weigh: `weigh(batch_idx)` is what the loss of a micro-batch counts in its window.
-        full_batches: the first so many batches of the epoch count `weight_of_full`, without a question.
+        full_batches: so many batches at the beginning of the epoch count `weight_of_full`; `weigh` is not asked.
         weight_of_full: 1 / accumulate_grad_batches.
         on_loss: called with each loss before its backward, but not with that of a replayed batch.
         before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
@@ -65,7 +65,7 @@ class StepGuest:
 
     Attributes:
         in_trials: whether it also enters steps that are tried and undone.
-        ended: whether the step in hand found none of its batches left, and did nothing.
+        ended: whether the last step found no batch left, and did nothing.
     """
 
     in_trials = True
@@ -77,7 +77,7 @@ class StepGuest:
     # ---- batches, in training and in evaluation
 
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
-        """Return the batches that the loop gives to the step method `name`."""
+        """Return the batches for the step method `name`; `place` is what the loop knows of them, such as the loader."""
         return batches
 
     def step_method(self, name: str, step: Step) -> Step:
@@ -119,15 +119,20 @@ def _arguments(module: Any, name: str) -> Mapping[str, Any]:
 
 
 GUESTS: dict[str, Callable[[RunContext], bool]] = {
-    "own_batches": lambda ctx: any("dataloader_iter" in _arguments(ctx.module, name) for name in _STEPS),
-    "nonfinite": lambda ctx: ctx.settings.nonfinite is not None and bool(ctx.optimizers),
-    "one_graph": lambda ctx: ctx.settings.cuda_graphs or getattr(ctx.settings.compile, "scope", "") == "step",
-    "garbage": lambda ctx: ctx.settings.gc_every_n_steps is not None,
+    "own_batches:OwnBatches": lambda ctx: any("dataloader_iter" in _arguments(ctx.module, name) for name in _STEPS),
+    "nonfinite:NonFiniteGuard": lambda ctx: ctx.settings.nonfinite is not None and bool(ctx.optimizers),
+    "one_graph:OneGraph": lambda ctx: ctx.settings.cuda_graphs or getattr(ctx.settings.compile, "scope", "") == "step",
+    "garbage:GarbageCollection": lambda ctx: ctx.settings.gc_every_n_steps is not None,
 }
-"""Each guest's file, and when a run has it; in the order in which they are asked."""
+"""Each guest's file and class, and when a run has it; in the order in which they are asked."""
 
 
 def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
-    """Make the guests of a run, or of steps that are tried."""
-    kinds = [import_module(f"{__name__}.{name}").Guest for name, wanted in GUESTS.items() if wanted(ctx)]
+    """Make the guests of a run.
+
+    Args:
+        ctx: the run.
+        tried: its steps are tried and undone, so that some guests stay out.
+    """
+    kinds = [resolve_name(f"{__name__}.{path}") for path, wanted in GUESTS.items() if wanted(ctx)]
     return [kind(ctx) for kind in kinds if kind.in_trials or not tried]

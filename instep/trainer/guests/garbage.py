@@ -8,10 +8,10 @@ from typing import Any
 from instep.trainer.guests import StepGuest, StepParts
 
 
-class Guest(StepGuest):
-    """Collect garbage after every so many optimizer steps, the same on all ranks, and leave Python's own times out.
+class GarbageCollection(StepGuest):
+    """Collection of garbage at every so many optimizer steps, in place of Python's own times.
 
-    Python collects when enough objects were made, which differs from rank to rank: each time all wait for one.
+    Python collects when enough objects were made. This time differs from rank to rank, and each time all wait for one.
     """
 
     def finish(self, parts: StepParts) -> None:
@@ -25,7 +25,7 @@ class Guest(StepGuest):
             before = at.global_step
             output = step(batch, batch_idx)
             if at.global_step // every > before // every:
-                gc.collect(1)  # what steps leave; the oldest generation, which takes long, waits for the end of the run
+                gc.collect(1)  # This is what steps leave. The oldest generation takes long: it waits for the run's end.
             return output
 
         parts.step = run

@@ -68,8 +68,8 @@ class _LeftOut(Exception):
     """Signal out of a closure that leaves `optimizer.step` before it changes anything."""
 
 
-class Guest(StepGuest):
-    """Watch over the optimizer steps of one fit, which acts by the policy.
+class NonFiniteGuard(StepGuest):
+    """Guard of the optimizer steps of one fit, which acts by the policy.
 
     Args:
         ctx: a fit with optimizers, whose settings have a policy: "stop", "skip" or "continue".
@@ -114,23 +114,19 @@ class Guest(StepGuest):
     # ---- the step
 
     def take(self, parts: StepParts) -> None:
-        """See each loss, and the gradients before they are clipped."""
+        """Keep each loss, and check the gradients before they are clipped."""
         self._losses = []  # those of a window that the last epoch left unfinished
-        parts.on_loss.append(self.note_loss)
+        parts.on_loss.append(self.keep_loss)
         parts.before_clip.append(self.check_step)
         parts.needs_loss = True
         parts.around.append("nonfinite= looks at the loss before the backward")
 
     def step_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Step by the policy, whatever `step` does."""
+        """Return `optimizer_step`, which calls `step` where the policy allows it."""
         self._step = step
         return self.optimizer_step
 
-    def settle(self) -> None:
-        """Read the flags that wait: nothing is built on a step that should have ended the run."""
-        self.read_flags()
-
-    def note_loss(self, loss: Tensor) -> None:
+    def keep_loss(self, loss: Tensor) -> None:
         """Keep a loss for the check of this window; called before each backward."""
         if not self._losses:
             self._first_batch = self._progress.batch_idx
@@ -151,7 +147,7 @@ class Guest(StepGuest):
         if closure is not None:
             self._step_with_closure(optimizer, closure, kwargs)
             return
-        check = self._take(optimizer)
+        check = self._check_of(optimizer)
         if check.bad:
             self._report(check)
             if self._leaves_out:
@@ -165,7 +161,7 @@ class Guest(StepGuest):
             _forget_flag(optimizer)
         self._known[id(optimizer)] = len(_with_gradients(optimizer))
 
-    def _take(self, optimizer: Optimizer) -> _Check:
+    def _check_of(self, optimizer: Optimizer) -> _Check:
         checked = self._checked.pop(id(optimizer), None)
         return self._check(optimizer) if checked is None else checked
 
@@ -189,7 +185,7 @@ class Guest(StepGuest):
 
     def _report(self, check: _Check) -> None:
         self._waiting.append(check)
-        self.read_flags()
+        self.settle()
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
@@ -199,7 +195,7 @@ class Guest(StepGuest):
     def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
         """Leave the decision to the optimizer's kernel, and the report to the next time the host reads."""
         if len(self._waiting) >= _READ_AFTER:
-            self.read_flags()
+            self.settle()
         self._waiting.append(check)
         if self._leaves_out:
             optimizer.grad_scale, optimizer.found_inf = None, check.found  # type: ignore[attr-defined]
@@ -218,7 +214,7 @@ class Guest(StepGuest):
         def checked() -> Any:
             nonlocal check
             loss = closure()
-            current = self._take(optimizer)
+            current = self._check_of(optimizer)
             if check is not None:
                 return loss
             check = current
@@ -257,7 +253,7 @@ class Guest(StepGuest):
 
     # ---- the report
 
-    def read_flags(self) -> None:
+    def settle(self) -> None:
         """Read the flags that are still on the device, and report. Collective; nothing to do where the host decides.
 
         Raises:

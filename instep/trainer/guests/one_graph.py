@@ -1,6 +1,6 @@
 """Forward and backward as one graph: compiled by `compile="step"`, or recorded by `cuda_graphs=True`.
 
-The settings refuse both at once. Where the step cannot be one graph, the reason is said once, and it runs as usual.
+The settings refuse both at once. Where the step cannot be one graph, it runs as usual, and a warning says why.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from instep.trainer.optimizers import wants_closure
 from instep.utils.warn import warn_user
 
 
-class Guest(StepGuest):
-    """Replace forward and backward by one graph, and the optimizer's step by another."""
+class OneGraph(StepGuest):
+    """One graph in the place of forward and backward, and another in that of the optimizer's step."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
@@ -123,7 +123,7 @@ class Guest(StepGuest):
         return train_compiled
 
     def _graph_of_optimizer(self, parts: StepParts) -> Callable[[], Any] | None:
-        """Return the step of the optimizer, compiled or recorded; else as it was, and the reason is said."""
+        """Return the step of the optimizer, compiled or recorded; else as it was, with a warning that says why."""
         ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self._captured, parts.step_plain
         optimizer = ctx.optimizers[0]
         scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)

@@ -21,7 +21,7 @@ class _EndOfBatches(Exception):
 
 
 class BatchTaker(Iterator[tuple[Any, int, int]]):
-    """Iterator that a step is given in place of a batch, and takes its batches from.
+    """Iterator that a step gets in place of a batch, and takes its batches from.
 
     `next` gives (batch, batch_idx, dataloader_idx), the batch on the device and through the transfer hooks. It ends
     with the epoch, or with the loader. A step takes one batch or more; what it keeps for the next step is not seen
@@ -30,12 +30,12 @@ class BatchTaker(Iterator[tuple[Any, int, int]]):
 
     Args:
         batches: of the source, on the device.
-        source: knows the sizes of the batch in hand.
+        source: has the share of the batch in hand.
         first: batches of the epoch that are done.
         dataloader_idx: index of the loader.
         limit: so many batches are given at most; None for all.
-        progress: of the Trainer; learns `batch_idx`.
-        log: learns each batch and its samples; or None.
+        progress: of the Trainer; its `batch_idx` follows.
+        log: its batch and samples follow; None: nothing is logged.
 
     Attributes:
         fetched: batches of the epoch that were taken.
@@ -130,8 +130,8 @@ class BatchTaker(Iterator[tuple[Any, int, int]]):
         return sum(pair[0] for pair in units) * self._source.world_size / everyone
 
 
-class Guest(StepGuest):
-    """Give steps that ask for it an iterator in the place of a batch, and count what they take."""
+class OwnBatches(StepGuest):
+    """Iterator in the place of a batch, for steps that ask for it; what they take is counted."""
 
     _taker: BatchTaker | None = None
 
@@ -153,7 +153,7 @@ class Guest(StepGuest):
         return True
 
     def batches(self, name: str, batches: Iterator[Any], source: BatchSource, **place: Any) -> Iterator[Any]:
-        """Return an empty place for each step, while batches are left."""
+        """Return an iterator of None, one for each step, while batches are left."""
         self.ended = False
         if not self._takes(name):
             return batches

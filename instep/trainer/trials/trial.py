@@ -24,11 +24,9 @@ from instep.trainer.guests import find_guests
 from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, NullBuffer
-from instep.trainer.loop import after_batch, plan_validation
-from instep.trainer.manual import manual_optimizer_step
+from instep.trainer.loop import after_batch, make_step, plan_validation, wrap_optimizers
 from instep.trainer.metrics import Metrics
-from instep.trainer.optimizers import TrainOptimizer
-from instep.trainer.step import detached_outputs, make_step, optimizer_step
+from instep.trainer.step import detached_outputs
 from instep.trainer.trials.keep import Keeper
 from instep.types import Stateful
 
@@ -180,15 +178,10 @@ class Trial:
         ctx.window_count = ctx.manual_steps = 0
         ctx.log = MetricLog("train", run.world_size)
         ctx.log.buffer = NullBuffer()
-        automatic = module.automatic_optimization
-        if automatic:
+        if module.automatic_optimization:
             ctx.schedulers = [replace(config, interval=_NEVER) for config in run.schedulers]
         ctx.guests = find_guests(ctx, tried=True)
-        on_step = optimizer_step(ctx) if automatic else manual_optimizer_step(ctx)
-        ctx.wrapped_optimizers = [
-            TrainOptimizer(optimizer, module, on_step=on_step, no_sync=self._strategy.no_sync)
-            for optimizer in run.optimizers
-        ]
+        wrap_optimizers(ctx)
         silent = [SilentLogger() for _ in trainer.loggers]
         vars(trainer).update(
             _ctx=ctx, position=ctx.position, metrics=Metrics(trainer), _log=ctx.log, _loggers=silent,
