@@ -210,22 +210,19 @@ _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
-_PLUGIN = "use precision=... and strategy=... of the Trainer or Accelerator; instep has no plug-in classes"
 _INTERNAL = "it is an internal part of Lightning, without a counterpart: copy it, or do without"
 
 PARTS_OF_LIGHTNING = {
-    "environments": "leave it out: the launcher's environment is read by itself",
+    "environments": _BY_ITSELF,
     "collectives": "use torch.distributed, or instep.distributed",
     "io": "instep reads and writes checkpoints itself; `instep.checkpoint` reads them in other programs",
     "precision": "use precision=...",
-    "plugins": _PLUGIN,
+    "plugins": "use precision=... and strategy=... of the Trainer or Accelerator; instep has no plug-in classes",
     "accelerators": 'use accelerator="cpu", "gpu" or "xla"',
     "strategies": "use strategy=... by name, or a class of instep.strategies",
     "loggers": "use a class of instep.loggers, or log_with=... of the Accelerator",
     "loops": "there are no loop objects: `trainer.current_epoch` and `trainer.global_step` say where a run stands",
-    "connectors": _INTERNAL,
-    "utilities": _INTERNAL,
-    "overrides": _INTERNAL,
+    **dict.fromkeys(("connectors", "utilities", "overrides"), _INTERNAL),
 }
 """What to do about names without a counterpart, by the part of Lightning that they are of."""
 
@@ -234,7 +231,6 @@ ADVICE = {
         ("CheckpointIO", "TorchCheckpointIO", "AsyncCheckpointIO", "_WrappingCheckpointIO"),
         PARTS_OF_LIGHTNING["io"] + "; ModelCheckpoint(background=True) saves beside the training",
     ),
-    "ClusterEnvironment": PARTS_OF_LIGHTNING["environments"],
     "get_filesystem": "use fsspec.core.url_to_fs(path)[0]",
     "reset_seed": "call instep.seed_everything(seed)",
     "_load": "use instep.checkpoint.load_weights, or torch.load for a file of torch's",
@@ -256,10 +252,10 @@ ADVICE = {
             ("WandB", "wandb"),
         )
     },
-    "SLURMEnvironment": _BY_ITSELF,
-    "LightningEnvironment": _BY_ITSELF,
-    "TorchElasticEnvironment": _BY_ITSELF,
-    "MPIEnvironment": _BY_ITSELF,
+    **dict.fromkeys(
+        ("ClusterEnvironment", "LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
+        _BY_ITSELF,
+    ),
     **dict.fromkeys(
         ("Fabric", "is_wrapped"),
         "instep.Accelerator is for handwritten loops; what its methods do stands in docs/train/accelerator.md",
@@ -742,7 +738,7 @@ ENVIRONMENT = {
 
 
 def instead_of(owner: str, name: str) -> str | None:
-    """Say what to write in place of another package's argument; None for a name that the table has not.
+    """Return what to write in place of another package's argument; None for a name that the table does not have.
 
     Example:
         >>> instead_of("Trainer", "gpus")
@@ -786,7 +782,7 @@ def successor(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """Say what to do about a canonical name that has no successor."""
+    """Return what to do about a canonical name that has no successor."""
     *parts, leaf = name.split(".")
     if ".demos" in name or ".test_utils" in name:
         return "it is of a package for demonstrations and tests: copy it, or take your own"
@@ -829,7 +825,7 @@ OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if own
 
 
 def hint_for(name: str) -> str | None:
-    """Say what there is for a name that a room of instep has not; None for a name of nobody's.
+    """Return what replaces a name that a package of instep does not have; None for a name of nobody's.
 
     Example:
         >>> hint_for("LightningModule")

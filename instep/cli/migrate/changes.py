@@ -1,7 +1,7 @@
-"""What works in a script after the change, but means something else: notes of `instep migrate`, rows of the guides.
+"""Changes of meaning: places of a script that work after the change, but mean something else.
 
-The list is the only one. `instep migrate` looks for each place and writes a note; the first table of each guide
-(docs/porting) has the same places and texts, which a test holds against it.
+No other list has them. `instep migrate` looks for each place and writes a note, and the first table of each guide
+(docs/porting) is made of the same places and texts: a test compares them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Change:
         where: the place, written as it is looked for: `Trainer(min_steps=)` is an argument, `Trainer.log_dir` an
             attribute or method of a Trainer, `Trainer.should_stop =` an attribute that is set, `def on_load_checkpoint`
             a method of a module, a data module or a callback, `Tuner` a name, `"frequency":` a key of a dict in
-            `configure_optimizers`, `"lightning_logs"` a part of a text. In other words: a method of `Uses` finds it.
+            `configure_optimizers`, `"lightning_logs"` a part of a text. Other places are in words: `Uses` has a method
+            that finds each of them.
         text: what instep does.
         why: the reason, for the guide.
         having: a pattern that the place has: an argument's value, a method, the value of a key.
@@ -37,13 +38,12 @@ class Change:
 
 
 _BATCHES = (
-    "With several optimizers stepped by hand, counts batches in which one stepped; Lightning counts each "
-    "`step()`. With "
-    "two in each batch, "
+    "With several optimizers stepped by hand, counts batches in which one stepped; Lightning counts each `step()`. "
+    "With two in each batch, "
 )
 SEVERAL_OPTIMIZERS = "`self.optimizers()` of several, by hand"
 COUNTERS = ("max_steps", "min_steps", "every_n_train_steps", "global_step")
-"""What counts otherwise in a script that steps several optimizers by hand."""
+"""Names of counts that mean something else in a script that steps several optimizers by hand."""
 
 SKIPPED = "`if step < resume_step: continue` or `islice` after `load_state`"
 MULTIPLIED = "`num_training_steps=n * accelerator.num_processes` of a schedule"
@@ -58,14 +58,15 @@ _LIFTED = Change(
 )
 
 LIGHTNING = (
-    Change("max_steps", _BATCHES + "divide it by two.", "`max_steps=10` means ten batches."),
-    Change("min_steps", _BATCHES + "divide it by two."),
-    Change("every_n_train_steps", _BATCHES + "divide it by two."),
+    *(
+        Change(name, _BATCHES + "divide it by two.", "`max_steps=10` means ten batches.")
+        for name in ("max_steps", "min_steps", "every_n_train_steps")
+    ),
     Change("global_step", _BATCHES + "it is half as large here."),
     Change(
         SEVERAL_OPTIMIZERS,
-        "`max_steps`, `min_steps`, `every_n_train_steps` and `global_step` of its run count batches, in other "
-        "files too.",
+        "`max_steps`, `min_steps`, `every_n_train_steps` and `global_step` of its run count batches, in other files "
+        "too.",
     ),
     Change(
         "Trainer(accumulate_grad_batches=)",
@@ -155,8 +156,8 @@ LIGHTNING = (
     ),
     Change(
         "CombinedLoader",
-        'In a loop of your own it gives batches alone. Only `mode="sequential"` gives '
-        "`(batch, batch_idx, dataloader_idx)`.",
+        'In a loop of your own it gives batches alone. Only `mode="sequential"` gives `(batch, batch_idx, '
+        "dataloader_idx)`.",
         "As other loaders do.",
         beside=r"for [^\n]+,[^\n]+ in ",
     ),
@@ -174,9 +175,8 @@ LIGHTNING = (
     ),
     Change(
         "ModelCheckpoint(filename=)",
-        "Makes folders: `best-1`, `best-2`. The name alone finds the best of them, with or without `.ckpt`; "
-        "there is no "
-        "`-v1`.",
+        "Makes folders: `best-1`, `best-2`. The name alone finds the best of them, with or without `.ckpt`; there is "
+        "no `-v1`.",
         "A name loads what it says, and nothing is overwritten.",
     ),
     Change(
@@ -186,9 +186,8 @@ LIGHTNING = (
     ),
     Change(
         "ModelCheckpoint(monitor=)",
-        "The newest full state is kept beside the best; `save_last=False` turns it off. A value of nan is not "
-        "ranked. A "
-        "metric that is never logged is an error.",
+        "The newest full state is kept beside the best; `save_last=False` turns it off. A value of nan is not ranked. "
+        "A metric that is never logged is an error.",
         "A crash loses nothing.",
     ),
     Change(
@@ -215,9 +214,8 @@ LIGHTNING = (
     ),
     Change(
         "def on_save_checkpoint",
-        "Runs once more before the first step. The dict has the weights, the hyperparameters, `epoch`, "
-        "`global_step` and "
-        "what hooks add, but not optimizers, schedulers, loops and callbacks.",
+        "Runs once more before the first step. The dict has the weights, the hyperparameters, `epoch`, `global_step` "
+        "and what hooks add, but not optimizers, schedulers, loops and callbacks.",
         "An error in it shows at once; instep saves the others apart, with checksums.",
     ),
     Change(
@@ -241,9 +239,8 @@ LIGHTNING = (
     *(
         Change(
             name,
-            "`<save_dir>/<name>/<version>` is the folder of the whole run, with its checkpoints. Without "
-            "`name=` the name "
-            "is `instep_runs`.",
+            "`<save_dir>/<name>/<version>` is the folder of the whole run, with its checkpoints. Without `name=` the "
+            "name is `instep_runs`.",
         )
         for name in ("CSVLogger", "TensorBoardLogger")
     ),
@@ -279,8 +276,8 @@ LIGHTNING = (
     *(
         Change(
             name,
-            "A checkpoint has both sets of weights. Before the first update the average is equal to the "
-            "trained weights.",
+            "A checkpoint has both sets of weights. Before the first update the average is equal to the trained "
+            "weights.",
             "Otherwise it would be the initial weights ([averaging](../train/averaging.md)).",
         )
         for name in ("WeightAveraging", "EMAWeightAveraging")
@@ -301,9 +298,8 @@ LIGHTNING = (
     *(
         Change(
             name,
-            "Writes no file and restores everything, also random generators. A resumed run does not search "
-            "again. A batch "
-            "size that it returns was tried.",
+            "Writes no file and restores everything, also random generators. A resumed run does not search again. A "
+            "batch size that it returns was tried.",
             "Lightning may return an untried size ([tuner](../train/tuner.md)).",
         )
         for name in ("Tuner", "LearningRateFinder", "BatchSizeFinder")
@@ -342,9 +338,8 @@ LIGHTNING = (
     ),
     Change(
         "TrainModule.save_hyperparameters",
-        "A module among the arguments is an error before the run starts: `save_hyperparameters(ignore=[...])` "
-        "leaves it "
-        "out. A class that derives from this one has its arguments here, too.",
+        "A module among the arguments is an error before the run starts: `save_hyperparameters(ignore=[...])` leaves "
+        "it out. A class that derives from this one has its arguments here, too.",
         "Loading a checkpoint runs no code.",
         beside=r"^(?![\s\S]*\bignore=)[\s\S]*def __init__\([^)]*(\b\w*(model|net|backbone|encoder)\b *[,:)=]|Module\b)",
     ),
@@ -463,8 +458,8 @@ ACCELERATE = (
     ),
     Change(
         "Accelerator.unwrap_model",
-        "Returns a compiled version of the plain model, if the model is compiled; the one that you pass keeps "
-        "its wrapper.",
+        "Returns a compiled version of the plain model, if the model is compiled; the one that you pass keeps its "
+        "wrapper.",
         "You can go on training with it.",
         beside=r"torch\.compile|[Dd]ynamo",
     ),
@@ -476,12 +471,16 @@ PAGES = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
 
 
 def table(page: str) -> str:
-    """Return the first table of a guide, in Markdown.
+    """Return the first table of a guide, in Markdown; places with the same texts share a row.
 
     Example:
         >>> table("lightning").splitlines()[0]
         '| Where | What instep does | Why |'
     """
-    rows = [(c.where if "`" in c.where else f"`{c.where}`", c.text, c.why.strip()) for c in PAGES[page]]
-    lines = [("Where", "What instep does", "Why"), ("---", "---", "---"), *dict.fromkeys(rows)]
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines).replace("|---", "|---")
+    places: dict[tuple[str, str], list[str]] = {}
+    for change in PAGES[page]:
+        place = change.where if "`" in change.where else f"`{change.where}`"
+        places.setdefault((change.text, change.why), []).append(place)
+    rows = [(", ".join(dict.fromkeys(where)), *texts) for texts, where in places.items()]
+    lines = [("Where", "What instep does", "Why"), ("---", "---", "---"), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)

@@ -13,6 +13,8 @@ from typing import Any
 
 import libcst as cst
 
+from instep.cli.migrate.survey import code
+
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 _RANK = re.compile(r"(^|\.)((local_|global_)?(process_index|rank)|local_process_index)$")
 _ALIKE = re.compile(
@@ -22,13 +24,8 @@ _PURE = re.compile(r"^(os\.path\.join|os\.fspath|(pathlib\.)?Path|str|int|isinst
 _FLOW = (cst.Return, cst.Break, cst.Continue, cst.Yield, cst.Global, cst.Nonlocal)
 
 
-def code(node: cst.CSTNode) -> str:
-    """Return the text of a node."""
-    return cst.Module([]).code_for_node(node)
-
-
 def guard(test: cst.BaseExpression) -> tuple[list[cst.BaseExpression], list[cst.BaseExpression]]:
-    """Part a condition into what holds on one rank only, and the rest."""
+    """Split a condition into what holds on one rank only, and the rest."""
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         left, right = guard(test.left), guard(test.right)
         return left[0] + right[0], left[1] + right[1]
@@ -44,7 +41,7 @@ def _is_one_rank(test: cst.BaseExpression) -> bool:
 
 
 def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | None:
-    """Return the statements that take the place of an `if` that holds on one rank; None where they cannot be told.
+    """Return the statements that replace an `if` that holds on one rank; None where that is not safe.
 
     Args:
         node: the `if`.
@@ -53,20 +50,17 @@ def lifted(node: cst.If, calls: frozenset[str]) -> list[cst.BaseStatement] | Non
     one_rank, rest = guard(node.test)
     if not one_rank or node.orelse is not None:
         return None
-    first = node.with_changes(test=_both(one_rank))
+    first = node.with_changes(test=_joined(one_rank))
     body = _Lifting(first, calls).block(_block(node.body))
     if body is None or not all(_is_alike(part, set()) for part in rest):
         return None
-    made: list[cst.BaseStatement] = body
     if rest:
-        made = [node.with_changes(test=_both(rest), body=cst.IndentedBlock(_without_comments(body)))]
-    else:
-        made = [body[0].with_changes(leading_lines=[*node.leading_lines, *_comments(body[0])]), *body[1:]]
-    return made
+        return [node.with_changes(test=_joined(rest), body=cst.IndentedBlock(_without_empty_lines(body)))]
+    return [body[0].with_changes(leading_lines=[*node.leading_lines, *_comments(body[0])]), *body[1:]]
 
 
 class _Lifting:
-    """Statements of one `if`, taken apart.
+    """Splitter of the statements of one `if`.
 
     Args:
         one_rank: the `if`, with the condition that holds on one rank.
@@ -79,7 +73,7 @@ class _Lifting:
         self.theirs: set[str] = set()  # names that only one rank sets
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
-        """Take a block apart: what one rank does, and what all do."""
+        """Split a block into what one rank does and what all do; return None where that is not safe."""
         made: list[cst.BaseStatement] = []
         waiting: list[cst.BaseStatement] = []  # what one rank does, until the next call
         for statement in statements:
@@ -102,12 +96,12 @@ class _Lifting:
     def _on_one_rank(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
         if not statements:
             return []
-        return [cst.If(self.one_rank.test, cst.IndentedBlock(_without_comments(statements)))]
+        return [cst.If(self.one_rank.test, cst.IndentedBlock(_without_empty_lines(statements)))]
 
     def _before(
         self, statement: cst.BaseStatement, waiting: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement] | None:
-        """Part what stands before a call: assignments that it needs go first, on all ranks."""
+        """Split what stands before a call: assignments that it needs go first, on all ranks."""
         needed = _names(statement.test if isinstance(statement, cst.If) else statement)
         if isinstance(statement, cst.If):
             needed |= {name for part in _block(statement.body) for name in _names(part)}
@@ -132,7 +126,7 @@ class _Lifting:
             if statement.orelse is not None or not _is_alike(statement.test, self.theirs):
                 return None
             body = self.block(_block(statement.body))
-            return body and [statement.with_changes(body=cst.IndentedBlock(_without_comments(body)))]
+            return body and [statement.with_changes(body=cst.IndentedBlock(_without_empty_lines(body)))]
         if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
             return None
         [part] = statement.body
@@ -142,7 +136,7 @@ class _Lifting:
         return [statement] if all(_is_alike(arg.value, self.theirs, named=False) for arg in call.args) else None
 
 
-def _both(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
+def _joined(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
     """Join conditions by `and`."""
     joined = parts[0]
     for part in parts[1:]:
@@ -163,8 +157,8 @@ def _comments(statement: Any) -> Sequence[cst.EmptyLine]:
     return [line for line in statement.leading_lines if line.comment]
 
 
-def _without_comments(statements: Sequence[Any]) -> list[Any]:
-    """Leave out the empty lines before a block; comments stay."""
+def _without_empty_lines(statements: Sequence[Any]) -> list[Any]:
+    """Drop the empty lines before a block, and keep its comments."""
     first, *others = statements
     return [first.with_changes(leading_lines=_comments(first)), *others]
 

@@ -55,15 +55,15 @@ class Plan:
         return self.lines[node].start.line
 
     def todo(self, node: cst.CSTNode, text: str) -> None:
-        """Note what has to be changed by hand."""
+        """Record what has to be changed by hand."""
         self.findings.add(Finding(self.line(node), "todo", text))
 
     def warns(self, node: cst.CSTNode, text: str) -> None:
-        """Note what goes on working with a warning."""
+        """Record what goes on working with a warning."""
         self.findings.add(Finding(self.line(node), "warns", text))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        """Note what is otherwise."""
+        """Record what means something else."""
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:

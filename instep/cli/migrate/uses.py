@@ -76,7 +76,7 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_attribute(target: str, name: str) -> bool:
-    """Tell whether objects of a class of instep, by its dotted name, have an attribute; a strategy may be any one."""
+    """Return True if objects of a class of instep, by its dotted name, have an attribute; a strategy may be any one."""
     owner = load(target)
     if isinstance(owner, Unseen):
         return True
@@ -95,7 +95,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def has_argument(function: Any, argument: str) -> bool:
-    """Tell whether a function or class has an argument of this name."""
+    """Return True if a function or class has an argument of this name."""
     found = _parameters(function).get(argument)
     return found is not None and found.kind is not found.VAR_KEYWORD
 
@@ -109,7 +109,7 @@ def count_positional(function: Any) -> float:
 
 
 def refused(function: Any, argument: str) -> str | None:
-    """Say why a function or class does not take an argument; None where it does.
+    """Return why a function or class does not take an argument; None where it does.
 
     Example:
         >>> import shutil
@@ -137,7 +137,7 @@ def _refused(function: Any, key: str, argument: str) -> str | None:
 
 
 def wrong_value(argument: str, value: Any) -> str | None:
-    """Say why the Trainer refuses a value on any machine; None where it does not."""
+    """Return why the Trainer refuses a value on any machine; None where it does not."""
     from instep.trainer.settings import check_value
 
     try:
@@ -179,7 +179,8 @@ class Uses(cst.CSTVisitor):
         self.steps_often = False  # one function steps optimizers by hand more than once
         self._changes: dict[str, list[Change]] = {}
         for page, listed in changes.PAGES.items():
-            if any(name.startswith((page, "fabric")[: 1 + (page == "lightning")]) for name in plan.found):
+            packages = ("lightning", "fabric") if page == "lightning" else page
+            if any(name.startswith(packages) for name in plan.found):
                 for change in listed:
                     self._changes.setdefault(change.where, []).append(change)
         if self.is_lightning:
@@ -332,7 +333,7 @@ class Uses(cst.CSTVisitor):
             self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
 
     def _multiplied(self, node: cst.CSTNode, name: str, value: cst.BaseExpression) -> None:
-        """Note a schedule's steps that are multiplied by the number of processes."""
+        """Write a note on a schedule's steps that are multiplied by the number of processes."""
         if _OF_SCHEDULE.search(name) and re.search(r"\* *\w+\.num_processes|num_processes *\*", code(value)):
             self._change(node, changes.MULTIPLIED, what=name)
 
@@ -430,7 +431,7 @@ class Uses(cst.CSTVisitor):
             self._change(node, changes.GATHERED)
 
     def _gathers_rows(self, node: cst.Call) -> bool:
-        """Tell whether a call gathers the rows of a batch, as far as its words say."""
+        """Return True if a call gathers the rows of a batch, as far as its words say."""
         text = code(node.args[0]) if len(node.args) == 1 and node not in self._reduced else "loss"
         return not _STATISTIC.search(text) and (self._loops != [] or _ROWS.search(text) is not None)
 
@@ -555,7 +556,7 @@ class Uses(cst.CSTVisitor):
     def _argument_changes(
         self, node: cst.CSTNode, key: str, function: Any, name: str, value: cst.BaseExpression
     ) -> None:
-        """Note an argument that means something else, where it is not the default."""
+        """Write a note on an argument that means something else, where it is not the default."""
         found = _parameters(function).get(name)
         given = _literal(value)
         if given is not None and (found is None or given is _UNKNOWN or given != found.default):

@@ -1,4 +1,4 @@
-"""What works but means something else: each place is noted, and the guides have the same list."""
+"""Places that work but mean something else: each is noted, and the guides have the same list."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EVERY = [change for page in changes.PAGES.values() for change in page]
 
 
 def sample(change: Change) -> str:
-    """A script with the place, made of how the list writes it."""
+    """Return a script with the place, made of how the list writes it."""
     if change.where in SAMPLES:
         return SAMPLES[change.where]
     of_lightning = change in changes.LIGHTNING

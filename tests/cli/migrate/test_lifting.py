@@ -29,10 +29,10 @@ DIFFUSERS = """for global_step in range(1, 5):
 
 
 class Rank:
-    """What a script sees of one rank, and what it did."""
+    """Stand-in for the Accelerator of one rank, with a record of what was done."""
 
     def __init__(self, is_main_process: bool) -> None:
-        self.is_main_process = self.is_global_zero = is_main_process
+        self.is_main_process = is_main_process
         self.process_index = int(not is_main_process)
         self.done: list[str] = []
 
@@ -40,7 +40,7 @@ class Rank:
         self.done.append(f"save_state {args}")
         return "kept"
 
-    end_training = save_checkpoint = save_state
+    end_training = save_state
 
 
 class Args:
@@ -55,11 +55,8 @@ def run(script: str, is_main_process: bool) -> list[str]:
         rank.done.append(what)
         return what
 
-    names = {"accelerator": rank, "trainer": rank, "args": Args, "do": do, "os": os}
-    exec(
-        script.partition("Accelerator()\n")[2].partition("Trainer()\n")[2] or script.partition("Accelerator()\n")[2],
-        names,
-    )
+    names = {"accelerator": rank, "args": Args, "do": do, "os": os}
+    exec(script.partition("Accelerator()\n")[2], names)
     return rank.done
 
 
@@ -68,7 +65,7 @@ def written(body: str) -> str:
 
 
 def moved(script: str) -> str:
-    """The script after the change, which must have nothing left to do."""
+    """Return the script after the change, which must have nothing left to do."""
     new, findings, _ = migrate(script)
     assert [finding for finding in findings if finding.kind == "todo"] == []
     assert "moved out" in str(findings)
@@ -92,10 +89,9 @@ def test_the_loop_of_a_published_script_saves_on_all_ranks_and_does_the_rest_on_
         if accelerator.is_main_process:
             do(f"saved {save_path}")
     if accelerator.is_main_process:
-
         if args.validates:
             do("validate")
-""".replace("is_main_process:\n\n        if args.v", "is_main_process:\n        if args.v")
+"""
     )
     assert run(new, True) == run(_A + DIFFUSERS, True)
     assert run(new, False) == [f"save_state ('out/checkpoint-{step}',)" for step in (2, 4)]
