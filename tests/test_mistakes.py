@@ -69,8 +69,8 @@ class CarriesState(Toy):
         return (out * out).mean()
 
 
-def optimized(make: Callable[[Toy], Any], base: type[Toy] = Toy) -> Toy:
-    class Net(base):
+def optimized(make: Callable[[Toy], Any]) -> Toy:
+    class Net(Toy):
         def configure_optimizers(self) -> Any:
             return make(self)
 
@@ -105,7 +105,7 @@ class ReadsLabel(Toy):
 
 
 class Ragged(Dataset[Any]):
-    """Samples of other lengths, as tensors or as lists."""
+    """Samples of different lengths, as tensors or as lists."""
 
     def __init__(self, kind: Callable[[int], Any]) -> None:
         self.kind = kind
@@ -131,7 +131,7 @@ def local_dataset() -> Dataset[Any]:
     class Local(TensorDataset):
         pass
 
-    return type("Local", (Local,), {"__qualname__": "Local"})(torch.ones(4, 4))
+    return Local(torch.ones(4, 4))
 
 
 class Wider(Toy):
@@ -293,7 +293,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[InstepError], str]] = {
     "a local data set for workers that are spawned": (
         lambda: fit(Toy(), DataLoader(local_dataset(), num_workers=1, **SPAWNED)),
         DataError,
-        "its dataset, Local, cannot be pickled",
+        "its dataset, local_dataset.<locals>.Local, cannot be pickled",
     ),
     "a stream with a lock for workers that are spawned": (
         lambda: fit(Toy(), DataLoader(LockedStream(), num_workers=1, **SPAWNED)),
@@ -342,7 +342,7 @@ def test_the_first_line_of_an_error_names_the_mistake(
 
 
 class Missing(Dataset[Any]):
-    """Its third sample cannot be read."""
+    """Data set whose third sample cannot be read."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -518,9 +518,9 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
-        """Let ranks that have no batch left wait for the others, with `even_batches=False`. Collective.
+        """Hold ranks that have no batch left until the others are done, with `even_batches=False`. Collective.
 
-        At its end these have the weights, optimizers and schedulers of those that took most steps.
+        When the block ends, all ranks have the weights, optimizers and schedulers of those that took most steps.
 
         Args:
             joinables: the prepared models that are trained inside.
@@ -883,7 +883,7 @@ class Accelerator(ProcessMethods):
 
 
 def _tensors(method: str, parameters: Any) -> list[Tensor]:
-    """List parameters that a method got; raise a SettingError for what has them, such as a model."""
+    """List the parameters that a method got; raise a SettingError for anything else, such as a model."""
     found = parameters
     if not isinstance(parameters, nn.Module) and not callable(parameters):
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -355,15 +355,15 @@ class PreparedRun:
         return self.plain if trained else next(iter(self._strategies.values()), self.plain)
 
     def agree_on_steps(self) -> None:
-        """Take over optimizers and schedulers from a rank that has taken most steps. Collective."""
+        """Load the state of optimizers and schedulers from a rank that has taken most steps. Collective."""
         steps = gather_object(self.step)
         if min(steps) == max(steps):
             return
         stateful = [*(prepared.optimizer for prepared in self.optimizers), *(one.scheduler for one in self.schedulers)]
-        mine = (
-            map_leaves(_on_cpu, [each.state_dict() for each in stateful]),
-            [one.steps_taken for one in self.optimizers],
+        states = map_leaves(
+            lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, [one.state_dict() for one in stateful]
         )
+        mine = states, [one.steps_taken for one in self.optimizers]
         states, taken = broadcast_object(mine, steps.index(max(steps)))
         if self.step < max(steps):
             for each, state in zip(stateful, states, strict=True):
@@ -483,13 +483,9 @@ def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int
 
 
 def _is_dispatched(model: nn.Module) -> bool:
-    """Tell whether `dispatch_model` has divided a model over devices, where it stays."""
+    """Return True if `dispatch_model` has divided a model over devices, where it stays."""
     if "hf_device_map" not in vars(model):
         return False
     from instep.big_models.dispatch import DISPATCHED  # late: only such a model needs it
 
     return DISPATCHED in vars(model)
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -318,14 +318,7 @@ def _by_index(
                 "set; if each rank holds a part of its own, set use_distributed_sampler=False"
             )
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
-    lengths = {other["length"] for other in everyone}
-    peers = [
-        (
-            other["length"] - (other["length"] % other["units of a step"] if other["drop_last"] else 0),
-            other["units of a step"],
-        )
-        for other in everyone
-    ]
+    lengths, peers = {other["length"] for other in everyone}, list(map(_used_and_step, everyone))
     if not partitioning.shared and len(lengths) > 1 and wanted.uneven == "join":
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
@@ -465,6 +458,12 @@ def _chosen(dataset: Any) -> str | None:
         chosen.append(order_digest(torch.as_tensor(dataset.indices)))
         dataset = dataset.dataset
     return " ".join(chosen) or None
+
+
+def _used_and_step(of_rank: dict[str, Any]) -> tuple[int, int]:
+    """Return how many units a rank uses of an epoch, and how many in a step."""
+    length, step = of_rank["length"], of_rank["units of a step"]
+    return length - length % step if of_rank["drop_last"] else length, step
 
 
 def _ends(dataset: Any) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ from instep.distributed.nested import find_batch_size, iter_leaves
 
 
 def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
-    """Return why `find_batch_size` may miscount a batch's samples, and what follows; "" where nothing speaks for it.
+    """Return why `find_batch_size` may miscount a batch's samples, and what follows; "" where it counts them right.
 
     Args:
         data: the batch.
-        batch_size: what its loader calls so.
+        batch_size: the loader's attribute of this name.
 
     Example:
         >>> doubt_of_size([{"x": torch.ones(3)}, {"x": torch.ones(3)}])
@@ -37,7 +37,7 @@ def doubt_of_size(data: Any, batch_size: int | None = None) -> str:
 
 
 def _list_of_samples(data: Any, length: int | None) -> Sequence[Any] | None:
-    """Find a list that may have an entry for each sample: entries unlike each other, dicts, or so many of them."""
+    """Find a list that may have an entry for each sample: of dicts, of unlike entries, or of `length` entries."""
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)) and data:

@@ -92,7 +92,7 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _describe(calls: list[tuple[list[str], str]]) -> str:
-    """Make the message for ranks that disagree: the first difference in its first line, then what each rank does."""
+    """Make the message for ranks that disagree: the first difference, in one line; then what each rank does."""
     cells = [list(column) for column in zip_longest(*[parts for parts, _ in calls], fillvalue="nothing more")]
     index = next((i for i, column in enumerate(cells) if len(set(column)) > 1), 0)
     ranks: dict[str, list[int]] = {}

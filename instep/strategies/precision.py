@@ -205,7 +205,7 @@ class Precision:
         return other
 
     def convert_module(self, module: nn.Module) -> None:
-        """Give the module's floating parameters and buffers this precision's dtype, in place; complex ones its like.
+        """Cast the module's parameters and buffers to this precision's dtype, in place; complex ones stay complex.
 
         With fp8 its linear layers are exchanged for torchao's, which hold the same parameters under the same names:
         those whose sizes divide by 16, less the last one, whose outputs are the model's. For other layers or scaling

@@ -1,8 +1,7 @@
-"""Causes of errors whose own text does not name them, and notes on others that passed through a run.
+"""Causes of errors whose own text does not name them, and notes on other errors that passed through a run.
 
-A note names the hook, the batch and its shapes, and the layer that was at work.
-
-Nothing is kept for this while a run goes well: the frames of the traceback have it all.
+A note names the hook, the batch and its shapes, and the layer that was at work. Nothing is kept for this while a run
+goes well: the frames of the traceback have it all.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ITEMS, _DEPTH, _WIDTH = 8, 3, 300
 
 
 def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
-    """Make the error that names the cause of one that names it badly; None for any other.
+    """Make the error that names the cause of another whose text does not; None for any other error.
 
     Args:
         error: on its way out of the run, of the user's code, or of torch below it.
@@ -48,10 +47,8 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
     text = str(error)
     if "backward through the graph a second time" in text and ctx.fn == "fit" and ctx.module.automatic_optimization:
         return UsageError(f"{_why_twice(ctx)} {_where(frames, ctx)}")
-    if "to unpack" in text and frames and _is_hook(frames[-1], (ctx.module,)):
-        return _not_unpacked(frames[-1], error)
-    if isinstance(error, KeyError) and frames and _is_hook(frames[-1], (ctx.module,)):
-        return _no_such_key(frames[-1], error)
+    if frames and _is_hook(frames[-1], (ctx.module,)) and (cause := _misread_batch(frames[-1], error)) is not None:
+        return cause
     stepped = next((_self_of(frame) for frame in frames if _is_step_of_schedule(frame)), None)
     if stepped is not None and hasattr(stepped, "total_steps") and "total steps is" in text:
         return HookError(
@@ -78,32 +75,26 @@ def _why_twice(ctx: RunContext) -> str:
     )
 
 
-def _not_unpacked(frame: FrameType, error: BaseException) -> DataError | None:
-    """Make the error for a hook's line `x, y = batch` that does not fit the batch."""
-    name, hook = next(iter(frame.f_code.co_varnames[1:2]), ""), frame.f_code.co_name
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    if not re.fullmatch(rf"[\w\s,*()\[\]]+=\s*{name}\s*(#.*)?", line) or not hook.endswith(_OF_BATCHES):
+def _misread_batch(frame: FrameType, error: BaseException) -> DataError | None:
+    """Make the error for a hook's line that does not fit the batch: `x, y = batch`, or a key that it does not have."""
+    code, name = frame.f_code, next(iter(frame.f_code.co_varnames[1:2]), "")
+    if not code.co_name.endswith(_OF_BATCHES) or name not in frame.f_locals:
         return None
-    batch = describe(frame.f_locals[name])
-    return DataError(
-        f"{type(_self_of(frame)).__name__}.{hook}: `{line}` does not fit the batch, which is {batch} ({error}). Take "
-        "from it what the dataset gives."
-    )
-
-
-def _no_such_key(frame: FrameType, error: KeyError) -> DataError | None:
-    """Make the error for a hook that reads a key which the batch does not have."""
-    name, hook = next(iter(frame.f_code.co_varnames[1:2]), ""), frame.f_code.co_name
-    batch, line = frame.f_locals.get(name), linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    if not hook.endswith(_OF_BATCHES) or not isinstance(batch, Mapping) or f"{name}[" not in line:
-        return None
-    if len(error.args) != 1 or error.args[0] in batch:
-        return None
-    keys = ", ".join(map(repr, islice(batch, _ITEMS)))
-    return DataError(
-        f"{type(_self_of(frame)).__name__}.{hook} reads {name}[{error.args[0]!r}], and the batch has the keys {keys}. "
-        "Read one of these, or let the dataset give the other."
-    )
+    hook, batch = f"{type(_self_of(frame)).__name__}.{code.co_name}", frame.f_locals[name]
+    line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    if "to unpack" in str(error) and re.fullmatch(rf"[\w\s,*()\[\]]+=\s*{name}\s*(#.*)?", line):
+        return DataError(
+            f"{hook}: `{line}` does not fit the batch, which is {describe(batch)} ({error}). Take from it what the "
+            "dataset gives."
+        )
+    reads_key = isinstance(error, KeyError) and len(error.args) == 1 and f"{name}[" in line
+    if reads_key and isinstance(batch, Mapping) and error.args[0] not in batch:
+        keys = ", ".join(map(repr, islice(batch, _ITEMS)))
+        return DataError(
+            f"{hook} reads {name}[{error.args[0]!r}], and the batch has the keys {keys}. Read one of these, or let the "
+            "dataset give the other."
+        )
+    return None
 
 
 def _is_step_of_schedule(frame: FrameType) -> bool:

@@ -101,7 +101,7 @@ def open_run(
 
 
 def _explained(error: BaseException, ctx: RunContext) -> BaseException:
-    """Return the error that names the cause of one that names it badly; else the same."""
+    """Return an error that names the cause where the text of this one does not; else the same error."""
     if isinstance(error, InstepError) or not isinstance(error, Exception):
         return error
     from instep.trainer.error_notes import explain  # late: only an error needs it

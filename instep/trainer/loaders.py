@@ -389,7 +389,7 @@ class Loaders:
     def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
         settings = self.settings
         if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
-            what = f"{loader!r}" if loader is None or isinstance(loader, type) else f"a {type(loader).__name__}"
+            what = repr(loader) if loader is None or isinstance(loader, type) else f"a {type(loader).__name__}"
             wrap = ": a dataset. Wrap it: DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
             raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {what}{wrap}")
         source = room.prepare_loader(

@@ -338,7 +338,7 @@ class MetricLog:
         num_loaders: with more than one, names get `/dataloader_idx_<i>`.
         counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
         module: has the metric objects.
-        warned: hooks whose batches were looked at, and whose warning has been given; None warns of nothing.
+        warned: hooks whose first batch was looked at, each of which warns once; None: there are no warnings.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class MetricLog:
     # ---- the hook that runs
 
     def enter(self, hook: str) -> str:
-        """Note that `hook` runs from here on; returns the one before, for `leave`."""
+        """Record that `hook` runs from here on; return the one before, for `leave`."""
         before = self._hook
         if self.buffer:
             self.drain()

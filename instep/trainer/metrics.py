@@ -39,7 +39,7 @@ class Metrics:
         self._of_validation: dict[str, bool] = {}
         """Names that validation has logged, and whether an epoch value of training has taken its value's place."""
         self.warned: set[str] = set()
-        """Who was warned of in this run, so that each is once."""
+        """Readers and hooks that a warning of this run has named: each is warned of once."""
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
@@ -86,7 +86,7 @@ class Metrics:
 
         Args:
             name: the metric.
-            reader: who decides by it.
+            reader: the callback or scheduler that decides by it, for the text.
         """
         replaced = self._of_validation.get(name)
         if replaced is False and self._trainer._log is not None:

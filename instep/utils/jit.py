@@ -1,4 +1,4 @@
-"""What `torch.jit` needs of a module that may have no Trainer yet."""
+"""Access of `torch.jit` to modules that may have no Trainer yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _NoTrainer:
 
 @contextmanager
 def readable_by_jit(module: nn.Module) -> Iterator[None]:
-    """Let `torch.jit` read all attributes of a module and of those within, also where no Trainer runs them."""
+    """Allow `torch.jit` to read all attributes of a module and of those within, also where no Trainer runs them."""
     alone: list[Any] = [part for part in module.modules() if vars(part).get("_trainer", part) is None]
     for part in alone:
         part._trainer = _NoTrainer()

@@ -73,10 +73,10 @@ def why_no_parameters(module: nn.Module) -> str:
 
 
 def why_no_optimizer(error: TypeError | ValueError, module: nn.Module) -> str:
-    """Return what an optimizer's constructor was given that it could not take; "" where the error is of other code.
+    """Return which argument an optimizer's constructor refused, and why; "" where the error is of other code.
 
     Args:
-        error: what it raised.
+        error: what the constructor raised.
         module: what is to be trained.
     """
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -114,7 +114,7 @@ def why_no_graph(modules: Iterable[nn.Module], optimized: Iterable[Tensor] = ())
     modules = list(modules)
     if not torch.is_grad_enabled():
         return "gradients are turned off (torch.set_grad_enabled(False), no_grad or inference_mode). Turn them on"
-    parameters = {p: f"{name}" for module in modules for name, p in module.named_parameters()}
+    parameters = {p: name for module in modules for name, p in module.named_parameters()}
     frozen = [name for p, name in parameters.items() if not p.requires_grad]
     whose = " and ".join(type(module).__name__ for module in modules)
     for module in modules:
