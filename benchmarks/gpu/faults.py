@@ -467,7 +467,7 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"])
         if trainer.global_step == self.signal_at:
-            captured = trainer._run.captured_step
+            captured = next((guest.captured for guest in trainer._run.guests if hasattr(guest, "captured")), None)
             seen = {"step": self.signal_at, "replayed": None if captured is None else captured.replayed}
             self.path.write_text(json.dumps(seen))
             os.kill(os.getpid(), signal.SIGTERM)

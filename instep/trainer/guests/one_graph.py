@@ -24,7 +24,7 @@ class OneGraph(StepGuest):
     def __init__(self, ctx: Any) -> None:
         super().__init__(ctx)
         self._warned: set[str] = set()  # each epoch makes its step anew
-        self._captured: cuda_graphs.CapturedStep | None = None
+        self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
 
     def forward_backward(self, parts: StepParts) -> None:
@@ -73,9 +73,9 @@ class OneGraph(StepGuest):
     def _recorded(self, parts: StepParts, recorder: cuda_graphs.Recorder) -> Step:
         """Make the function that replays forward, loss and backward of each of the full batches as one CUDA graph."""
         ctx, log, buffer, train = self.ctx, self.ctx.log, self.ctx.log.buffer, parts.forward_backward
-        if self._captured is None:
-            self._captured = cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
-        captured, full_batches = self._captured, parts.full_batches
+        if self.captured is None:
+            self.captured = cuda_graphs.CapturedStep(ctx.module, parts.take, buffer, recorder, ctx.device)
+        captured, full_batches = self.captured, parts.full_batches
 
         def normal(batch: Any, batch_idx: int) -> Any:
             return cuda_graphs.without_graph(train(batch, batch_idx))
@@ -124,7 +124,7 @@ class OneGraph(StepGuest):
 
     def _graph_of_optimizer(self, parts: StepParts) -> Callable[[], Any] | None:
         """Return the step of the optimizer, compiled or recorded; else as it was, with a warning that says why."""
-        ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self._captured, parts.step_plain
+        ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self.captured, parts.step_plain
         optimizer = ctx.optimizers[0]
         scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)
         worked_around = "a scaler, a guard, a profiler, another optimizer or the strategy works around it"
