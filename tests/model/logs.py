@@ -46,7 +46,7 @@ NOWHERE = ("on_train_end", "on_validation_end")
 
 
 Row: TypeAlias = tuple[int, tuple[tuple[str, float | str], ...]]
-"""A row of the loggers: the step, and the values."""
+"""Row of the loggers: the step, and the values."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def rows_on(rows: list[Row], saved: int, step: int) -> tuple[list[Row], list[Any
 
 
 def write_again(again: list[Any], row: Row) -> bool:
-    """Return whether a row has come again, which is there already."""
+    """Return whether a row is there already, and has now come again."""
     if named(row) not in again:
         return False
     again.remove(named(row))
@@ -312,7 +312,7 @@ def write_again(again: list[Any], row: Row) -> bool:
 
 
 def named(row: Row) -> tuple[int, frozenset[str]]:
-    """Return what a row is told by: its step and its names."""
+    """Return what identifies a row: its step and its names."""
     return row[0], frozenset(name for name, _ in row[1])
 
 

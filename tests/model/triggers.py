@@ -1,4 +1,4 @@
-"""Triggers: what a hook asks a run for in order, when all ranks know of it, and what they do then.
+"""Triggers: what a hook asks a run for, when all ranks know of it, and what they do then.
 
 A trigger is set on one rank, at any time. All ranks act on it at one place: behind an optimizer step, never within one.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.model.run import Run
 
 TRIGGERS = ("stop", "save", "validate", "preempted")
-"""What can be asked for: `trainer.should_stop = True`, `trainer.set_trigger(name)`, or SIGTERM to the process."""
+"""Names of triggers, set by `trainer.should_stop = True`, `trainer.set_trigger(name)`, or SIGTERM to the process."""
 
 
 @dataclass
@@ -24,21 +24,22 @@ class Triggers:
 
     Attributes:
         asked: what was set on some rank, and was not agreed on.
-        noted: what of it was set when the last boundary was passed.
-        boundary: the optimizer step that is the next one.
+        sent: what of it was set when the last boundary was passed: the ranks agree on it at the next one.
+        boundary: the optimizer step at which the next one is.
         places: places at which the ranks have agreed so far.
         stops: all ranks know of a wish to stop.
-        left: the evaluation that runs is left, for what is to be done behind it.
+        deferred: what was agreed on within the evaluation that runs: it is done behind its end.
     """
 
     asked: list[str] = field(default_factory=list)
-    noted: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
     boundary: int = 0
     places: int = 0
     stops: bool = False
-    left: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
 
     def set(self, name: str) -> None:
+        """Set a trigger on this rank."""
         if name not in self.asked:
             self.asked.append(name)
 
@@ -57,19 +58,19 @@ class Triggers:
     def agree_at_boundary(self, start: Start) -> tuple[str, ...]:
         """Agree on what was set when the last boundary was passed: the message takes until this one."""
         self.meet(start)
-        agreed = tuple(name for name in self.noted if name in self.asked)
+        agreed = tuple(name for name in self.sent if name in self.asked)
         self.asked = [name for name in self.asked if name not in agreed]
-        self.noted = tuple(self.asked)
+        self.sent = tuple(self.asked)
         return agreed
 
     def enter_or_leave_evaluation(self) -> None:
         """Enter or leave an evaluation, whose batches are boundaries of their own."""
-        self.noted, self.boundary = (), 0
+        self.sent, self.boundary = (), 0
 
     def agree_now(self, start: Start) -> tuple[str, ...]:
         """Agree on all that is set, and wait for it."""
         self.meet(start)
-        agreed, self.asked, self.noted, self.left = (*self.left, *self.asked), [], (), ()
+        agreed, self.asked, self.sent, self.deferred = (*self.deferred, *self.asked), [], (), ()
         return agreed
 
 
@@ -81,13 +82,14 @@ def agree_at_window_end(run: Run) -> None:
 
 
 def agree_at_batch_end(run: Run) -> bool:
-    """Agree behind a batch of an evaluation; return whether the rest is left. All else waits for the evaluation's end.
+    """Agree behind a batch of an evaluation; return whether its other batches are left out.
 
-    It is left for a signal alone. A run that goes on from there begins the validation again.
+    They are for a signal alone, and a run that goes on from there begins the validation again. All else waits for the
+    evaluation's end.
     """
     triggers = run.triggers
-    triggers.left += triggers.agree_at_boundary(run.start)
-    return "preempted" in triggers.left
+    triggers.deferred += triggers.agree_at_boundary(run.start)
+    return "preempted" in triggers.deferred
 
 
 def agree_now(run: Run) -> None:

@@ -51,9 +51,8 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
     by_hand = ranks == 1 and draw(st.sampled_from((False, False, False, True)))  # a batch that comes again counts there
     scheduler = draw(st.sampled_from((None, "halves", "cycle", "steps", "plateau")))
     steps_by_epoch = scheduler is not None and draw(st.sampled_from((False, False, True)))
-    with_optimizer = scheduler in (None, "cycle") or draw(
-        sometimes(True, st.booleans())
-    )  # torch refuses more than a cycle
+    # torch refuses more steps than a cycle has.
+    with_optimizer = scheduler in (None, "cycle") or draw(sometimes(True, st.booleans()))
     # The number of ranks may change for data whose place is known in samples, and scripts that skip no batch by number.
     changes = ranks > 1 and draw(st.sampled_from((False, False, True)))
     split = ranks > 1 and not changes and draw(st.sampled_from((False, False, True)))
@@ -67,17 +66,16 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
     restore_position = True if ahead else draw(st.sampled_from(("auto", "auto", "auto", True, changes)))
     save_at_steps = changes or not syncs or draw(sometimes(True, st.just(by_hand)))
     # Ranks that end by themselves save and evaluate together with no other.
-    even = (
-        ranks == 1 or changes or split or accumulate > 1 or train.kind != "map" or draw(sometimes(True, st.just(False)))
-    )
+    even = ranks == 1 or changes or split or accumulate > 1 or train.kind != "map"
+    even = even or draw(sometimes(True, st.just(False)))
     save_every = draw(st.integers(1, 4)) if changes else draw(st.one_of(st.integers(1, 4), st.none()))
     sets_epoch = not changes and draw(sometimes(False, st.booleans()))
     dispatch = None if split else draw(st.sampled_from((False, True)))
     begun = draw(starts(restore_position, (1, ranks) if changes else (ranks,)))
+    if not even:  # a rank that is killed would leave the others waiting
+        begun = tuple(replace(one, batches=None) for one in begun)
     return Loop(
-        starts=begun
-        if even
-        else tuple(replace(one, batches=None) for one in begun),  # one that is killed leaves others
+        starts=begun,
         train=train,
         val=val if even else None,
         epochs=draw(st.integers(1, 4)),

@@ -86,7 +86,7 @@ class Remembering(Disk):
 
 def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str | None:
     """Run one process after another in one folder, and return the first difference from the model; None without one."""
-    order, folder = draw, tempfile.mkdtemp(dir=FAST)
+    folder = tempfile.mkdtemp(dir=FAST)
     disks = [Disk() for _ in range(case.ranks)]  # each rank's view of the one that there is
     before: list[Event] = []
     where = ""
@@ -97,68 +97,98 @@ def difference_over_processes(case: Case, processes: tuple[Process, ...]) -> str
             ranks = process.ranks or case.ranks
             if ranks != case.ranks:  # others go on with what rank 0 has saved
                 case, disks = replace(case, ranks=ranks), [deepcopy(disks[0]) for _ in range(ranks)]
-            path, at = process.ckpt_path, None
-            if isinstance(path, int) and not disks[0].saved:
-                path = None
-            starts = [
-                Start(disk, path, asks=process.asks)
-                if not isinstance(path, int)
-                else Start(disk, disk.saved[path % len(disk.saved)], asks=process.asks)
-                for disk in disks
-            ]
-            rank = process.rank % ranks
-            if process.trigger is not None:
-                whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
-                sets_at = place_of(whole, case, process.asks_place, BEGINS)
-                if sets_at is not None:
-                    starts[rank].trigger, starts[rank].sets_at = process.trigger, sets_at
-            whole = run(case, order, rank, replace(starts[rank], disk=deepcopy(disks[rank])))
-            starts[rank].breaks_at, starts[rank].kills = place_of(whole, case, process.place), process.kills
-            stopped = run(case, order, rank, starts[rank])
-            by_rank = []
-            for other, start in enumerate(starts):
-                if other == rank:
-                    by_rank.append(stopped)
-                    continue
-                start.disk = Remembering(start.disk)
-                start.trigger, start.sets_before = starts[rank].trigger, starts[rank].sets_before
-                by_rank.append(run(case, order, other, start))
-                disks[other] = as_seen_by(start.disk, disks[rank])
+            rank, starts = process.rank % ranks, [start_of(process, disk) for disk in disks]
+            by_rank = run_on_ranks(case, process, starts, disks, rank)
             if number == 1 and ranks == 1 and processes == (replace(processes[0], ranks=None), Process()):
-                assert_parts_are_the_whole(case, order, processes[0], before, by_rank[0])
+                assert_parts_are_the_whole(case, draw, processes[0], before, by_rank[0])
             before = by_rank[0]
             recorded = [[event for event in meant if is_recorded(event, case.watch)] for meant in by_rank]
-            stop = None
-            if starts[rank].breaks_at is not None:
-                at = len(recorded[rank]) - 1
-                stop = Stop(at, process.kills, rank)
+            start, there = starts[rank], starts[0].ckpt_path
+            stop = None if start.breaks_at is None else Stop(len(recorded[rank]) - 1, process.kills, rank)
             ask = None
-            if process.trigger is not None and starts[rank].sets_before is not None:
-                before_it = stopped[: starts[rank].sets_at]
-                at = sum(is_recorded(event, case.watch) for event in before_it)
+            if process.trigger is not None and start.sets_before is not None:
+                at = sum(is_recorded(event, case.watch) for event in by_rank[rank][: start.sets_at])
                 ask = Ask(process.trigger, at, rank)
-            there = starts[0].ckpt_path
             if isinstance(there, Saved):
                 there = f"{folder}/{there.folder}/{there.name}"
             seen = record_ranks(case, folder, stop, ask=ask, ckpt_path=there, asks=process.asks)
             asked = any(one.asks for one in processes[:number])
-            for other, (meant, events) in enumerate(zip(recorded, seen, strict=True)):
-                meant, events = without_places_of_loader_hooks(meant), without_places_of_loader_hooks(events)
-                if asked:  # those evaluations wrote rows too
-                    meant, events = ([event for event in part if event.owner != "F"] for part in (meant, events))
-                if stop is not None:  # what follows the break is open, and how far the other ranks come
-                    ended = [n for n, event in enumerate(events) if event.name in ("on_exception", "error")]
-                    until = stop.at + 1 if other == rank else min([len(events), len(meant), *ended])
-                    meant, events = meant[:until], events[:until]
-                found = difference_of(case, meant, events) if meant else None
-                if found is not None:
-                    return f"{where}{f'rank {other} of {ranks}: ' if ranks > 1 else ''}{found}"
-            if by_rank[0][-1].name == "error" and by_rank[0][-1].args[0] != "Preempted":
+            found = difference_on_ranks(case, recorded, seen, stop, asked)
+            if found is not None:
+                return f"{where}{found}"
+            if before[-1].name == "error" and before[-1].args[0] != "Preempted":
                 break
     except Failed as failed:
         return f"{where}{failed}\n{script(case)}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def start_of(process: Process, disk: Disk) -> Start:
+    """Return how a process starts, with what one rank sees of the disk."""
+    path = process.ckpt_path
+    if isinstance(path, int):
+        path = disk.saved[path % len(disk.saved)] if disk.saved else None
+    return Start(disk, path, asks=process.asks)
+
+
+def run_on_ranks(case: Case, process: Process, starts: list[Start], disks: list[Disk], rank: int) -> list[list[Event]]:
+    """Return the model's events on each rank, and leave starts and disks as they are after the process.
+
+    Args:
+        case: the run.
+        process: what happens to it.
+        starts: of the ranks.
+        disks: each rank's view of the disk.
+        rank: the one on which it happens.
+    """
+    start = starts[rank]
+
+    def whole() -> list[Event]:
+        return run(case, draw, rank, replace(start, disk=deepcopy(disks[rank])))
+
+    if process.trigger is not None:
+        sets_at = place_of(whole(), case, process.asks_place, BEGINS)
+        if sets_at is not None:
+            start.trigger, start.sets_at = process.trigger, sets_at
+    start.breaks_at, start.kills = place_of(whole(), case, process.place), process.kills
+    stopped = run(case, draw, rank, start)
+    by_rank = []
+    for other, its in enumerate(starts):
+        if other == rank:
+            by_rank.append(stopped)
+            continue
+        its.disk = Remembering(its.disk)
+        its.trigger, its.sets_before = start.trigger, start.sets_before
+        by_rank.append(run(case, draw, other, its))
+        disks[other] = as_seen_by(its.disk, disks[rank])
+    return by_rank
+
+
+def difference_on_ranks(
+    case: Case, recorded: list[list[Event]], seen: list[list[Event]], stop: Stop | None, asked: bool
+) -> str | None:
+    """Return the first difference on a rank; None without one.
+
+    Args:
+        case: the run.
+        recorded: the model's events of each rank.
+        seen: the program's.
+        stop: where the run is broken off.
+        asked: an earlier process has evaluated after its fit.
+    """
+    for rank, (meant, events) in enumerate(zip(recorded, seen, strict=True)):
+        meant, events = without_places_of_loader_hooks(meant), without_places_of_loader_hooks(events)
+        if asked:  # those evaluations wrote rows too
+            meant, events = ([event for event in part if event.owner != "F"] for part in (meant, events))
+        if stop is not None:  # what follows the break is open, and how far the other ranks come
+            ended = [n for n, event in enumerate(events) if event.name in ("on_exception", "error")]
+            until = stop.at + 1 if rank == stop.rank else min([len(events), len(meant), *ended])
+            meant, events = meant[:until], events[:until]
+        found = difference_of(case, meant, events) if meant else None
+        if found is not None:
+            return f"{f'rank {rank} of {case.ranks}: ' if case.ranks > 1 else ''}{found}"
     return None
 
 

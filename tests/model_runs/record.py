@@ -73,7 +73,7 @@ def raise_broken(events: list[Event]) -> None:
 
 @dataclass(frozen=True)
 class Ask:
-    """What asks a run for something in order.
+    """Setting of a trigger in a run.
 
     Attributes:
         trigger: as in `tests.model.triggers`.
