@@ -43,7 +43,7 @@ class FakeMetrics:
     callback: dict[str, float] = field(default_factory=dict)
 
     def warn_of_training(self, name: str, reader: str) -> None:
-        """Every value here is of its own stage."""
+        """Warn of nothing: every value here is of its own stage."""
 
 
 @dataclass

@@ -93,7 +93,7 @@ def test_a_step_of_several_batches_counts_them_and_an_incomplete_one_trains_noth
     assert run(9, data=DataLoader(Stream(14), 2))[0].position.epoch == 2  # 7 batches: 3 steps an epoch
 
 
-def test_batches_may_be_taken_ahead():
+def test_a_step_may_take_a_batch_ahead_but_must_take_one():
     class Ahead(Toy):
         held: Any = None
 
@@ -110,7 +110,7 @@ def test_batches_may_be_taken_ahead():
         quiet(max_epochs=1).fit(module, loader())
 
 
-def test_what_cannot_be():
+def test_a_step_that_takes_batches_refuses_accumulation_and_other_arguments():
     with pytest.raises(SettingError, match="accumulate_grad_batches=2: training_step"):
         quiet(max_epochs=1, accumulate_grad_batches=2).fit(Takes(), loader())
     module = Toy()
@@ -128,7 +128,7 @@ def fit_on_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_two_ranks_agree_with_one():
+def test_steps_that_take_batches_train_on_two_ranks_as_on_one():
     ranks = run_ranks(fit_on_ranks, 2)
     torch.manual_seed(2)
     alone = Toy()
@@ -140,7 +140,7 @@ def test_two_ranks_agree_with_one():
         torch.testing.assert_close(found["val_loss"].float(), alone.loss(samples(7).tensors).detach())
 
 
-def test_a_learning_rate_is_found_and_nothing_is_left_of_it():
+def test_a_learning_rate_is_found_for_steps_that_take_batches_and_nothing_is_left_of_it():
     def run(module: Any) -> list[float]:
         before = {name: value.clone() for name, value in weights(module).items()}
         found = Tuner(quiet(max_epochs=1)).lr_find(module, loader(11), num_training=9, update_attr=False)

@@ -11,6 +11,7 @@ from typing import Any
 from instep import compile as compiling
 from instep import cuda_graphs
 from instep.trainer.checks import loss_of
+from instep.trainer.context import RunContext
 from instep.trainer.guests import Step, StepGuest, StepParts
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
@@ -21,7 +22,7 @@ from instep.utils.warn import warn_user
 class OneGraph(StepGuest):
     """One graph in the place of forward and backward, and another in that of the optimizer's step."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         self._warned: set[str] = set()  # each epoch makes its step anew
         self.captured: cuda_graphs.CapturedStep | None = None
@@ -34,10 +35,8 @@ class OneGraph(StepGuest):
             return
         recorder = cuda_graphs.recorder_for(ctx.device) if records else None
         if why := self._why_two_graphs(parts, recorder):
-            what = (
-                "cuda_graphs=True has no effect" if records else 'compile="step": forward and backward are two graphs'
-            )
-            self._warn_once(f"{what}, since {why}.")
+            two = 'compile="step": forward and backward are two graphs'
+            self._warn_once(f"{'cuda_graphs=True has no effect' if records else two}, since {why}.")
         elif recorder is not None:
             parts.forward_backward = self._recorded(parts, recorder)
         else:
