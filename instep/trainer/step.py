@@ -31,7 +31,7 @@ from instep.trainer.optimizers import step_schedulers, wants_closure
 
 
 def make_parts(ctx: RunContext) -> StepParts:
-    """Make the first parts of the step, and let the guests change them."""
+    """Make the first parts of the step, as the guests have changed them."""
     source, accumulate, origin = ctx.source, ctx.loaders.accumulate, ctx.loaders.window_origin
     full_batches, weight_of_full = source.plan.full_batches(accumulate, origin), 1.0 / accumulate
     ctx.step_parts = parts = StepParts(

@@ -70,7 +70,7 @@ class _Lifting:
     def __init__(self, one_rank: cst.If, calls: frozenset[str]) -> None:
         self.one_rank = one_rank
         self.calls = calls
-        self.theirs: set[str] = set()  # names that only one rank sets
+        self.of_one_rank: set[str] = set()  # names that only one rank sets
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
         """Split a block into what one rank does and what all do; return None where that is not safe."""
@@ -109,21 +109,21 @@ class _Lifting:
         stay: list[cst.BaseStatement] = []
         for earlier in reversed(waiting):
             value = _assigned(earlier)
-            if value is not None and value[0] in needed and _is_alike(value[1], self.theirs, named=False):
+            if value is not None and value[0] in needed and _is_alike(value[1], self.of_one_rank, named=False):
                 on_all.insert(0, earlier)
                 needed |= _names(value[1])
             else:
                 stay.insert(0, earlier)
         if any(_flows(part) for part in stay):
             return None
-        self.theirs |= {name for part in stay for name in _stored(part)}
-        if any(_names(part) & self.theirs for part in on_all):
+        self.of_one_rank |= {name for part in stay for name in _stored(part)}
+        if any(_names(part) & self.of_one_rank for part in on_all):
             return None
         return [*on_all, *self._on_one_rank(stay)]
 
     def _inner(self, statement: cst.BaseStatement) -> list[cst.BaseStatement] | None:
         if isinstance(statement, cst.If):
-            if statement.orelse is not None or not _is_alike(statement.test, self.theirs):
+            if statement.orelse is not None or not _is_alike(statement.test, self.of_one_rank):
                 return None
             body = self.block(_block(statement.body))
             return body and [statement.with_changes(body=cst.IndentedBlock(_without_empty_lines(body)))]
@@ -133,7 +133,7 @@ class _Lifting:
         call = part.value if isinstance(part, cst.Expr | cst.Assign) else None
         if not isinstance(call, cst.Call) or code(call.func) not in self.calls:
             return None
-        return [statement] if all(_is_alike(arg.value, self.theirs, named=False) for arg in call.args) else None
+        return [statement] if all(_is_alike(arg.value, self.of_one_rank, named=False) for arg in call.args) else None
 
 
 def _joined(parts: list[cst.BaseExpression]) -> cst.BaseExpression:
@@ -206,12 +206,12 @@ def _assigned(statement: cst.BaseStatement) -> tuple[str, cst.BaseExpression] | 
     return None
 
 
-def _is_alike(node: cst.BaseExpression, theirs: set[str], named: bool = True) -> bool:
+def _is_alike(node: cst.BaseExpression, of_one_rank: set[str], named: bool = True) -> bool:
     """Return True if an expression has the same value on all ranks, as far as its words say.
 
     Args:
         node: the expression.
-        theirs: names that only one rank sets.
+        of_one_rank: names that only one rank sets.
         named: it decides whether ranks wait for each other, so its names must say that they are alike.
     """
     for part in _nodes(node):
@@ -224,7 +224,7 @@ def _is_alike(node: cst.BaseExpression, theirs: set[str], named: bool = True) ->
         if isinstance(part, cst.Await | cst.Lambda | cst.Yield | cst.ListComp | cst.GeneratorExp | cst.NamedExpr):
             return False
     names = _names(node) - {"os", "str", "int", "float"}
-    return not names & theirs and (not named or all(_ALIKE.search(name) for name in names))
+    return not names & of_one_rank and (not named or all(_ALIKE.search(name) for name in names))
 
 
 def _flows(statement: cst.CSTNode) -> bool:

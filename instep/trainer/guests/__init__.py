@@ -113,13 +113,14 @@ class StepGuest:
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def _arguments(module: Any, name: str) -> Mapping[str, Any]:
+def arguments_of(module: Any, name: str) -> Mapping[str, Any]:
+    """Return the parameters of a step method; nothing where the module has none of that name."""
     step = getattr(module, name, None)
     return signature(step).parameters if callable(step) else {}
 
 
 GUESTS: dict[str, Callable[[RunContext], bool]] = {
-    "own_batches:OwnBatches": lambda ctx: any("dataloader_iter" in _arguments(ctx.module, name) for name in _STEPS),
+    "own_batches:OwnBatches": lambda ctx: any("dataloader_iter" in arguments_of(ctx.module, name) for name in _STEPS),
     "nonfinite:NonFiniteGuard": lambda ctx: ctx.settings.nonfinite is not None and bool(ctx.optimizers),
     "one_graph:OneGraph": lambda ctx: ctx.settings.cuda_graphs or getattr(ctx.settings.compile, "scope", "") == "step",
     "garbage:GarbageCollection": lambda ctx: ctx.settings.gc_every_n_steps is not None,

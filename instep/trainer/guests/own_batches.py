@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,7 @@ from instep.data.base import BatchSource
 from instep.data.plan import Share
 from instep.errors import DataError, HookError, SettingError
 from instep.trainer.context import Progress
-from instep.trainer.guests import Step, StepGuest, StepParts
+from instep.trainer.guests import Step, StepGuest, StepParts, arguments_of
 from instep.trainer.hooks import Hook
 from instep.trainer.log import MetricLog
 
@@ -141,11 +140,11 @@ class OwnBatches(StepGuest):
         Raises:
             HookError: it has others besides, which nothing passes.
         """
-        step = getattr(self.ctx.module, name)
-        names = list(inspect.signature(step).parameters)
+        names = list(arguments_of(self.ctx.module, name))
         if "dataloader_iter" not in names:
             return False
         if len(names) > 1:
+            step = getattr(self.ctx.module, name)
             raise HookError(
                 f"{getattr(step, '__qualname__', step)} has dataloader_iter and {', '.join(names)}: dataloader_iter "
                 "stands alone, since next(dataloader_iter) gives (batch, batch_idx, dataloader_idx)"
