@@ -155,6 +155,7 @@ def test_examples_run_under_torchrun(tmp_path: Path) -> None:  # the digits: lau
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_the_gpt_learns(tmp_path: Path) -> None:
     steps, bits = (600, 3.2) if os.environ.get("INSTEP_EXAMPLES_WHOLE") else (200, 3.9)
     said = run("stdlib_gpt.py", tmp_path, "--max-steps", str(steps))
@@ -164,6 +165,7 @@ def test_the_gpt_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.dist
 def test_the_gpt_means_the_same_on_two_processes(uninterrupted: Callable[[str, int], tuple[Path, str]]) -> None:
     said = [uninterrupted("stdlib_gpt.py", devices)[1] for devices in (1, 2)]

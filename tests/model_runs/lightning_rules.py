@@ -10,7 +10,7 @@ from typing import Any
 from tests.model.checkpoints import Disk, Saved, Saver, delete, name_of
 from tests.model.data import Dealt, Order, expected_batches
 from tests.model.evaluation import evaluate
-from tests.model.logs import send_epoch_values
+from tests.model.logs import Book, Shown, send_epoch_values
 from tests.model.optimization import as_seen, clipped
 from tests.model.resume import Start, find_checkpoint
 from tests.model.run import Case, Run
@@ -32,6 +32,7 @@ RULES = {
     "empty epoch": "an epoch without a batch is no error",
     "nothing to train": "where no step is due, on_train_start and on_train_end do not run",
     "loader by loader": "of several validation loaders the values of each show at its end",
+    "sanity of the last loader": "in a sanity check of several loaders the values of the last one never show",
     "empty validation": "a validation without a batch has no hooks",
     "teardown": "teardown does not run after an exception",
     "saves in a cut epoch": "an epoch that is cut short saves as one that has ended",
@@ -114,6 +115,19 @@ def listed(run: LightningRun) -> Any:
 
 
 @dataclass
+class ShownBut(Shown):
+    """What shows, without the values of one loader."""
+
+    suffix: str | None = None
+
+    def epoch_values(self, book: Book, rank: int) -> None:
+        super().epoch_values(book, rank)
+        for values in (self.callback, self.bar) if self.suffix else ():
+            for name in [name for name in values if name.endswith(self.suffix or "")]:
+                del values[name]
+
+
+@dataclass
 class LightningRun(Run):
     """A fit under some of Lightning's rules."""
 
@@ -148,7 +162,10 @@ class LightningRun(Run):
             return
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
+            last = f"/dataloader_idx_{len(self.val_batches) - 1}" if len(self.val_batches) > 1 else None
+            self.shown = ShownBut(suffix=last if "sanity of the last loader" in self.rules else None)
             evaluate(self, listed(self), sanity=True)
+            self.shown = Shown()
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
