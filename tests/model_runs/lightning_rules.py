@@ -163,9 +163,9 @@ class LightningRun(Run):
         self.callback("on_sanity_check_start")
         if not self.has_empty_validation:
             last = f"/dataloader_idx_{len(self.val_batches) - 1}" if len(self.val_batches) > 1 else None
-            self.shown = ShownBut(suffix=last if "sanity of the last loader" in self.rules else None)
+            self.shown = shown = ShownBut(suffix=last if "sanity of the last loader" in self.rules else None)
             evaluate(self, listed(self), sanity=True)
-            self.shown = Shown()
+            shown.suffix = None
         self.callback("on_sanity_check_end")
         self.shown.forget()
 
