@@ -333,12 +333,13 @@ class PreparedRun:
             parameters = parameters_of(prepared.optimizer)
             strange = sum(p not in known for p in parameters)
             if strange:
-                kind, another = type(prepared.optimizer).__name__, bool(known) and strange == len(parameters)
-                way = f"Make {kind} of the prepared model's parameters, or prepare its own model too"
+                kind = type(prepared.optimizer).__name__
+                way = "Prepare their model too"
+                if known and strange == len(parameters):
+                    way = f"Make {kind} of the parameters of the model that is prepared, or prepare the other one too"
                 warn_user(
-                    f"{strange} of the {len(parameters)} parameters of {kind} are in no prepared model"
-                    f"{', but in another one' if another else ''}: their gradients are not reduced over processes, and "
-                    f"save_state() does not save them. {way if another else 'Prepare the model too'}"
+                    f"{strange} of the {len(parameters)} parameters of {kind} are in no prepared model: their "
+                    f"gradients are not reduced over processes, and save_state() does not save them. {way}"
                 )
 
     def _claim_run(self) -> None:
