@@ -523,9 +523,13 @@ class Accelerator(ProcessMethods):
         When the block ends, all ranks have the weights, optimizers and schedulers of those that took most steps.
 
         Args:
-            joinables: the prepared models that are trained inside.
+            joinables: the prepared models that are trained inside. Their losses come without `num_items`, which all
+                ranks add up.
         """
+        window = self._prepared.window
         with ExitStack() as stack:
+            window.joins = self.num_processes > 1
+            stack.callback(setattr, window, "joins", False)
             for model in joinables:
                 stack.enter_context(self._prepared.strategy_of(model).join())
             yield

@@ -60,6 +60,8 @@ class Window:
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
+        self.joins = False
+        """Whether ranks that have no data left wait for the others, under `join_uneven_inputs`."""
         self._next: int | None = None  # the length of windows to come
         self._factor: Tensor | float | None = None
 
@@ -193,6 +195,12 @@ class Window:
             )
         if self._plain:
             raise _mixed()
+        if self.joins:
+            raise UsageError(
+                "backward(num_items=...) adds up the items of all ranks, and under join_uneven_inputs a rank without "
+                "data adds none: the others would wait for it. Leave num_items out, or set even_batches=True, where "
+                "such a rank repeats a batch with the weight 0."
+            )
         loader = self.loader
         replays = loader is not None and loader.source.share.mine == 0  # a batch that comes again counts nowhere
         if self._items_of_batch is None:

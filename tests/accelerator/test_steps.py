@@ -392,6 +392,24 @@ def windows_that_end_apart() -> tuple[int, float]:
     return batches, weight
 
 
+def items_of_ranks_that_end_apart() -> str:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model, _, loader = accelerator.prepare(*linear(), numbers(1, 2))
+    with accelerator.join_uneven_inputs([model]):
+        for (x,) in loader:
+            with accelerator.accumulate(model), pytest.raises(UsageError, match="adds up the items") as error:
+                accelerator.backward(torch.ones(1, requires_grad=True).sum(), num_items=len(x))
+            return str(error.value)
+    return ""
+
+
+@pytest.mark.dist
+def test_items_are_not_counted_where_ranks_end_apart() -> None:
+    told, nothing = run_ranks(items_of_ranks_that_end_apart, 2)
+    assert "Leave num_items out" in told
+    assert nothing == ""
+
+
 @pytest.mark.dist
 def test_windows_of_ranks_that_end_apart_do_not_hang() -> None:
     (one, weight), (other, same) = run_ranks(windows_that_end_apart, 2)
