@@ -37,7 +37,7 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
 
 def _is_passed_over(file: str) -> bool:
     """Tell our own files, and those of what calls us back, from the user's."""
-    if file.startswith((_OURS, "<frozen ")):
+    if file.startswith((_OURS, "<frozen ", "<string>")):  # the last is a dataclass's own `__init__`
         return True
     installed = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
     return any(name in file for name in _BETWEEN) if installed else file.startswith(_STDLIB)

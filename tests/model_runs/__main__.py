@@ -54,6 +54,7 @@ def main() -> int:
             drawn.update(state["drawn"])
     print(*coverage.lines(), sep="\n")
     print(f"seed {given_.seed}: {drawn.pop('runs', 0)} runs in {time.monotonic() - began_s:.0f} s; {dict(drawn)}")
+    print("A run or a script differs from the model: see above." if any(failed) else "Nothing differs from the model.")
     if given_.json is not None:
         missing = [[*one, *other] for one, other in coverage.missing()]
         given_.json.write_text(json.dumps({**coverage.state(), "missing": missing, "drawn": dict(drawn)}))
@@ -85,7 +86,7 @@ def work(number: int, count: int, file: Path) -> int:
             drawn["left out as known"] += 1
             return
         drawn["runs"] += 1
-        drawn[f"{case.ranks} ranks"] += case.ranks > 1
+        drawn[f"of {case.ranks} ranks"] += 1
         whole = expected(case)
         end = whole[-1]
         if end.name == "error":

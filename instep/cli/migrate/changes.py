@@ -174,6 +174,12 @@ LIGHTNING = (
         "You can verify it, and loading it runs no code.",
     ),
     Change(
+        '".ckpt"',
+        "Is a folder with a number at its end: `exists`, `isfile` and `glob` of such a path find nothing, so that a "
+        'script that asks them starts afresh. Write `ckpt_path="auto"`, which begins or goes on.',
+        beside=r"exists\(|isfile\(|is_file\(|glob\(",
+    ),
+    Change(
         "ModelCheckpoint(filename=)",
         "Makes folders: `best-1`, `best-2`. The name alone finds the best of them, with or without `.ckpt`; there is "
         "no `-v1`.",
@@ -411,6 +417,12 @@ ACCELERATE = (
         "Accelerator.save_state",
         "Makes `<dir>-<attempt>`, whole and verified; `load_state(dir)` finds the newest. All ranks call it.",
         "It overwrites nothing.",
+    ),
+    Change(
+        "Accelerator.save_state",
+        "Its folders end with a number: a script that looks for the newest by their names, as by "
+        '`int(name.split("_")[-1])` or `exists`, does not find them. Call `load_state()` or `load_state(dir)`.',
+        beside=r"listdir\(|scandir\(|exists\(|glob\(|iterdir\(",
     ),
     _LIFTED,
     Change(

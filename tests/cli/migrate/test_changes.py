@@ -40,7 +40,8 @@ SAMPLES = {
     **dict.fromkeys(changes.COUNTERS, GAN),
     '"frequency":': _L + "def configure_optimizers(s): return {'frequency': 2}",
     '"lightning_logs"': _L + "f = 'out/lightning_logs/version_0'",
-    '".ckpt"': _L + "L.Trainer().fit(m, ckpt_path='x.ckpt')",
+    '".ckpt"': _L + "if os.path.exists('x.ckpt'): L.Trainer().fit(m, ckpt_path='x.ckpt')",
+    "Accelerator.save_state": _A + "os.listdir('x')\na.save_state('x')",
     "EarlyStopping": _L + "L.Trainer(min_epochs=2, callbacks=[L.pytorch.callbacks.EarlyStopping('a')])",
     "ModelCheckpoint(every_n_train_steps=)": _L
     + "L.pytorch.callbacks.ModelCheckpoint(monitor='a', every_n_train_steps=2)",
