@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -191,10 +192,13 @@ def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
     """
     if started is None or not isinstance(error, OSError | EOFError | RuntimeError) or str(error).startswith("Caught "):
         return None
-    ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
-    for worker in started._workers:
-        if worker.sentinel in ended:
-            BaseProcess.join(worker, _DYING_S)  # its pipes are closed before it has an exit code
+    for _ in range(1 + len(started._workers)):
+        with suppress(RuntimeError):  # torch's handler of SIGCHLD may raise within this, once for each worker
+            ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
+            for worker in started._workers:
+                if worker.sentinel in ended:
+                    BaseProcess.join(worker, _DYING_S)  # its pipes are closed before it has an exit code
+            break
     dead = {worker.pid: worker.exitcode for worker in started._workers if worker.exitcode}
     if not dead:
         return None
