@@ -177,7 +177,7 @@ class Script:
                 batches = self.accelerator.skip_first_batches(batches, done)
             if resumes and start.way == "islice":
                 batches = itertools.islice(batches, done, None)
-            before, window = self.trained, 0
+            before, window = (self.trained, self.accelerator.step), 0
             for index, batch in enumerate(self.given(batches)):
                 if loaded and start.way == "count" and to_pass > 0:
                     to_pass -= 1
@@ -193,7 +193,7 @@ class Script:
                 counters.done, counters.at_end = counters.done + 1, is_last
                 counters.total, self.trained = counters.total + 1, self.trained + 1
                 self.after_batch(synced)
-            if self.trained == before:
+            if (self.trained, self.accelerator.step) == before:  # a rank without a batch takes over others' steps
                 continue
             counters.at_end = True
             if case.steps_by_epoch:
