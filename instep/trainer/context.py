@@ -180,7 +180,8 @@ class Position:
     @property
     def reached(self) -> dict[str, Any]:
         """What has been trained and validated so far: where two are equal, one checkpoint does for both."""
-        return {name: value for name, value in self.state_dict().items() if name != "closed_step"}
+        due = None if self.validated else self.validation_due  # what was due is known to be done
+        return {**self.state_dict(), "closed_step": None, "validation_due": due}
 
     @property
     def owes_end(self) -> bool:

@@ -349,7 +349,7 @@ class Loaders:
         that did. A resumed run asks as that one did. A sanity check before the first one asks for its own.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
-        if not every:
+        if not every or self.given.get("val") is not None:  # what is given is not asked for
             return self.evaluation("val")
         at = self._trainer.position
         if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):

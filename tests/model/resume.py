@@ -49,7 +49,8 @@ def find(
     """Return the checkpoint that is meant; None to begin afresh.
 
     "last" is what was saved last, in the folders of all ModelCheckpoints; a fit takes a whole one. "auto" is the same,
-    or nothing. "best" is the best by the first ModelCheckpoint's metric, in its folder; without a metric the newest.
+    or nothing. "best" is the best by the first ModelCheckpoint's metric, in its folder, whose mode counts where there
+    are both; without a metric it is the newest.
 
     Args:
         disk: the checkpoints that are there.
@@ -73,8 +74,10 @@ def find(
         line = (held or there)[-1].line
     own = [one for one in there if line is not None and line.has(one)]
     if ranks:
-        given = savers[0].given
-        own = best_first([one for one in own if one.metric == (given.monitor, given.mode)], given.mode)[:1]
+        monitor, mode = savers[0].given.monitor, savers[0].given.mode
+        modes = {one.metric[1] for one in own if one.metric[0] == monitor}
+        mode = mode if len(modes) > 1 else next(iter(modes), mode)
+        own = best_first([one for one in own if one.metric == (monitor, mode)], mode)[:1]
     if not own and meant != "auto":
         raise Refused("CheckpointNotFoundError", f"{meant}: there is none", early=True)
     return own[-1] if own else None
@@ -116,6 +119,9 @@ def ask(run: Run) -> None:
         for meant in run.start.asks:
             try:
                 found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
+                for call in run.case.logs:
+                    if "validation" in call.hook:
+                        call.levels()
             except Refused as refused:
                 run.events.append(Event("-", name, (meant, refused.kind), 0, 0))
             else:
