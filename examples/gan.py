@@ -1,4 +1,4 @@
-"""A GAN with two optimizers that take turns: draw the handwritten digit that is asked for.
+"""A GAN with two optimizers, stepped by hand: draw the handwritten digit that is asked for.
 
     python examples/gan.py                # the same line goes on after Ctrl-C or a crash
     python examples/gan.py --devices 2    # the same global batch on two processes

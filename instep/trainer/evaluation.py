@@ -161,7 +161,7 @@ def _batch_loop(
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)
                 progress.eval_batch += 1
-                if any(guest.ended for guest in guests):
+                if guests and any(guest.ended for guest in guests):
                     break
                 due = bool(log_every) and progress.eval_batch % log_every == 0
                 if due or (count + 1) % MOST_HELD == 0:
@@ -256,7 +256,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                     outputs = step(batch, batch_idx, loader_idx)
                     progress.eval_batch += 1
                     beats[BATCH] = progress.eval_batch
-                    if replayed or any(guest.ended for guest in guests):
+                    if replayed or (guests and any(guest.ended for guest in guests)):
                         continue
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)

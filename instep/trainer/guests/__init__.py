@@ -1,7 +1,8 @@
 """Guests of the training step: what a feature may change of it, and which features a run has.
 
-A guest is asked once an epoch, part by part, and changes the parts in place. So several guests work on one step: each
-gets what those before it have left. A run without guests pays nothing.
+A guest is asked where the step is made: once an epoch, and where the batch size grows. It is asked part by part, and
+changes the parts in place. So several guests work on one step: each gets what those before it have left. A run without
+guests pays nothing.
 """
 
 from __future__ import annotations
