@@ -112,5 +112,5 @@ def test_a_thousand_runs_are_as_the_model_says(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     drawn = json.loads(file.read_text())["drawn"]
     assert all(
-        drawn[kind] > 0 for kind in ("2 ranks", "3 ranks", "killed", "gone on with other ranks", "refused early")
+        drawn[kind] > 0 for kind in ("of 2 ranks", "of 3 ranks", "killed", "gone on with other ranks", "refused early")
     )
