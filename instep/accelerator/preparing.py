@@ -36,8 +36,8 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
-from instep.strategies.base import check_cuttable
 from instep.strategies.gradients import parameters_of
+from instep.strategies.materialize import DISPATCHED, check_cuttable
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
@@ -207,7 +207,8 @@ class PreparedRun:
             )
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
-        check_cuttable(model, strategy)
+        if not strategy.whole_parameters:
+            check_cuttable(model, strategy.name)
         if place or (place is None and self._moves and not _is_dispatched(model)):
             strategy.prepare_module(model)
         else:
@@ -485,8 +486,4 @@ def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int
 
 def _is_dispatched(model: nn.Module) -> bool:
     """Return True if `dispatch_model` has divided a model over devices, where it stays."""
-    if "hf_device_map" not in vars(model):
-        return False
-    from instep.big_models.dispatch import DISPATCHED  # late: only such a model needs it
-
-    return DISPATCHED in vars(model)
+    return "hf_device_map" in vars(model) and DISPATCHED in vars(model)

@@ -41,13 +41,13 @@ from instep.big_models.prefetch import prefetch_blocks, stop_prefetching
 from instep.big_models.sizes import as_dtype
 from instep.checkpoint.lazy import join_tensors, read_parts
 from instep.errors import CheckpointError, SettingError, UsageError
+from instep.strategies.materialize import DISPATCHED
 from instep.types import PathLike
 from instep.utils.checks import wrong
 from instep.utils.paths import local_path
 from instep.utils.rank_zero import rank_zero_info
 
 DISK = "disk"
-DISPATCHED = "_dispatched"
 _MOVES = ("to", "cuda", "cpu", "xpu", "half", "float", "double", "bfloat16", "to_empty")
 
 

@@ -18,6 +18,7 @@ from torch.utils import swap_tensors
 from instep.big_models.placeholder import Placeholder, count_forwards, kind_of, placeholder_of
 from instep.big_models.sizes import non_persistent_buffers
 from instep.distributed.nested import send_to_device
+from instep.strategies.materialize import DISPATCHED
 from instep.utils.checks import wrong
 from instep.utils.dtypes import cast_module
 
@@ -215,7 +216,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Source: the function of this name in Hugging Face Accelerate.
     """
-    dispatched = vars(module).get("_dispatched")
+    dispatched = vars(module).get(DISPATCHED)
     if dispatched is not None:
         dispatched.undo()
     _detach(module)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from instep.big_models.deferred import builds_empty, defer_weights
 from instep.big_models.device_map import Device, Memory, check_device_map, device_of, resolve_device_map
 from instep.big_models.dispatch import dispatch_model
 from instep.big_models.hub import PICKLED, PICKLED_INDEX, SAFE, SAFE_INDEX, download, is_repository, owned, parts_of
@@ -35,6 +34,7 @@ from instep.checkpoint.weights import stored_weights
 from instep.distributed.collectives import broadcast
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
+from instep.strategies.materialize import builds_empty, defer_weights
 from instep.types import Location, PathLike
 from instep.utils.checks import wrong
 from instep.utils.paths import to_path

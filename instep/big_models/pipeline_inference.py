@@ -22,13 +22,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, ScheduleGPipe, build_stage, pipeline
 from torch.fx.node import map_aggregate
 
-from instep.big_models.deferred import deferred_weights
-from instep.big_models.materialize import read_values
-from instep.big_models.sizes import even_cuts
 from instep.distributed import broadcast, broadcast_object
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves, with_tensors
 from instep.errors import DataError, SettingError, UsageError
 from instep.state import PartialState
+from instep.strategies.materialize import deferred_weights, read_values
+from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
 _ROOT = "model."  # what the model's names begin with in a trace

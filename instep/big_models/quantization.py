@@ -21,10 +21,10 @@ from instep.big_models.dispatch import dispatch_model
 from instep.big_models.loading import open_checkpoint
 from instep.big_models.memory import accelerator_name
 from instep.big_models.offload import WeightsMap, set_offloaded_weights
-from instep.big_models.quantized_state import is_stored_quantized, keep_as_tensors
 from instep.big_models.sizes import find_tied_parameters
 from instep.checkpoint.lazy import LazyTensor
 from instep.errors import CheckpointError, InstepError, SettingError, UsageError, one_of
+from instep.strategies.quantized_state import is_stored_quantized, keep_as_tensors
 from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, is_number
 from instep.utils.imports import require

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from instep.big_models.dispatch import offloading_hooks
 from instep.big_models.hooks import AlignDevicesHook, as_device
-from instep.big_models.materialize import Materializer
 from instep.errors import SettingError, UsageError
+from instep.strategies.materialize import Materializer
 
 
 def prepare_offloaded_training(model: nn.Module, blocks: Collection[str] | str | None = None) -> nn.Module:

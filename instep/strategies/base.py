@@ -18,6 +18,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies.gradients import Gradients
+from instep.strategies.materialize import check_offloaded, give_values, whole
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, seed_process
@@ -399,136 +400,6 @@ class Strategy:
             state: this rank's, or, in a run on another number of ranks, the first one's.
             own: whether it is this rank's.
         """
-
-
-def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
-    """Make what a module has on the meta device real, all of it: read from where its values lie, or drawn.
-
-    Args:
-        module: changed in place.
-        device: where to.
-
-    Returns:
-        What drawn weights were exchanged for; those that were read stay the same objects.
-
-    Raises:
-        SettingError: nothing gives a weight its values.
-    """
-    kept = dispatched_weights(module)
-    if not any(tensor.is_meta and tensor not in kept for tensor in (*module.parameters(), *module.buffers())):
-        return {}
-    from instep.big_models.materialize import Materializer, read_values  # late: few modules need it
-
-    maker = Materializer(device, kept)
-    exchanged = maker.make_all(module)
-    if maker.without_values:
-        raise no_values(module, maker.without_values)
-    read_values(module, device, lambda stored, _: whole(stored))
-    return exchanged
-
-
-def dispatched_weights(module: nn.Module) -> set[Tensor]:
-    """Return the weights and buffers of the models in a module that a device map has placed: they stay there.
-
-    Args:
-        module: with models from `instep.big_models.dispatch_model`, or without.
-    """
-    parts = [part for part in module.modules() if "_dispatched" in vars(part) or "hf_device_map" in vars(part)]
-    return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
-
-
-def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse to train weights that are offloaded: between forwards they are nowhere to be changed.
-
-    Those of a dispatched model that are trained on the CPU get memory of their own: they may lie mapped, where other
-    models of this process from the same file would see what is changed.
-
-    Raises:
-        SettingError: an optimizer has such a weight.
-    """
-    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    kept = dispatched_weights(module) if stepped else set()
-    lost = [name for name, p in module.named_parameters() if p.is_meta and p in stepped and p in kept]
-    if lost:
-        raise SettingError(
-            f"{len(lost)} weights of {type(module).__name__} that the optimizer is to train are offloaded by the "
-            f"model's device map, such as {lost[0]}. Freeze the model (requires_grad_(False)) and train what is beside "
-            "it; adapters of peft are put there by prepare_offloaded_training(model), before the optimizer is made. Or "
-            "give a device map that keeps on a device what is trained.",
-            field="device_map",
-        )
-    for p in stepped & kept:
-        if p.device.type == "cpu":
-            p.data = p.data.clone()
-
-
-def refuse_dispatched(strategy: Strategy, module: nn.Module) -> None:
-    """Refuse a model with a device map, for a strategy that cuts weights up itself.
-
-    Raises:
-        SettingError: there is one.
-    """
-    if dispatched_weights(module):
-        raise SettingError(
-            f"strategy={strategy.name!r} spreads the weights over processes, and a model in {type(module).__name__} is "
-            "spread by a device map already. Load it by load_checkpoint_in_model, without a device map; or use "
-            "strategy='ddp', where each process has a copy of its own, mapped from the same files.",
-            field="strategy",
-            got=strategy.name,
-        )
-
-
-def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
-    """Make the error for weights and buffers that were built on the meta device and have no values."""
-    names = sorted(without)
-    return SettingError(
-        f"weights of {type(module).__name__} that were built on the meta device are without values: "
-        f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Give them those of a "
-        "checkpoint by instep.big_models.load_checkpoint_in_model in configure_model, give the modules that hold them "
-        "a reset_parameters(), which sets their own weights and buffers, or load a checkpoint of the run. Buffers keep "
-        "theirs where the model is built under init_empty_weights() in place of meta_init=True.",
-        field="meta_init",
-    )
-
-
-def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-    """Copy the first rank's weights and buffers to every rank. Collective.
-
-    Args:
-        module: on the device that it is trained on.
-        skip: whether a tensor is left alone, because each rank holds a part of it, or nothing.
-    """
-    if PartialState().num_processes > 1:
-        from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
-
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
-                if not skip(tensor) and not is_of_torchao(tensor):  # whose parts come by themselves
-                    tensor.copy_(broadcast(tensor))
-
-
-def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
-    """Refuse a quantized module under a strategy that cuts weights up.
-
-    Raises:
-        SettingError: as above.
-    """
-    if strategy.whole_parameters:
-        return
-    from instep.big_models.quantized_state import quantized_tensors  # late: most strategies leave weights whole
-
-    if quantized_tensors(module):
-        raise SettingError(
-            f"strategy={strategy.name!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
-            "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",
-            field="strategy",
-            got=strategy.name,
-        )
-
-
-def whole(value: Any) -> Any:
-    """Read a stored tensor; return anything else as it is."""
-    return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value
 
 
 def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:

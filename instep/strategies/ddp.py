@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 from instep.distributed import broadcast
 from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
-from instep.strategies.base import Strategy, broadcast_weights, check_offloaded, dispatched_weights
+from instep.strategies.base import Strategy
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.gradients import parameters_of
 from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
+from instep.strategies.materialize import broadcast_weights, check_offloaded, dispatched_weights
 from instep.strategies.precision import Precision
+from instep.strategies.quantized_state import is_of_torchao, quantized_tensors
 from instep.strategies.step_forward import StepForward
 from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
 from instep.utils.checks import FLAG, above_zero
@@ -286,8 +288,6 @@ class DDPStrategy(Strategy):
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
         """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
-        from instep.big_models.quantized_state import is_of_torchao, quantized_tensors  # late: one process needs none
-
         kept = dispatched_weights(module)
         ignored = [  # what DDP cannot copy: what is offloaded, of the same files on each rank, and torchao's tensors
             name

@@ -16,10 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from instep.big_models.materialize import Materializer, read_values
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.strategies.base import Strategy, broadcast_weights, no_values, refuse_dispatched, whole
+from instep.strategies.base import Strategy
 from instep.strategies.clipping import clip_norm_, clip_value_, local_part
 from instep.strategies.dtensors import (
     gather_whole,
@@ -30,6 +29,14 @@ from instep.strategies.dtensors import (
     with_local,
 )
 from instep.strategies.gradients import Gradients
+from instep.strategies.materialize import (
+    Materializer,
+    broadcast_weights,
+    no_values,
+    read_values,
+    refuse_dispatched,
+    whole,
+)
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
@@ -257,7 +264,7 @@ class FSDPStrategy(Strategy):
         return torch.device("meta") if self.meta_init else nullcontext()
 
     def prepare_module(self, module: nn.Module) -> None:
-        refuse_dispatched(self, module)
+        refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
         if module not in _placed:  # by an earlier run

@@ -19,8 +19,8 @@ from instep.distributed import control_group, gather_object
 from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import SettingError
 from instep.state import PartialState
-from instep.strategies.base import whole
 from instep.strategies.gradients import parameters_of
+from instep.strategies.materialize import whole
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 
 _BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start

@@ -471,7 +471,7 @@ def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mappin
     Returns:
         Weights that `configure_model` has named a checkpoint for, and that are not read from there, by name.
     """
-    from instep.big_models.deferred import await_weights, deferred_weights  # late: only a resume needs it
+    from instep.strategies.materialize import await_weights, deferred_weights  # late: only a resume needs it
 
     if not deferred_weights(ctx.module):
         return {}

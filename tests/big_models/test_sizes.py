@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep.big_models import compute_module_sizes, dtype_byte_size, find_tied_parameters, retie_parameters
-from instep.big_models.sizes import even_cuts, largest_layers, non_persistent_buffers
+from instep.big_models.sizes import largest_layers, non_persistent_buffers
 from instep.errors import SettingError
+from instep.strategies.pipeline.split import even_cuts
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from instep.checkpoint.tensors import Shard
 from instep.distributed import convert_to_fp32
 from instep.errors import CheckpointError, SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
-from instep.strategies.base import Strategy, broadcast_weights, give_values, refuse_dispatched, shapes_of, whole
+from instep.strategies.base import Strategy, shapes_of
 from instep.strategies.deepspeed import partitions
 from instep.strategies.deepspeed.config import (
     Config,
@@ -33,6 +33,7 @@ from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
 from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
 from instep.strategies.gradients import Gradients, parameters_of
+from instep.strategies.materialize import broadcast_weights, give_values, refuse_dispatched, whole
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.types import PathLike
@@ -306,7 +307,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def prepare_module(self, module: nn.Module) -> None:
-        refuse_dispatched(self, module)
+        refuse_dispatched(self.name, module)
         self.module = module
         self._exchanged = give_values(module, self.device)
         if self.stage != 3:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.big_models.sizes import even_cuts
 from instep.distributed.nested import tensor_leaves, with_tensors
 from instep.errors import HookError, SettingError
 from instep.utils.checks import choice
@@ -312,3 +311,28 @@ class Cut:
         groups = [{**group, "params": list(renamed(dict.fromkeys(group["params"])))} for group in tree["groups"]]
         kept = {key: renamed(tree[key]) for key in ("shapes", "dtypes", "state") if key in tree}
         return {**tree, **kept, "groups": groups}
+
+
+def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Return where to cut a sequence so that the largest run is as small as can be; no run is empty.
+
+    Args:
+        sizes: of the items, in order; at least `count` of them.
+        count: the number of runs.
+
+    Returns:
+        The index of the first item of each run but the first.
+
+    Example:
+        >>> even_cuts([1, 1, 2, 4], 2)
+        [3]
+    """
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
+    for runs in range(1, count + 1):
+        for end in range(runs, len(sizes) + 1):
+            best[runs, end] = min(
+                (max(best[runs - 1, start][0], sum(sizes[start:end])), [*best[runs - 1, start][1], start])
+                for start in range(runs - 1, end)
+                if (runs - 1, start) in best
+            )
+    return best[count, len(sizes)][1][1:]

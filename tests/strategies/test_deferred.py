@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from instep.big_models import init_empty_weights, load_checkpoint_in_model
-from instep.big_models.deferred import await_weights, builds_empty, deferred_weights
-from instep.strategies.base import give_values
+from instep.strategies.materialize import await_weights, builds_empty, deferred_weights, give_values
 
 
 class Tied(nn.Module):

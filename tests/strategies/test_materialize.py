@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from instep.big_models import init_empty_weights
-from instep.big_models.deferred import defer_weights
 from instep.errors import SettingError
-from instep.strategies.base import give_values
+from instep.strategies.materialize import defer_weights, give_values
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,424 @@
+"""Models built on the meta device or placed by a device map: where their values lie, and how they get them.
+
+`defer_weights` notes where values lie, and `Materializer` and `read_values` make the weights real once a strategy has
+placed the module. The places stand with the modules that own the weights, as a plain attribute: no state dict has it, a
+copy of a module takes it along, and what wraps a module (an adapter, an engine) changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import swap_tensors
+
+from instep.distributed import broadcast
+from instep.errors import SettingError
+from instep.state import PartialState
+from instep.strategies.quantized_state import is_of_torchao, quantized_tensors
+
+if TYPE_CHECKING:
+    from instep.checkpoint.tensors import StoredTensor
+
+Stored: TypeAlias = "StoredTensor | Tensor"
+
+DISPATCHED = "_dispatched"
+"""Attribute of a model that `instep.big_models.dispatch_model` has placed."""
+_PLACES = "_stored_weights"
+_INDICES = (torch.int32, torch.int64)  # without a nan; their least value is no index, and stands for one
+
+
+# ---- where values lie
+
+
+def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
+    """Note where the values of a model's weights and buffers on the meta device lie, to be read later.
+
+    A strategy reads them when it prepares a module that has the model in it: each rank the part that it keeps.
+
+    Args:
+        model: those of its weights that are real stay as they are.
+        stored: by name, of the shapes of the model's own. One name of a tied weight is enough.
+
+    Returns:
+        The names that were noted; those that are tied to one another all count.
+
+    Example:
+        >>> from instep.big_models import init_empty_weights
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(2, 2, bias=False)
+        >>> defer_weights(model, {"weight": torch.eye(2)})
+        {'weight'}
+    """
+    entries = [(name, *entry) for name, *entry in _meta_entries(model)]
+    found = {value: stored[name] for name, _, _, value in entries if name in stored}
+    for _, owner, key, value in entries:
+        if value in found:
+            vars(owner).setdefault(_PLACES, {})[key] = found[value]
+    return {name for name, _, _, value in entries if value in found}
+
+
+def place_of(owner: nn.Module, key: str) -> Stored | None:
+    """Return where the values of a module's own weight or buffer lie; None where that was not noted."""
+    return vars(owner).get(_PLACES, {}).get(key)
+
+
+def deferred_weights(model: nn.Module) -> dict[str, Stored]:
+    """Return where the values lie that a model still waits for, by name."""
+    found = ((name, place_of(owner, key)) for name, owner, key, _ in _meta_entries(model))
+    return {name: place for name, place in found if place is not None}
+
+
+def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> dict[str, Stored]:
+    """Let weights that a checkpoint of a run brings be empty until then, so that nothing is read twice.
+
+    Args:
+        model: what it waits for and the checkpoint brings in the same shape gets memory, and no values.
+        coming: the shapes of what the checkpoint brings, by name.
+
+    Returns:
+        Where those values lie that are not read now, by name: to be loaded where the checkpoint did not bring them
+        after all.
+    """
+    skipped = {name: place for name, place in deferred_weights(model).items() if coming.get(name) == place.shape}
+    for name, place in skipped.items():
+        owner, _, key = name.rpartition(".")
+        vars(model.get_submodule(owner))[_PLACES][key] = _Coming(place.shape, place.dtype)
+    return skipped
+
+
+class _Coming:
+    """Stored tensor of no values: they come from elsewhere."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """Make memory for the tensor, or for a box of it."""
+        sizes = self.shape if box is None else [side.stop - side.start for side in box]
+        return torch.empty(sizes, dtype=self.dtype)
+
+
+def builds_empty() -> bool:
+    """Tell whether a module that is built here and now would have its weights on the meta device."""
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(0))
+    return probe.weight.is_meta
+
+
+def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Give the name, the owner, the owner's name and the tensor of each weight and buffer on the meta device."""
+    for name, owner in model.named_modules(remove_duplicate=False):
+        for entries in (owner._parameters, owner._buffers):
+            held: Any = entries
+            for key, value in held.items():
+                if value is not None and value.is_meta:
+                    yield f"{name}.{key}" if name else key, owner, key, value
+
+
+# ---- values
+
+
+class Materializer:
+    """Gives modules memory and values, in the order in which it gets them.
+
+    A module's own weights and buffers come from its `reset_parameters` (or `_reset_parameters`), as torch's layers
+    have it, drawn on the device; in a model of transformers, from that model's way for such a module. A tied weight is
+    drawn by its first holder; so are an ordinary module's. Those whose values lie in a checkpoint
+    (`instep.big_models.load_checkpoint_in_model`) are left for `read_values`.
+
+    Args:
+        device: where to.
+        kept: what stays on the meta device: the weights that a device map has offloaded.
+    """
+
+    def __init__(self, device: torch.device, kept: Collection[Tensor] = ()) -> None:
+        self.device, self._kept = device, set(kept)
+        self.without_values: set[str] = set()
+        """Names of weights and buffers that nothing gave values to: they are nan until they are loaded."""
+        self._made: dict[Tensor, Tensor] = {}
+        self._adapter_values: dict[str, Any] = {}
+        """How peft's adapters begin, by name."""
+        self._models: list[tuple[str, Any]] = []
+        """Models of transformers, which know how their modules begin."""
+
+    def make_all(self, module: nn.Module, name: str = "") -> dict[Tensor, Tensor]:
+        """Make a module and its parts real; return what was exchanged for what."""
+        self.make(module, name)
+        for key, child in module.named_children():
+            self.make_all(child, f"{name}.{key}" if name else key)
+        self.finish(module, name)
+        return self._made
+
+    def make(self, module: nn.Module, name: str) -> None:
+        """Make a module's own weights and buffers real, not those of its parts.
+
+        Args:
+            module: nothing is done where it is real already.
+            name: in the whole module.
+        """
+        for adapter, config in dict(getattr(module, "peft_config", None) or {}).items():
+            self._adapter_values[adapter] = getattr(config, "init_lora_weights", True)
+        library: Any = sys.modules.get("transformers.modeling_utils")
+        if library is not None and isinstance(module, library.PreTrainedModel):
+            self._models.append((name, module))
+        tied: list[tuple[Tensor, Tensor]] = []
+        fresh: list[str] = []
+        cut: list[tuple[dict[str, Any], str, Any]] = []
+        for holder in (module._parameters, module._buffers):
+            entries: dict[str, Any] = holder
+            for key, value in entries.items():
+                if value is None or not value.is_meta or value in self._kept or place_of(module, key) is not None:
+                    continue
+                made = self._made.get(value)
+                if _is_sharded(value):  # drawn as a whole and cut then: the values are those of one process
+                    cut.append((entries, key, value))
+                    if made is None:
+                        fresh.append(key)
+                    made = _empty_like(value, self.device)
+                elif made is None:
+                    made = self._made[value] = _empty_like(value, self.device)
+                    fresh.append(key)
+                else:
+                    tied.append((made, made.detach().clone()))
+                entries[key] = made
+        if not (fresh or tied or cut):
+            return
+        with torch.no_grad():
+            for draw in self._ways(module, name):
+                draw()
+                fresh = [key for key in fresh if _lacks_values(getattr(module, key))]
+                if not fresh:
+                    break
+            for made, first in tied:
+                made.copy_(first)
+        self.without_values |= {f"{name}.{key}" if name else key for key in fresh}
+        for entries, key, value in cut:
+            if value not in self._made:
+                from torch.distributed.tensor import distribute_tensor  # late: slow, and the Trainer imports this file
+
+                drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
+                self._made[value] = _parameter_like(value, drawn)
+            entries[key] = self._made[value]
+
+    def _ways(self, module: nn.Module, name: str) -> Iterator[Callable[[], Any]]:
+        """Give the functions that may draw a module's values, the best one first."""
+        for prefix, model in reversed(self._models):
+            if not prefix or f"{name}.".startswith(f"{prefix}."):
+                yield partial(model._init_weights, module)
+                break
+        for method in ("reset_parameters", "_reset_parameters"):
+            if hasattr(module, method):
+                yield getattr(module, method)
+
+    def finish(self, module: nn.Module, name: str) -> None:
+        """Draw what a module gives its parts: a LoRA layer of peft its adapters, of which one half begins at zero.
+
+        Args:
+            module: its parts were made.
+            name: in the whole module.
+        """
+        reset = getattr(module, "reset_lora_parameters", None)
+        if reset is None:
+            return
+        drawn = set(self._made.values())
+        for adapter in getattr(module, "r", ()):
+            parts = [(kind, getattr(module, kind)) for kind in module.adapter_layer_names]  # type: ignore[union-attr]
+            own = {
+                f"{name}.{kind}.{key}": p
+                for kind, part in parts
+                for key, p in part.named_parameters()
+                if key.partition(".")[0] == adapter
+            }
+            if drawn.isdisjoint(own.values()):
+                continue
+            with torch.no_grad():
+                reset(adapter, self._adapter_values.get(adapter, True))
+            self.without_values -= {key for key in own if ".lora_magnitude_vector." not in key}
+
+
+def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stored, Tensor], Tensor]) -> bool:
+    """Give the weights and buffers of a module that are left on the meta device the values that were noted for them.
+
+    The tensors stay the same objects, so that tied weights and optimizers keep what they hold.
+
+    Args:
+        module: all of it; what it has on the meta device without such a note stays there.
+        device: where to.
+        part_of: reads the part of a stored tensor that this rank keeps of a tensor of the module.
+
+    Returns:
+        Whether there was any.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+    """
+    done = False
+    for owner in module.modules():
+        for entries in (owner._parameters, owner._buffers):
+            held: Any = entries
+            for key, value in held.items():
+                place = place_of(owner, key)
+                if place is not None and value is not None and value.is_meta:
+                    read = part_of(place, value).to(device, value.dtype)
+                    swap_tensors(value, _parameter_like(value, read))
+                    done = True
+    return done
+
+
+def _lacks_values(value: Tensor) -> bool:
+    if value.dtype in _INDICES:
+        return bool((value == torch.iinfo(value.dtype).min).any())
+    return value.is_floating_point() and bool(value.isnan().any())
+
+
+def _is_sharded(value: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing its class."""
+    return hasattr(value, "device_mesh")
+
+
+def _empty_like(value: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
+    if made.is_floating_point():
+        made.fill_(torch.nan)
+    elif made.dtype in _INDICES:
+        made.fill_(torch.iinfo(made.dtype).min)
+    return _parameter_like(value, made)
+
+
+def _parameter_like(value: Tensor, made: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=value.requires_grad)
+        if not _is_sharded(value):
+            made.__dict__.update(value.__dict__)  # attributes that users put on it
+    return made
+
+
+# ---- a whole module
+
+
+def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
+    """Make what a module has on the meta device real, all of it: read from where its values lie, or drawn.
+
+    Args:
+        module: changed in place.
+        device: where to.
+
+    Returns:
+        What drawn weights were exchanged for; those that were read stay the same objects.
+
+    Raises:
+        SettingError: nothing gives a weight its values.
+    """
+    kept = dispatched_weights(module)
+    if not any(tensor.is_meta and tensor not in kept for tensor in (*module.parameters(), *module.buffers())):
+        return {}
+    maker = Materializer(device, kept)
+    exchanged = maker.make_all(module)
+    if maker.without_values:
+        raise no_values(module, maker.without_values)
+    read_values(module, device, lambda stored, _: whole(stored))
+    return exchanged
+
+
+def whole(value: Any) -> Any:
+    """Read a stored tensor; return anything else as it is."""
+    return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value
+
+
+def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
+    """Make the error for weights and buffers that were built on the meta device and have no values."""
+    names = sorted(without)
+    return SettingError(
+        f"weights of {type(module).__name__} that were built on the meta device are without values: "
+        f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Give them those of a "
+        "checkpoint by instep.big_models.load_checkpoint_in_model in configure_model, give the modules that hold them "
+        "a reset_parameters(), which sets their own weights and buffers, or load a checkpoint of the run. Buffers keep "
+        "theirs where the model is built under init_empty_weights() in place of meta_init=True.",
+        field="meta_init",
+    )
+
+
+def dispatched_weights(module: nn.Module) -> set[Tensor]:
+    """Return the weights and buffers of the models in a module that a device map has placed: they stay there.
+
+    Args:
+        module: with models from `instep.big_models.dispatch_model`, or without.
+    """
+    parts = [part for part in module.modules() if DISPATCHED in vars(part) or "hf_device_map" in vars(part)]
+    return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
+
+
+def refuse_dispatched(strategy: str, module: nn.Module) -> None:
+    """Refuse a model with a device map, for a strategy that cuts weights up itself.
+
+    Raises:
+        SettingError: there is one.
+    """
+    if dispatched_weights(module):
+        raise SettingError(
+            f"strategy={strategy!r} spreads the weights over processes, and a model in {type(module).__name__} is "
+            "spread by a device map already. Load it by load_checkpoint_in_model, without a device map; or use "
+            "strategy='ddp', where each process has a copy of its own, mapped from the same files.",
+            field="strategy",
+            got=strategy,
+        )
+
+
+def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse to train weights that are offloaded: between forwards they are nowhere to be changed.
+
+    Those of a dispatched model that are trained on the CPU get memory of their own: they may lie mapped, where other
+    models of this process from the same file would see what is changed.
+
+    Raises:
+        SettingError: an optimizer has such a weight.
+    """
+    stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    kept = dispatched_weights(module) if stepped else set()
+    lost = [name for name, p in module.named_parameters() if p.is_meta and p in stepped and p in kept]
+    if lost:
+        raise SettingError(
+            f"{len(lost)} weights of {type(module).__name__} that the optimizer is to train are offloaded by the "
+            f"model's device map, such as {lost[0]}. Freeze the model (requires_grad_(False)) and train what is beside "
+            "it; adapters of peft are put there by prepare_offloaded_training(model), before the optimizer is made. Or "
+            "give a device map that keeps on a device what is trained.",
+            field="device_map",
+        )
+    for p in stepped & kept:
+        if p.device.type == "cpu":
+            p.data = p.data.clone()
+
+
+def check_cuttable(module: nn.Module, strategy: str) -> None:
+    """Refuse a quantized module under a strategy that cuts weights up.
+
+    Raises:
+        SettingError: as above.
+    """
+    if quantized_tensors(module):
+        raise SettingError(
+            f"strategy={strategy!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
+            "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",
+            field="strategy",
+            got=strategy,
+        )
+
+
+def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+    """Copy the first rank's weights and buffers to every rank. Collective.
+
+    Args:
+        module: on the device that it is trained on.
+        skip: whether a tensor is left alone, because each rank holds a part of it, or nothing.
+    """
+    if PartialState().num_processes > 1:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
+                if not skip(tensor) and not is_of_torchao(tensor):  # whose parts come by themselves
+                    tensor.copy_(broadcast(tensor))
