@@ -23,7 +23,7 @@ from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks import BatchSizeFinder, LearningRateFinder
-    from instep.callbacks.lr_finder import LRFinder
+    from instep.callbacks.guests.lr_finder import LRFinder
     from instep.data import DataModule
     from instep.trainer import TrainModule
 

@@ -6,81 +6,81 @@ from instep.callbacks.base import Callback
 from instep.utils.imports import loads
 
 _HOME = {
-    "BackboneFinetuning": "finetuning",
-    "BaseFinetuning": "finetuning",
-    "BatchSizeFinder": "batch_size_finder",
-    "BasePredictionWriter": "prediction_writer",
-    "DeviceStatsMonitor": "monitors.device_stats_monitor",
-    "EMAWeightAveraging": "weight_averaging",
+    "BackboneFinetuning": "guests.finetuning",
+    "BaseFinetuning": "guests.finetuning",
+    "BatchSizeFinder": "guests.batch_size_finder",
+    "BasePredictionWriter": "guests.prediction_writer",
+    "DeviceStatsMonitor": "guests.device_stats_monitor",
+    "EMAWeightAveraging": "guests.weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
-    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
-    "GradientMonitor": "monitors.gradient_monitor",
-    "ImageSampler": "image_sampler",
-    "LRFinder": "lr_finder",
-    "LambdaCallback": "lambda_callback",
-    "LearningRateFinder": "lr_finder",
-    "LearningRateMonitor": "monitors.lr_monitor",
+    "GradientAccumulationScheduler": "guests.gradient_accumulation_scheduler",
+    "GradientMonitor": "guests.gradient_monitor",
+    "ImageSampler": "guests.image_sampler",
+    "LRFinder": "guests.lr_finder",
+    "LambdaCallback": "guests.lambda_callback",
+    "LearningRateFinder": "guests.lr_finder",
+    "LearningRateMonitor": "lr_monitor",
     "LiveProgressBar": "progress",
     "ModelCheckpoint": "model_checkpoint",
-    "ModelPruning": "pruning",
+    "ModelPruning": "guests.pruning",
     "ModelSummary": "model_summary",
-    "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "OptunaPruning": "optuna_pruning",
-    "PredictionWriter": "prediction_writer",
+    "OnExceptionCheckpoint": "guests.on_exception_checkpoint",
+    "OptunaPruning": "guests.optuna_pruning",
+    "PredictionWriter": "guests.prediction_writer",
     "ProgressBar": "progress",
-    "QuantizationAwareTraining": "quantization",
-    "ReplicaCheck": "monitors.replica_check",
+    "QuantizationAwareTraining": "guests.quantization",
+    "ReplicaCheck": "guests.replica_check",
     "RichModelSummary": "model_summary",
-    "RichProgressBar": "progress.rich_progress",
-    "RichProgressBarTheme": "progress.rich_progress",
-    "SpikeDetection": "monitors.spike_detection",
-    "StochasticWeightAveraging": "stochastic_weight_avg",
-    "TQDMProgressBar": "progress.tqdm_progress",
-    "ThroughputMonitor": "monitors.throughput_monitor",
+    "RichProgressBar": "guests.rich_progress",
+    "RichProgressBarTheme": "guests.rich_progress",
+    "SpikeDetection": "guests.spike_detection",
+    "StochasticWeightAveraging": "guests.stochastic_weight_avg",
+    "TQDMProgressBar": "guests.tqdm_progress",
+    "ThroughputMonitor": "guests.throughput_monitor",
     "Timer": "timer",
-    "WeightAveraging": "weight_averaging",
+    "WeightAveraging": "guests.weight_averaging",
     "summarize": "model_summary",
 }
 
 if TYPE_CHECKING:
-    from instep.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
-    from instep.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
-    from instep.callbacks.finetuning import BaseFinetuning as BaseFinetuning
-    from instep.callbacks.gradient_accumulation_scheduler import (
+    from instep.callbacks.guests.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from instep.callbacks.guests.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from instep.callbacks.guests.finetuning import BackboneFinetuning as BackboneFinetuning
+    from instep.callbacks.guests.finetuning import BaseFinetuning as BaseFinetuning
+    from instep.callbacks.guests.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
-    from instep.callbacks.image_sampler import ImageSampler as ImageSampler
-    from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
-    from instep.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
-    from instep.callbacks.lr_finder import LRFinder as LRFinder
+    from instep.callbacks.guests.gradient_monitor import GradientMonitor as GradientMonitor
+    from instep.callbacks.guests.image_sampler import ImageSampler as ImageSampler
+    from instep.callbacks.guests.lambda_callback import LambdaCallback as LambdaCallback
+    from instep.callbacks.guests.lr_finder import LearningRateFinder as LearningRateFinder
+    from instep.callbacks.guests.lr_finder import LRFinder as LRFinder
+    from instep.callbacks.guests.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from instep.callbacks.guests.optuna_pruning import OptunaPruning as OptunaPruning
+    from instep.callbacks.guests.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from instep.callbacks.guests.prediction_writer import PredictionWriter as PredictionWriter
+    from instep.callbacks.guests.pruning import ModelPruning as ModelPruning
+    from instep.callbacks.guests.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from instep.callbacks.guests.replica_check import ReplicaCheck as ReplicaCheck
+    from instep.callbacks.guests.rich_progress import RichProgressBar as RichProgressBar
+    from instep.callbacks.guests.rich_progress import RichProgressBarTheme as RichProgressBarTheme
+    from instep.callbacks.guests.spike_detection import SpikeDetection as SpikeDetection
+    from instep.callbacks.guests.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from instep.callbacks.guests.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from instep.callbacks.guests.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+    from instep.callbacks.guests.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from instep.callbacks.guests.weight_averaging import WeightAveraging as WeightAveraging
+    from instep.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from instep.callbacks.model_summary import ModelSummary as ModelSummary
     from instep.callbacks.model_summary import RichModelSummary as RichModelSummary
     from instep.callbacks.model_summary import summarize as summarize
-    from instep.callbacks.monitors.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
-    from instep.callbacks.monitors.gradient_monitor import GradientMonitor as GradientMonitor
-    from instep.callbacks.monitors.lr_monitor import LearningRateMonitor as LearningRateMonitor
-    from instep.callbacks.monitors.replica_check import ReplicaCheck as ReplicaCheck
-    from instep.callbacks.monitors.spike_detection import SpikeDetection as SpikeDetection
-    from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
-    from instep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
-    from instep.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
-    from instep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
-    from instep.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from instep.callbacks.progress import LiveProgressBar as LiveProgressBar
     from instep.callbacks.progress import ProgressBar as ProgressBar
-    from instep.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
-    from instep.callbacks.progress.rich_progress import RichProgressBarTheme as RichProgressBarTheme
-    from instep.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
-    from instep.callbacks.pruning import ModelPruning as ModelPruning
-    from instep.callbacks.quantization import QuantizationAwareTraining as QuantizationAwareTraining
-    from instep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from instep.callbacks.timer import Timer as Timer
-    from instep.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
-    from instep.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 __all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -18,9 +18,8 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies.gradients import Gradients
-from instep.strategies.materialize import check_offloaded, give_values, whole
 from instep.strategies.precision import Precision
-from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
+from instep.utils.optimizer_state import load_optimizer_state, optimizer_state, whole
 from instep.utils.seed import derive_seed, seed_process
 
 _SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
@@ -188,6 +187,8 @@ class Strategy:
 
         The optimizers are made after this, and weights of a checkpoint are loaded.
         """
+        from instep.strategies.materialize import give_values  # late, as below: importing the Trainer need not load it
+
         self.module = module
         self.precision.convert_module(module)
         self._exchanged = give_values(module, self.device)
@@ -200,6 +201,8 @@ class Strategy:
             module: what `prepare_module` got.
             optimizers: the optimizers over its parameters; empty for evaluation.
         """
+        from instep.strategies.materialize import check_offloaded
+
         check_offloaded(module, optimizers)
 
     def changing_trainable(self) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from instep.checkpoint.tensors import Shard, StoredTensor
 from instep.distributed.nested import map_leaves
 from instep.errors import UnsavableStateError
-from instep.strategies.materialize import whole
+from instep.utils.optimizer_state import whole
 
 
 def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -> Tensor | Shard | None:

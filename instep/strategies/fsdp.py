@@ -35,7 +35,6 @@ from instep.strategies.materialize import (
     no_values,
     read_values,
     refuse_dispatched,
-    whole,
 )
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import gathered_methods
@@ -49,7 +48,7 @@ from instep.strategies.wrapping import (
     units_of,
 )
 from instep.utils.checks import FLAG, at_least, wrong
-from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
+from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 from instep.utils.porting import instead_of
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()

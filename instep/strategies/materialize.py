@@ -21,6 +21,7 @@ from instep.distributed import broadcast
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies.quantized_state import is_of_torchao, quantized_tensors
+from instep.utils.optimizer_state import whole
 
 if TYPE_CHECKING:
     from instep.checkpoint.tensors import StoredTensor
@@ -324,11 +325,6 @@ def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tens
         raise no_values(module, maker.without_values)
     read_values(module, device, lambda stored, _: whole(stored))
     return exchanged
-
-
-def whole(value: Any) -> Any:
-    """Read a stored tensor; return anything else as it is."""
-    return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value
 
 
 def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:

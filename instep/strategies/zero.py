@@ -20,8 +20,7 @@ from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies.gradients import parameters_of
-from instep.strategies.materialize import whole
-from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
+from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 
 _BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start
 _divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()  # several models may share one

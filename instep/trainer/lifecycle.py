@@ -30,7 +30,6 @@ from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.state.environment import read_job
 from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
-from instep.strategies.materialize import check_cuttable
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import Position, RunContext, TrainerStatus
@@ -206,6 +205,8 @@ def _set_up(ctx: RunContext) -> None:
     _compile(ctx, module)
     awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
     if not ctx.strategy.whole_parameters:
+        from instep.strategies.materialize import check_cuttable  # late: most strategies leave weights whole
+
         check_cuttable(module, ctx.strategy.name)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.aside:

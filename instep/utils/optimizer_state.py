@@ -376,3 +376,8 @@ def _alike(own: Any, saved: Any) -> bool:
     if isinstance(own, dict):
         return isinstance(saved, dict)
     return isinstance(saved, type(own))
+
+
+def whole(value: Any) -> Any:
+    """Read a stored tensor; return anything else as it is."""
+    return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value

@@ -66,9 +66,9 @@ MOVED = {
                 "WeightAveraging",
             )
         },
-        "Tqdm": "instep.callbacks.progress.tqdm_progress.Tqdm",
+        "Tqdm": "instep.callbacks.guests.tqdm_progress.Tqdm",
         **{
-            name: f"instep.callbacks.progress.rich_progress.{name}"
+            name: f"instep.callbacks.guests.rich_progress.{name}"
             for name in (
                 "BatchesProcessedColumn", "CustomBarColumn", "CustomTimeColumn", "MetricsTextColumn",
                 "ProcessingSpeedColumn",
@@ -94,7 +94,7 @@ MOVED = {
         "AttributeDict": "instep.utils.AttributeDict",
         "HyperparametersMixin": "instep.utils.HyperParameters",
         "TrainingSpikeException": "instep.errors.TrainingSpikeError",
-        "grad_norm": "instep.callbacks.monitors.gradient_monitor.grad_norm",
+        "grad_norm": "instep.callbacks.guests.gradient_monitor.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
         "LightningCLI": "instep.cli.TrainerCLI",
         "LightningArgumentParser": "instep.cli.TrainerArgumentParser",

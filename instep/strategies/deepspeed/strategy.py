@@ -33,12 +33,12 @@ from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
 from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
 from instep.strategies.gradients import Gradients, parameters_of
-from instep.strategies.materialize import broadcast_weights, give_values, refuse_dispatched, whole
+from instep.strategies.materialize import broadcast_weights, give_values, refuse_dispatched
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.types import PathLike
 from instep.utils.imports import check_installed
-from instep.utils.optimizer_state import match_state, names_of
+from instep.utils.optimizer_state import match_state, names_of, whole
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

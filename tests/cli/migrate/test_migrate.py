@@ -521,7 +521,7 @@ def test_without_libcst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_class_whose_package_is_missing_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "instep.callbacks.progress.tqdm_progress"
+    module = "instep.callbacks.guests.tqdm_progress"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delattr(import_module("instep.callbacks"), "TQDMProgressBar", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)

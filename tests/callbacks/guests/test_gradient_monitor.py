@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instep.callbacks import Callback, GradientMonitor, ModelCheckpoint
-from instep.callbacks.monitors.gradient_monitor import grad_norm
+from instep.callbacks.guests.gradient_monitor import grad_norm
 from instep.errors import SettingError
 from tests.callbacks.fakes import RecordingLogger
 from tests.trainer.toys import Toy, loader, quiet

@@ -110,7 +110,7 @@ def test_errors():
 
 
 def test_a_long_fit_keeps_the_last_rates(monkeypatch):
-    monkeypatch.setattr("instep.callbacks.monitors.lr_monitor._KEPT", 3)
+    monkeypatch.setattr("instep.callbacks.lr_monitor._KEPT", 3)
     trainer = FakeTrainer(optimizers=[Adam(parameters(), lr=0.1)])
     monitor = LearningRateMonitor(logging_interval="step")
     monitor.on_train_start(trainer, None)

@@ -20,7 +20,7 @@ from instep.callbacks import (
     RichProgressBarTheme,
     TQDMProgressBar,
 )
-from instep.callbacks.progress.tqdm_progress import Tqdm
+from instep.callbacks.guests.tqdm_progress import Tqdm
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger
 from tests.callbacks.fakes import FakeTrainer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback, print_text
-from instep.callbacks.lr_finder import holders, near_names, refuse_twice
+from instep.callbacks.guests.lr_finder import holders, near_names, refuse_twice
 from instep.errors import SettingError, UsageError
 from instep.utils.checks import TEXT, Check, at_least, is_number
 from instep.utils.rank_zero import rank_zero_info

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from instep.callbacks import DeviceStatsMonitor
-from instep.callbacks.monitors import device_stats_monitor
+from instep.callbacks.guests import device_stats_monitor
 from instep.errors import MissingPackageError, SettingError
 from tests.callbacks.fakes import RecordingLogger
 from tests.trainer.toys import Toy, loader, quiet

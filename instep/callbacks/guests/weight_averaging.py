@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from instep.callbacks.base import Callback
-from instep.callbacks.pruning import ModelPruning
+from instep.callbacks.guests.pruning import ModelPruning
 from instep.checkpoint.edge import check, count, number
 from instep.errors import SettingError
 from instep.utils.checks import FLAG, Check, at_least, choice, is_number, or_none, wrong

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
-from instep.callbacks.weight_averaging import WeightAveraging
+from instep.callbacks.guests.weight_averaging import WeightAveraging
 from instep.distributed import all_reduce_
 from instep.errors import SettingError
 from instep.state.device import widest_float

@@ -9,7 +9,7 @@ import torch
 
 from instep import TrainModule
 from instep.callbacks import ThroughputMonitor
-from instep.callbacks.monitors import throughput_monitor
+from instep.callbacks.guests import throughput_monitor
 from instep.errors import SettingError
 from tests.callbacks.fakes import RecordingLogger
 from tests.trainer.toys import Toy, loader, quiet
