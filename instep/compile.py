@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._guards import CompileContext
 
-from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, check_fields, choice, wrong
@@ -187,67 +186,6 @@ def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module
             found |= {id(item): item for item in (each if isinstance(each, nn.ModuleList) else [each])}
     inside = {id(part) for each in found.values() for part in each.modules() if part is not each}
     return [each for each in found.values() if id(each) not in inside]
-
-
-# ---- the step
-
-
-def why_no_backward_in_graph() -> str:
-    """Say why this torch cannot have a backward within a compiled graph; "" where it can."""
-    from torch._dynamo import config  # late: torch's compiler takes a second to load
-
-    return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
-
-
-def backward_in_graph() -> AbstractContextManager[Any]:
-    """Have torch trace `loss.backward()` into the graph that is compiled within the block."""
-    from torch._dynamo import config  # late: as above
-
-    return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def compile_forward_backward(training_step: Callable[[Any, int], Any], config: CompileConfig) -> Callable[..., Any]:
-    """Compile forward, loss and backward of a micro-batch as one graph. Where it is called, `backward_in_graph` holds.
-
-    Args:
-        training_step: takes a batch and its index, and returns a loss or a dict with one.
-        config: its options.
-
-    Returns:
-        A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or what
-        `training_step` returned and False, where that has no loss to go back from.
-    """
-
-    def forward_backward(batch: Any, batch_idx: int, factor: float) -> tuple[Any, bool]:
-        output = training_step(batch, batch_idx)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            return output, False
-        (loss if factor == 1.0 else loss * factor).backward()
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), True
-
-    return torch.compile(forward_backward, **config.options_of_torch())
-
-
-def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
-    """Return an optimizer's `step`, compiled."""
-    options = config.options_of_torch()
-    options.pop("fullgraph", None)  # torch's own hooks around a step break its graph
-    return torch.compile(optimizer.step, **options)
-
-
-def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
-    """Say why an optimizer's step is left uncompiled; "" where it can be compiled.
-
-    Args:
-        optimizer: of the run.
-        scheduled: whether a scheduler changes its learning rate.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return f"{type(optimizer).__name__} is not one of torch's own"
-    if scheduled and not all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
-        return "a scheduler changes its lr, and each number would be compiled anew: give lr=torch.tensor(...)"
-    return ""
 
 
 # ---- what a run compiles

@@ -24,17 +24,15 @@ from torch import Tensor
 from instep import __version__
 from instep.big_models.hub import CONFIG, SAFE_INDEX, hub_module, owned, told
 from instep.big_models.hub import parts_of as parts_of_index
-from instep.checkpoint import write_tensors
 from instep.checkpoint.codec import TAG, decode, encode
 from instep.checkpoint.edge import reading
-from instep.checkpoint.weights import load_weights, parts_of
+from instep.checkpoint.weights import load_weights, save_weights
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointNotFoundError, UnsavableStateError, UsageError
 from instep.types import PathLike
 from instep.utils.atomic import replacing
 from instep.utils.checks import parse_size
 from instep.utils.hparams import plain_values
-from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
@@ -44,51 +42,7 @@ if TYPE_CHECKING:
 ABOUT = "_instep"
 """The key of `config.json` under which we keep what is no argument of the constructor."""
 
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
 _FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
-
-
-def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
-    """Write a model's weights, each file at one instant. Collective: the main process writes.
-
-    Args:
-        state: name -> tensor, read on the main process; what is no tensor is left out.
-        folder: made if it is not there.
-        max_bytes: of tensors in each file.
-        safe: safetensors; False: torch's own format.
-
-    Returns:
-        The file, or the index of several.
-    """
-
-    def write() -> Path:
-        weights = {clean_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        files, index = parts_of(weights, max_bytes, _NAMES[safe])
-        target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
-        folder.mkdir(parents=True, exist_ok=True)
-        stem, _, suffix = _NAMES[safe].partition(".")
-        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
-        for file, names in files.items():
-            write_object({name: weights[name] for name in names}, folder / file, safe)
-        if index is not None:
-            with replacing(target) as temporary:
-                temporary.write_bytes(index)
-        for path in old:  # a smaller or larger model was saved here before, and readers would find both
-            if path.name not in files and path != target:
-                with suppress(FileNotFoundError):
-                    path.unlink()
-        return target
-
-    return on_rank_zero(write, f"saving a model's weights in {folder}")
-
-
-def write_object(obj: Any, file: Path, safe: bool) -> None:
-    """Write a dict of tensors as safetensors, or any object by `torch.save`, at one instant."""
-    with replacing(file) as temporary:
-        if safe:
-            write_tensors(temporary, obj, {"format": "pt"})
-        else:
-            torch.save(obj, temporary)
 
 
 # ---- config.json

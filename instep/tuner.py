@@ -14,11 +14,10 @@ from instep.trainer.context import Progress, RunContext, TrainerState
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loop import agree_on_triggers, configure_optimizers, prepare_training
 from instep.trainer.metrics import Metrics
-from instep.trainer.plugins import check_data, check_module, need_loaders, saves
+from instep.trainer.plugins import SilentLogger, check_data, check_module, need_loaders, saves
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.trainer import Trainer
 from instep.trainer.trials import Keeper
-from instep.trainer.trials.trial import SilentLogger
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:

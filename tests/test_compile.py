@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Accelerator, Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
-from instep.compile import CompileConfig, compiled_code_in, find_regions, why_no_backward_in_graph
+from instep.compile import CompileConfig, compiled_code_in, find_regions
 from instep.errors import SettingError
+from instep.trainer.guests.one_graph import why_no_backward_in_graph
 from tests.helpers.spawn import run_command, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler

@@ -43,12 +43,12 @@ from instep.accelerator.saving import HookHandle, States
 from instep.accelerator.trackers import LogWith, Trackers
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.checkpoint.resume import Resume, ResumeReport
+from instep.checkpoint.weights import save_weights
 from instep.compile import CompileConfig
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
-from instep.pretrained import save_weights
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods

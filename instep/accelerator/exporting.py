@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from instep.checkpoint.weights import write_object
 from instep.errors import UnsavableStateError
-from instep.pretrained import write_object
 from instep.state import PartialState
 from instep.types import PathLike
 from instep.utils.paths import local_path

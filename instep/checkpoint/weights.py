@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -12,18 +13,18 @@ from torch import Tensor
 
 from instep.checkpoint.edge import dict_of, reading, text
 from instep.checkpoint.files import LocalFiles, patiently
-from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
-from instep.checkpoint.foreign.torch_files import read_torch_file
-from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
+from instep.checkpoint.foreign import find_foreign_folder, read_torch_file
 from instep.checkpoint.lazy import FileSlice, join_tensors, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.scan import find_checkpoint
-from instep.checkpoint.tensors import StoredTensor, content_of, framing, read_tensors, why_unsavable
+from instep.checkpoint.tensors import StoredTensor, content_of, framing, read_tensors, why_unsavable, write_tensors
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 from instep.types import Location, PathLike
-from instep.utils.atomic import creating
+from instep.utils.atomic import creating, replacing
+from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
@@ -32,6 +33,7 @@ _INDEX = ".json"  # of the files of a model
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 _HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 
@@ -119,11 +121,8 @@ def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredT
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
     """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None where it is neither's."""
-    zero = find_zero_folder(path)
-    if zero is not None:
-        return load_zero_weights(zero, read_torch_file)
-    shards = find_dcp_folder(path)
-    return None if shards is None else stored_dcp_weights(shards, _NESTED)
+    found = find_foreign_folder(path)
+    return None if found is None else found[0].open_folder(found[1], _NESTED)
 
 
 def _stored_in(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
@@ -356,3 +355,49 @@ def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
         text = f"could not write {target}: {error.strerror or error}. Give a place that can be written to."
         raise CheckpointError(text, path=target) from error
     return target
+
+
+# ---- a model's weights as the hub has them
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
+    """Write a model's weights, each file at one instant. Collective: the main process writes.
+
+    Args:
+        state: name -> tensor, read on the main process; what is no tensor is left out.
+        folder: made if it is not there.
+        max_bytes: of tensors in each file.
+        safe: safetensors; False: torch's own format.
+
+    Returns:
+        The file, or the index of several.
+    """
+
+    def write() -> Path:
+        weights = {clean_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        files, index = parts_of(weights, max_bytes, _NAMES[safe])
+        target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        stem, _, suffix = _NAMES[safe].partition(".")
+        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
+        for file, names in files.items():
+            write_object({name: weights[name] for name in names}, folder / file, safe)
+        if index is not None:
+            with replacing(target) as temporary:
+                temporary.write_bytes(index)
+        for path in old:  # a smaller or larger model was saved here before, and readers would find both
+            if path.name not in files and path != target:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+        return target
+
+    return on_rank_zero(write, f"saving a model's weights in {folder}")
+
+
+def write_object(obj: Any, file: Path, safe: bool) -> None:
+    """Write a dict of tensors as safetensors, or any object by `torch.save`, at one instant."""
+    with replacing(file) as temporary:
+        if safe:
+            write_tensors(temporary, obj, {"format": "pt"})
+        else:
+            torch.save(obj, temporary)

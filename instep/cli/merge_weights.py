@@ -76,14 +76,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> str | Path:
-    from instep.checkpoint.foreign.dcp import find_dcp_folder  # late: loads torch
-    from instep.checkpoint.foreign.zero import find_zero_folder
+    from instep.checkpoint.foreign import find_foreign_folder  # late: loads torch
     from instep.checkpoint.manifest import MANIFEST
     from instep.cli.checkpoint.targets import find_one
     from instep.utils.paths import to_path
 
     path = to_path(src)
-    if path.is_file() or (path.is_dir() and (find_zero_folder(path) or find_dcp_folder(path))):
+    if path.is_file() or (path.is_dir() and find_foreign_folder(path)):
         return path
     if not (path / MANIFEST).exists():
         plain = next((path / name for name in _INDICES if (path / name).is_file()), None)

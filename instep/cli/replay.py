@@ -194,15 +194,15 @@ def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
 
 
 def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
-    from instep.trainer.replay import VARIABLE  # late: loads torch
+    from instep.trainer.guests import REPLAY  # late: loads torch
 
     if ranks == 1:
-        environment = {**os.environ, VARIABLE: order}
+        environment = {**os.environ, REPLAY: order}
         return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
     from instep.launch.engine import LaunchSpec, run  # late, as above
 
     with _as_in(folder):
-        return run(LaunchSpec(ranks, tuple(command), env={VARIABLE: order}))
+        return run(LaunchSpec(ranks, tuple(command), env={REPLAY: order}))
 
 
 @contextmanager

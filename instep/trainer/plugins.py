@@ -9,6 +9,7 @@ from typing import Any
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.errors import HookError, SettingError, UsageError
+from instep.loggers.base import NoExperiment
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
@@ -113,11 +114,18 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
     return sorted(callbacks, key=place)
 
 
+class SilentLogger(NoExperiment):
+    """Stands for a logger where nothing is logged: while steps are tried, and with `fast_dev_run`."""
+
+    @property
+    def experiment(self) -> NoExperiment:
+        """What nothing comes of either."""
+        return NoExperiment()
+
+
 def first_logger(loggers: Sequence[Any], settings: Settings) -> Any:
     """Return the first logger; one that does nothing where `fast_dev_run` has turned loggers off; else None."""
     if not loggers and settings.fast_dev_run and settings.logger == ():
-        from instep.trainer.trials import SilentLogger  # late: few runs need one
-
         return SilentLogger()
     return loggers[0] if loggers else None
 

@@ -21,10 +21,10 @@ from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_o
 from instep.distributed import gather_object
 from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
 from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError
-from instep.trainer import replay
 from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states, metric_room
+from instep.trainer.own_command import own_command
 from instep.trainer.run_folder import own_folders
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.types import Stateful
@@ -121,7 +121,7 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
     return {
         "run_id": trainer.run_id,
         "run_folder": trainer.log_dir,
-        "command": replay.command(ctx),
+        "command": own_command(ctx.settings),
         "seed": trainer.seed,
         "precision": ctx.precision.name,
         "strategy": strategy.name,

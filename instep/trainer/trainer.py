@@ -25,10 +25,11 @@ from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import plugins, replay, run_state
+from instep.trainer import plugins, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, make_cublas_repeatable, on_nodes_there
 from instep.trainer.evaluation import evaluate, forward_training_data, predict
+from instep.trainer.guests import find_replay
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog
@@ -338,10 +339,10 @@ class Trainer:
             run_state.check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
-        wanted = replay.prepare(self, model, ckpt_path)
-        resume = resume if wanted is ckpt_path else None  # a replay loads all of its checkpoint
+        if replay := find_replay():
+            ckpt_path, resume = replay.prepare(self, model), None  # it loads all of its checkpoint
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        with open_run(self, "fit", model, datamodule, loaders, wanted, resume) as ctx:
+        with open_run(self, "fit", model, datamodule, loaders, ckpt_path, resume) as ctx:
             fit(ctx)
 
     # ------------------------------------------------------------------ evaluation
@@ -477,7 +478,8 @@ class Trainer:
             for logger in self.loggers:
                 logger.discard()
             launch(self.settings, self._device_count)
-        replay.silence(self)
+        if replay := find_replay():
+            replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""

@@ -14,11 +14,11 @@ from instep import Accelerator
 from instep.accelerator import ProjectConfiguration
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import CheckpointStore, find_checkpoint
+from instep.checkpoint.described import checkpoints
 from instep.checkpoint.hashing import digest
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.errors import CheckpointError, CheckpointNotFoundError
-from instep.runs.checkpoints import checkpoints
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import Toy, loader, quiet
 

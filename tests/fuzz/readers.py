@@ -468,7 +468,7 @@ def warm() -> None:
         "rich.table",
         "tensorboard.compat.proto.event_pb2",
         "wandb.proto.wandb_internal_pb2",
-        "instep.runs.checkpoints",
+        "instep.checkpoint.described",
         "torch.distributed.checkpoint.state_dict_loader",
         "instep.strategies.registry",
         "instep.config.spec",

@@ -66,7 +66,7 @@ class _DcpTensor:
         return whole if box is None else whole[box].clone()
 
 
-def find_dcp_folder(path: Path) -> Path | None:
+def find_folder(path: Path) -> Path | None:
     """Find the folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
     if not isinstance(path, Path):  # a URL: torch writes local folders
         return None
@@ -75,11 +75,11 @@ def find_dcp_folder(path: Path) -> Path | None:
     return next((folder for folder in (path, path / _WITHIN) if (folder / _METADATA).is_file()), None)
 
 
-def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
+def open_folder(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
     """List the tensors of a model, each left where it is until it is read.
 
     Args:
-        folder: what `find_dcp_folder` found.
+        folder: what `find_folder` found.
         roots: keys under which a model's weights may lie; without any of them all tensors but an optimizer's are taken.
 
     Raises:

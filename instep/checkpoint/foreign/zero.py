@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint.edge import reading
+from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.names import inside
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.utils.untrusted_files import LEASE_BYTES, read_regular
@@ -38,7 +39,7 @@ _STAND_INS: list[Any] = [
 ]
 
 
-def find_zero_folder(path: Path) -> Path | None:
+def find_folder(path: Path) -> Path | None:
     """Find the folder of a tag: the path itself, or the tag in it that `latest` names; None where there is none."""
     latest = path / "latest"
     tagged = path
@@ -48,12 +49,12 @@ def find_zero_folder(path: Path) -> Path | None:
     return tagged if tagged.is_dir() and any(file.name.endswith(_OPTIMIZER) for file in tagged.iterdir()) else None
 
 
-def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[str, Tensor]:
+def open_folder(folder: Path, roots: tuple[str, ...]) -> dict[str, Tensor]:
     """Read the float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
 
     Args:
-        folder: what `find_zero_folder` found.
-        read_file: reads what torch.save wrote, with `weights_only=True`.
+        folder: what `find_folder` found.
+        roots: not used: DeepSpeed keeps the weights in one place.
 
     Returns:
         Name -> tensor on the CPU; tied ones under every name.
@@ -64,8 +65,8 @@ def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[st
     """
     names = [file.name for file in folder.iterdir()]
     with torch.serialization.safe_globals(_STAND_INS):
-        states = [read_file(folder / name) for name in _in_order(names, _OPTIMIZER, folder)]
-        models = [read_file(folder / name) for name in _in_order(names, "model_states.pt", folder)]
+        states = [read_torch_file(folder / name) for name in _in_order(names, _OPTIMIZER, folder)]
+        models = [read_torch_file(folder / name) for name in _in_order(names, "model_states.pt", folder)]
     with reading(folder, "has partitions that do not make up the weights"):
         return _put_together(folder, [state["optimizer_state_dict"] for state in states], models)
 

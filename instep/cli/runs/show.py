@@ -184,7 +184,7 @@ def _print_times(one: Run) -> None:
 def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         return
-    from instep.runs.checkpoints import state_of  # late: loads torch, for a run that has checkpoints
+    from instep.checkpoint.described import state_of  # late: loads torch, for a run that has checkpoints
 
     output.say("\ncheckpoints")
     rows = [

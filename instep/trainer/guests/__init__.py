@@ -7,8 +7,10 @@ guests pays nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from inspect import signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -138,3 +140,12 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
     """
     kinds = [resolve_name(f"{__name__}.{path}") for path, wanted in GUESTS.items() if wanted(ctx)]
     return [kind(ctx) for kind in kinds if kind.in_trials or not tried]
+
+
+REPLAY = "INSTEP_REPLAY"
+"""Variable with which `instep replay` runs a program again."""
+
+
+def find_replay() -> Any:
+    """Return the guest that turns a run into a replay, where this program is run for one; else None."""
+    return import_module(f"{__name__}.replay") if REPLAY in os.environ else None

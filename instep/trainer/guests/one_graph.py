@@ -5,11 +5,15 @@ The settings refuse both at once. Where the step cannot be one graph, it runs as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from instep import compile as compiling
+import torch
+
 from instep import cuda_graphs
+from instep.compile import CompileConfig
+from instep.distributed.nested import map_leaves
 from instep.trainer.checks import loss_of
 from instep.trainer.context import RunContext
 from instep.trainer.guests import Step, StepGuest, StepParts
@@ -61,7 +65,7 @@ class OneGraph(StepGuest):
             return "accumulate_grad_batches is more than 1"
         if records and own_step:
             return "the module or a closure steps the optimizer"
-        return "" if records else compiling.why_no_backward_in_graph()
+        return "" if records else why_no_backward_in_graph()
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -101,8 +105,8 @@ class OneGraph(StepGuest):
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
         if self._compiled is None:  # else of an earlier epoch: torch would compile a new one anew
             assert config is not None
-            ctx.undo.enter_context(compiling.backward_in_graph())
-            self._compiled = compiling.compile_forward_backward(parts.take, config)
+            ctx.undo.enter_context(backward_in_graph())
+            self._compiled = compile_forward_backward(parts.take, config)
         compiled = self._compiled
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
@@ -128,9 +132,9 @@ class OneGraph(StepGuest):
         scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)
         worked_around = "a scaler, a guard, a profiler, another optimizer or the strategy works around it"
         if config is not None and config.optimizer and not ctx.settings.cuda_graphs:
-            why = compiling.why_not_compiled(optimizer, scheduled) if plain else worked_around
+            why = why_not_compiled(optimizer, scheduled) if plain else worked_around
             if not why:
-                return compiling.compile_optimizer_step(optimizer, config)
+                return compile_optimizer_step(optimizer, config)
             self._warn_once(f'compile="step": the step of {type(optimizer).__name__} is not compiled, since {why}.')
         elif captured is not None:
             why = cuda_graphs.why_not_captured(optimizer, scheduled) if plain else worked_around
@@ -139,3 +143,61 @@ class OneGraph(StepGuest):
                 return captured.optimizer
             self._warn_once(cuda_graphs.runs_without(optimizer, why))
         return plain
+
+
+def why_no_backward_in_graph() -> str:
+    """Say why this torch cannot have a backward within a compiled graph; "" where it can."""
+    from torch._dynamo import config  # late: torch's compiler takes a second to load
+
+    return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
+
+
+def backward_in_graph() -> AbstractContextManager[Any]:
+    """Have torch trace `loss.backward()` into the graph that is compiled within the block."""
+    from torch._dynamo import config  # late: as above
+
+    return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compile_forward_backward(training_step: Callable[[Any, int], Any], config: CompileConfig) -> Callable[..., Any]:
+    """Compile forward, loss and backward of a micro-batch as one graph. Where it is called, `backward_in_graph` holds.
+
+    Args:
+        training_step: takes a batch and its index, and returns a loss or a dict with one.
+        config: its options.
+
+    Returns:
+        A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or what
+        `training_step` returned and False, where that has no loss to go back from.
+    """
+
+    def forward_backward(batch: Any, batch_idx: int, factor: float) -> tuple[Any, bool]:
+        output = training_step(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            return output, False
+        (loss if factor == 1.0 else loss * factor).backward()
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), True
+
+    return torch.compile(forward_backward, **config.options_of_torch())
+
+
+def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
+    """Return an optimizer's `step`, compiled."""
+    options = config.options_of_torch()
+    options.pop("fullgraph", None)  # torch's own hooks around a step break its graph
+    return torch.compile(optimizer.step, **options)
+
+
+def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
+    """Say why an optimizer's step is left uncompiled; "" where it can be compiled.
+
+    Args:
+        optimizer: of the run.
+        scheduled: whether a scheduler changes its learning rate.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return f"{type(optimizer).__name__} is not one of torch's own"
+    if scheduled and not all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return "a scheduler changes its lr, and each number would be compiled anew: give lr=torch.tensor(...)"
+    return ""

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {"Keeper": "keep", "SilentLogger": "trial", "Trial": "trial"}
+_HOME = {"Keeper": "keep", "Trial": "trial"}
 
 if TYPE_CHECKING:
     from instep.trainer.trials.keep import Keeper as Keeper
-    from instep.trainer.trials.trial import SilentLogger as SilentLogger
     from instep.trainer.trials.trial import Trial as Trial
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from instep.data import BatchSource
 from instep.distributed import Triggers
-from instep.distributed.out_of_memory import clear_device_cache, out_of_memory
+from instep.distributed.out_of_memory import clear_device_cache
 from instep.distributed.rank_zero import from_every_rank
 from instep.errors import DataError, HookError, UsageError
-from instep.loggers.base import NoExperiment
 from instep.trainer.context import Progress, RunContext
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.guests import find_guests
@@ -26,8 +25,10 @@ from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, NullBuffer
 from instep.trainer.loop import after_batch, make_step, plan_validation, wrap_optimizers
 from instep.trainer.metrics import Metrics
+from instep.trainer.plugins import SilentLogger
 from instep.trainer.step import detached_outputs
 from instep.trainer.trials.keep import Keeper
+from instep.trainer.trials.out_of_memory import out_of_memory
 from instep.types import Stateful
 
 if TYPE_CHECKING:
@@ -41,15 +42,6 @@ _HOOKS = {  # in which a trial may be made: no batch is under way
     "predict": ("on_predict_start", "on_predict_epoch_start"),
 }
 _NEVER = "never"  # an interval of schedulers that never comes
-
-
-class SilentLogger(NoExperiment):
-    """Stands for a logger where nothing is logged: while steps are tried, and with `fast_dev_run`."""
-
-    @property
-    def experiment(self) -> NoExperiment:
-        """What nothing comes of either."""
-        return NoExperiment()
 
 
 class Trial:

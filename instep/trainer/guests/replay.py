@@ -20,64 +20,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from instep.callbacks.base import Callback
-from instep.errors import UsageError
 from instep.strategies.gradients import parameters_of
-from instep.trainer.context import RunContext
+from instep.trainer.guests import REPLAY
 from instep.trainer.plugins import saves
-from instep.utils.private_files import mark
-from instep.utils.redact import hide_arguments
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
     from instep.trainer.module import TrainModule
 
-VARIABLE = "INSTEP_REPLAY"
 _ALL_ARRIVE_S = 60.0
 
 
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
-
-
-_STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
-
-
-def command(ctx: RunContext) -> dict[str, Any] | None:
-    """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
-
-    Secrets among its arguments are left out. The mark says that it is this user's own.
-    """
-    from instep.launch import hydra  # late: only who saves pays for it
-    from instep.launch.command import this_command
-
-    try:
-        arguments = this_command()
-    except UsageError:
-        return None
-    settings = ctx.settings
-    starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
-    shown, left_out = hide_arguments(arguments)
-    folder = hydra.started_in() or _STARTED_IN
-    how = {"arguments": list(shown), "left_out": list(left_out), "folder": folder, "starts_ranks": starts_ranks}
-    return {**how, "mark": mark(how)}
-
-
 def silence(trainer: Trainer) -> None:
-    """In a replay, take the loggers, the savers and what draws off the Trainer."""
-    if VARIABLE in os.environ:
-        trainer._loggers = []
-        trainer.callbacks = _silenced(trainer.callbacks)
-        trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
+    """Take the loggers, the savers and what draws off the Trainer."""
+    trainer._loggers = []
+    trainer.callbacks = _silenced(trainer.callbacks)
+    trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
 
-def prepare(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
-    """In a replay, record the steps and return the checkpoint that is asked for; otherwise return `ckpt_path`."""
-    if VARIABLE not in os.environ:
-        return ckpt_path
-    order = json.loads(os.environ[VARIABLE])
+def prepare(trainer: Trainer, module: TrainModule) -> Any:
+    """Record the steps, and return the checkpoint that is asked for."""
+    order = json.loads(os.environ[REPLAY])
     own = module.configure_callbacks
 
     def configure_callbacks() -> list[Callback]:

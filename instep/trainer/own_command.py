@@ -1,0 +1,40 @@
+"""Command that runs this program again, kept in its checkpoints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from instep.errors import UsageError
+from instep.trainer.settings import Settings
+from instep.utils.private_files import mark
+from instep.utils.redact import hide_arguments
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+_STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
+
+
+def own_command(settings: Settings) -> dict[str, Any] | None:
+    """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
+
+    Secrets among its arguments are left out. The mark says that it is this user's own.
+    """
+    from instep.launch import hydra  # late: only who saves pays for it
+    from instep.launch.command import this_command
+
+    try:
+        arguments = this_command()
+    except UsageError:
+        return None
+    starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
+    shown, left_out = hide_arguments(arguments)
+    folder = hydra.started_in() or _STARTED_IN
+    how = {"arguments": list(shown), "left_out": list(left_out), "folder": folder, "starts_ranks": starts_ranks}
+    return {**how, "mark": mark(how)}

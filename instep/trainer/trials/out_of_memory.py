@@ -1,0 +1,101 @@
+"""Running out of memory on any rank: found out by all of them, and no rank waits for one that has given up.
+
+A rank that runs out of memory in the middle of a step leaves the others in a collective that it never enters. Inside of
+`out_of_memory` each collective of the code, the user's as well as DDP's, FSDP's and DTensor's, is therefore begun only
+once all ranks have said that they are well: a rank that is not says so in the same place, and the others leave their
+step by an error there. What a collective needs is allocated before that, so that it can fail no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.distributed.objects import control_group
+from instep.distributed.out_of_memory import is_out_of_memory
+from instep.distributed.rank_zero import fail_together, from_every_rank
+from instep.state.collective_checks import announce
+from instep.state.messages import meet
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_WELL, _SHORT, _FAILED = range(3)  # what a rank says of itself
+
+
+def out_of_memory(function: Callable[[], Any], doing: str) -> str:
+    """Call a function, and find out whether memory ran out meanwhile on any rank. Collective.
+
+    Args:
+        function: runs steps. Where it is left by an error, on any rank, the others leave it too.
+        doing: names it, for the errors of the other ranks.
+
+    Returns:
+        The error's text, the same on all ranks; empty where memory sufficed.
+
+    Raises:
+        Exception: the function's own error of another kind; on the other ranks RemoteError with its traceback.
+    """
+    group = control_group()
+    turnstile = nullcontext() if group is None else _Turnstile(group)
+    error: Exception | None = None
+    told = False
+    try:
+        with turnstile:
+            function()
+    except _LeftElsewhere:
+        told = True
+    except Exception as caught:  # noqa: BLE001  told to all, and raised below unless it is about memory
+        error = caught
+    own = _WELL if error is None else _SHORT if is_out_of_memory(error) else _FAILED
+    if not isinstance(turnstile, _Turnstile):
+        if own == _FAILED:
+            assert error is not None
+            raise error
+        return "" if error is None else f"{type(error).__name__}: {error}"
+    verdict = turnstile.verdict if told else turnstile.say(own)
+    if verdict == _WELL:
+        return ""
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    if verdict == _FAILED:
+        fail_together(error if own == _FAILED else None, doing)
+    return next((one for one in from_every_rank(text) if one), "out of memory")
+
+
+class _LeftElsewhere(Exception):
+    """Another rank has left the function: this one leaves it too, at the same collective."""
+
+
+class _Turnstile(TorchDispatchMode):
+    """A mode in which every collective waits until all ranks have said that they are well.
+
+    Args:
+        group: over which they say it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.verdict = _WELL
+        self._group = group
+        self._speaks = False
+
+    def say(self, state: int) -> int:
+        """Say how this rank is, and return the worst that any rank says. Collective."""
+        self._speaks = True
+        try:
+            announce(self._group, "out_of_memory", any_line=True)
+            self.verdict = int(meet(self._group, "out_of_memory", (), [state]).max())
+        finally:
+            self._speaks = False
+        return self.verdict
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        collective = func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__
+        if collective and not self._speaks and self.say(_WELL) != _WELL:
+            raise _LeftElsewhere
+        return func(*args, **(kwargs or {}))
