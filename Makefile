@@ -152,7 +152,7 @@ soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the m
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 longhaul: $(VENV)/.dev  ## run long, save, kill and log often: nothing may grow; 20 minutes on 2 cores
-	$(BIN)/python benchmarks/longhaul.py
+	$(BIN)/python benchmarks/studies/longhaul.py
 
 clean:  ## remove the environments and what tools have left
 	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

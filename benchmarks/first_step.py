@@ -1,134 +1,184 @@
-"""The program that `launch.py` starts: trains a small MLP with one framework and notes when its first step was done.
+"""Seconds from the command to the first training step of two processes, by launcher and framework.
 
-    first_step.py FRAMEWORK FOLDER      # also starts itself, with instep and Lightning, where no launcher did
+    python benchmarks/first_step.py             # about 10 minutes
+    python benchmarks/first_step.py --quick     # 1 round, and none before
 
-Each rank writes `rank-<i>.json`: seconds on the machine's monotonic clock, the same for all processes.
+Each way starts `contenders/first_step_run.py` as two processes on the CPU. The clock runs from just before the command
+is started to the end of the first optimizer step on the slower process; `command` is until that process's first line,
+i.e. what the launcher costs, `imports` until its framework is loaded, `set up` until the step is done; `all` is until
+the command has ended, after 3 steps. Rounds are interleaved, each in another order; a way's time over torchrun's with
+the loop by hand is taken within the round, and medians are reported. One round before warms the disk's cache and writes
+bytecode.
+
+`accelerate launch --cpu --num_processes 2` starts one process; with `--multi_gpu`, and `Accelerator(cpu=True)` in the
+program, it starts two.
+
+torch's own processes abort at their end now and then, when all was done ("terminate called without an active
+exception"). A start of another package's that fails is repeated, twice at the most, and counted as `failed_starts`; one
+of instep's ends the benchmark, but for the loop by hand.
 """
-
-# ruff: noqa: E402 (the clock is read before torch is loaded)
 
 from __future__ import annotations
 
-import time
-
-BEGAN = time.monotonic()
-
+import argparse
 import json
 import os
+import random
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
-from workload import FEATURES, loss_of, make_net, make_optimizer, regression
+import harness
 
-STEPS = 3
-
-
-class Marks:
-    """The times of one rank."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        self.times = {"began": BEGAN, "imported": 0.0, "stepped": 0.0}
-
-    def imported(self) -> None:
-        """The framework is loaded."""
-        self.times["imported"] = time.monotonic()
-
-    def stepped(self) -> None:
-        """An optimizer step is done; the first one counts."""
-        if not self.times["stepped"]:
-            self.times["stepped"] = time.monotonic()
-
-    def write(self) -> None:
-        """Into a file of this rank's own."""
-        rank, world = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")), dist.get_world_size()
-        (self.folder / f"rank-{rank}.json").write_text(json.dumps({**self.times, "world_size": world}))
+PROGRAM = str(Path(__file__).parent / "contenders" / "first_step_run.py")
+BASE = "torchrun, by hand"
+PHASES = ("command", "imports", "set up")
 
 
-def data() -> TensorDataset:
-    """A few batches."""
-    x = torch.randn(STEPS * 16, FEATURES, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+class Way(NamedTuple):
+    """How two processes are started: the launcher's words, the framework, and the package that is needed."""
+
+    launcher: tuple[str, ...]
+    framework: str
+    package: str
 
 
-def handwritten(marks: Marks) -> None:
-    """DDP by hand."""
-    from torch.nn.parallel import DistributedDataParallel  # late, as below: each run pays for its own framework only
-    from torch.utils.data.distributed import DistributedSampler
-
-    marks.imported()
-    dist.init_process_group("gloo")
-    net = DistributedDataParallel(make_net())
-    optimizer = make_optimizer(net)
-    for batch in DataLoader(data(), 8, sampler=DistributedSampler(data())):
-        optimizer.zero_grad()
-        loss_of(net, batch).backward()
-        optimizer.step()
-        marks.stepped()
-    marks.write()
-    dist.destroy_process_group()
+def _program(name: str, *words: str) -> tuple[str, ...]:
+    """A command beside this Python."""
+    return (str(Path(sys.executable).with_name(name)), *words)
 
 
-def instep(marks: Marks) -> None:
-    """The Trainer."""
-    from instep import Trainer, TrainModule
-
-    marks.imported()
-    fit(marks, Trainer, TrainModule)
-
-
-def accelerate(marks: Marks) -> None:
-    """Hugging Face Accelerate's loop."""
-    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # of the bench extra
-
-    marks.imported()
-    accelerator = Accelerator(cpu=True)
-    net = make_net()
-    net, optimizer, loader = accelerator.prepare(net, make_optimizer(net), DataLoader(data(), 8))
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(net, batch))
-        optimizer.step()
-        marks.stepped()
-    marks.write()
-    accelerator.end_training()
+TORCHRUN = _program("torchrun", "--nproc-per-node=2", "--master-port={port}")
+OURS = _program("instep", "launch", "--devices", "2")
+ACCELERATE = _program("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
+ACCELERATE += ("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port={port}")
+WAYS = {
+    BASE: Way(TORCHRUN, "handwritten", "torch"),
+    "instep launch, by hand": Way(OURS, "handwritten", "instep"),
+    "accelerate launch, by hand": Way(ACCELERATE, "handwritten", "accelerate"),
+    "torchrun, instep": Way(TORCHRUN, "instep", "instep"),
+    "instep launch, instep": Way(OURS, "instep", "instep"),
+    "instep's own start": Way((sys.executable,), "instep", "instep"),
+    "accelerate launch, Accelerate": Way(ACCELERATE, "accelerate", "accelerate"),
+    "torchrun, Lightning": Way(TORCHRUN, "lightning", "lightning"),
+    "Lightning's own start": Way((sys.executable,), "lightning", "lightning"),
+}
 
 
-def lightning(marks: Marks) -> None:
-    """Lightning's Trainer."""
-    from lightning.pytorch import LightningModule, Trainer  # pyright: ignore[reportMissingImports]  # as above
-
-    marks.imported()
-    fit(marks, Trainer, LightningModule, strategy="ddp")
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def fit(marks: Marks, trainer: Any, base: Any, **settings: Any) -> None:
-    """Train with a Trainer and a module of its framework: nothing but the training."""
+def measure(way: Way) -> dict[str, float]:
+    """Start it once; seconds by phase, `first step` and `all`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        command = [*(word.format(port=_free_port()) for word in way.launcher), PROGRAM, way.framework, folder]
+        started = time.monotonic()
+        with open(Path(folder, "output"), "w+") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, cwd=folder, start_new_session=True
+            )
+            try:
+                code = process.wait(120)
+            finally:
+                ended = time.monotonic()
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # nothing is left of it
+                process.wait()
+            output.seek(0)
+            said = output.read()
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank-*.json")]
+    if code or [rank["world_size"] for rank in ranks] != [2, 2]:
+        raise RuntimeError(f"{' '.join(command)} ended with status {code} and {len(ranks)} ranks; it said\n{said}")
+    last = max(ranks, key=lambda rank: rank["stepped"])
+    return {
+        "first step": last["stepped"] - started,
+        "command": last["began"] - started,
+        "imports": last["imported"] - last["began"],
+        "set up": last["stepped"] - last["imported"],
+        "all": ended - started,
+    }
 
-    class Marked(regression(base)):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            marks.stepped()
 
-        def on_train_end(self) -> None:
-            marks.write()
+def measure_again(way: Way) -> tuple[dict[str, float], int]:
+    """Measure; with another package's way up to three times. Also how many starts failed."""
+    failed = 0
+    while True:
+        try:
+            return measure(way), failed
+        except RuntimeError as error:
+            failed += 1
+            if way.framework == "instep" or failed == 3:  # the loop by hand is torch's own, whoever starts it
+                raise
+            print(f"repeated, since {error}", file=sys.stderr)
 
-    trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        default_root_dir=marks.folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    ).fit(Marked(), DataLoader(data(), 8))
+
+def main() -> None:
+    """Run all rounds, print the table, write the JSON."""
+    args = parse_arguments()
+    rounds = 1 if args.quick else args.rounds
+    asked = [BASE, *(name for name in args.ways if name != BASE)]
+    ways = {name: WAYS[name] for name in asked if find_spec(WAYS[name].package)}
+    for name in set(asked) - ways.keys():
+        print(f"{name}: left out, {WAYS[name].package!r} is not installed (pip install 'instep[bench]')")
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    first = 1 if args.quick else 0  # round 0 warms up
+    failed_starts = dict.fromkeys(ways, 0)
+    progress = harness.Progress((rounds + 1 - first) * len(ways))
+    for round_ in range(first, rounds + 1):
+        order = list(ways)
+        random.Random(round_).shuffle(order)
+        for name in order:
+            took, failed = measure_again(ways[name])
+            failed_starts[name] += failed
+            progress.step(f"{name}: {took['first step']:.2f} s")
+            if round_:
+                seen[name].append(took)
+    results = {name: summary(seen[name], seen[BASE]) for name in ways}
+    rows = [
+        (
+            name,
+            f"{r['first step']['median']:.2f}",
+            f"{r['over_base_s']['median']:+.2f} ({r['over_base_s']['min']:+.2f} .. {r['over_base_s']['max']:+.2f})",
+            *(f"{r[phase]['median']:.2f}" for phase in (*PHASES, "all")),
+        )
+        for name, r in results.items()
+    ]
+    harness.print_table(("way", "first step s", f"over {BASE} s", *PHASES, "all"), rows)
+    name = "launch_quick" if args.quick else "launch"
+    counts = {"rounds": rounds, "processes": 2, "failed_starts": failed_starts}
+    harness.write_results(args.out, name, {**counts, "base": BASE, "results": results})
+
+
+def summary(own: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians and spreads of every phase, and of the difference to the base within a round."""
+    over = [mine["first step"] - other["first step"] for mine, other in zip(own, base, strict=True)]
+    return {"over_base_s": harness.spread(over)} | {
+        phase: harness.spread([took[phase] for took in own]) for phase in own[0]
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Seconds from the command to the first step of two processes.")
+    parser.add_argument("--rounds", type=int, default=9, help="(default: 9)")
+    parser.add_argument("--quick", action="store_true", help="1 round, and none before")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="(default: all)")
+    harness.add_out(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]](Marks(sys.argv[2]))
+    main()

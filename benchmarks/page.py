@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import longhaul
+from studies import longhaul
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
@@ -427,8 +427,8 @@ def long_runs(data: dict[str, Any]) -> Lines:
         "Nothing of a run may grow with its length, but what you asked to keep. Each leg of this test is long. It "
         "takes these figures at twelve points. The table has their median early in the leg (points 3 to 5) and late in "
         "it (points 10 to 12). A leg holds if no late figure is larger than its rule allows; "
-        '`benchmarks/longhaul.py` has the rules. "For each" means for each unit of the leg: a step, an epoch, a save. '
-        "The units differ, so compare processor times along a row only."
+        '`benchmarks/studies/longhaul.py` has the rules. "For each" means for each unit of the leg: a step, an epoch, '
+        "a save. The units differ, so compare processor times along a row only."
     )
     yield ""
     yield from table(longhaul.HEADER, longhaul.rows(data["legs"]))

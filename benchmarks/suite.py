@@ -1,8 +1,8 @@
-"""All benchmarks, one after the other, and then the page `docs/reference/benchmarks.md` made of their results.
+"""All benchmarks and studies, one after the other, then the page `docs/reference/benchmarks.md` of their results.
 
     python benchmarks/suite.py                  # hours; on an idle machine
     python benchmarks/suite.py --quick          # whether all of it runs: figures go to runs/benchmarks, no page is made
-    python benchmarks/suite.py --only overhead launch
+    python benchmarks/suite.py --only overhead first_step
     python benchmarks/suite.py --page           # the page alone, of what is in results/
 
 Each is a process of its own. One that fails does not stop the others; it is named at the end, with status 1.
@@ -19,21 +19,24 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
-# Name, arguments of a rough look, minutes in full.
-BENCHMARKS = {
-    "overhead": (("--steps", "500", "--repetitions", "1"), 30),
-    "import_time": (("--rounds", "1"), 2),
-    "memory": (("--quick", "--repetitions", "1"), 5),
+# Name, arguments of a rough look, minutes in full. Studies lie in a folder of their own: nobody keeps them green.
+STUDIES = {
     "step_parts": (("--rounds", "1"), 1),
     "evaluation": (("--quick",), 1),
     "gpt_to_loss": (("--quick",), 11),
     "data_path": (("--quick",), 6),
     "trackers": (("--turn", "50", "--turns", "2", "--cases", "monitors"), 15),
     "triggers": (("--worlds", "2", "--jobs", "1", "--rounds", "2", "--steps", "50"), 10),
+    "scaling": (("--quick",), 3),
+}
+BENCHMARKS = {
+    "overhead": (("--steps", "500", "--repetitions", "1"), 30),
+    "import_time": (("--rounds", "1"), 2),
+    "memory": (("--quick", "--repetitions", "1"), 5),
     "checkpoint": (("--quick",), 10),
     "strategies": (("--quick", "--strategies", "ddp", "fsdp"), 40),
-    "launch": (("--quick",), 10),
-    "scaling": (("--quick",), 3),
+    "first_step": (("--quick",), 10),
+    **STUDIES,
 }
 
 
@@ -59,7 +62,11 @@ def run(name: str, quick: bool) -> bool:
     print(f"\n== {name}" + ("" if quick else f", about {minutes} min"), flush=True)
     words = [*rough, "--out", str(ROOT / "runs" / "benchmarks")] if quick else []
     start = time.monotonic()
-    done = subprocess.run([sys.executable, str(HERE / f"{name}.py"), *words], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, str((HERE / "studies" if name in STUDIES else HERE) / f"{name}.py"), *words],
+        cwd=ROOT,
+        check=False,
+    )
     print(f"== {name}: status {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
     return done.returncode == 0
 

@@ -99,7 +99,7 @@ def watch(package: Path) -> dict[str, list[set[Any]]]:
             turns.update((a, b) for b, a in pairwise(way) if floor(module_of(a)) < floor(module_of(b)))
 
     class Saver(ModelCheckpoint):
-        def on_train_epoch_end(self, *arguments: Any) -> None:
+        def on_train_epoch_end(self, *arguments: Any) -> None:  # pyright: ignore
             part[0] = SAVED
             super().on_train_epoch_end(*arguments)
             part[0] = ""
@@ -109,23 +109,21 @@ def watch(package: Path) -> dict[str, list[set[Any]]]:
             part[0] = "batch" if trainer.global_step < 6 else ""
 
     class Module(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             part[0] = "loss"
-            return self.layer(batch).mean()
+            return model(batch).mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    module = Module()
+    module.model = model = torch.nn.Linear(4, 1)
     with tempfile.TemporaryDirectory() as folder:
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = Trainer(max_epochs=1, accelerator="cpu", callbacks=[Steps(), Saver(folder)], **quiet)
         threading.setprofile(look)
         sys.setprofile(look)
-        trainer.fit(Module(), torch.utils.data.DataLoader([*torch.randn(48, 4)], batch_size=8))
+        trainer.fit(module, torch.utils.data.DataLoader(list(torch.randn(48, 4)), batch_size=8))  # pyright: ignore
         sys.setprofile(None)
         threading.setprofile(None)  # pyright: ignore[reportArgumentType]
     return found

@@ -17,7 +17,7 @@ def test_what_holds_a_bar_is_there() -> None:
         assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), f"{file} has no {name}"
         named += 1
     assert named > 100
-    for script in re.findall(r"`(benchmarks/\w+\.py)`", (TESTS / "README.md").read_text()):
+    for script in re.findall(r"`(benchmarks/[\w/]+\.py)`", (TESTS / "README.md").read_text()):
         assert (TESTS.parent / script).exists(), script
 
 

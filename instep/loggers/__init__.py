@@ -136,3 +136,6 @@ def make_logger(name: str, **arguments: Any) -> Logger:
 def that_take(kind: str) -> list[str]:
     """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
     return [name for name in _HOME if _load(name).takes(kind)]
+
+
+Logger._that_take = staticmethod(that_take)

@@ -453,6 +453,9 @@ class Logger:
             return self.step_of_run()
         return max(self._last_step, 0)
 
+    _that_take: Callable[[str], list[str]]
+    """Lists the loggers that have a place for a kind; set by the package, which knows their names."""
+
     @classmethod
     def takes(cls, kind: str) -> bool:
         """Return whether the logger has a place for a kind, such as "image"."""
@@ -468,9 +471,7 @@ class Logger:
             return True
         if kind not in self._refused:
             self._refused |= {kind}
-            from instep import loggers  # late: its files load only to see which of them can
-
-            others = ", ".join(loggers.that_take(kind))
+            others = ", ".join(self._that_take(kind))
             warn_user(f"{type(self).__name__} has no place for {kind}: it is left out. These have one: {others}")
         return False
 

@@ -91,39 +91,6 @@ def test_import_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trackers(tmp_path: Path) -> None:
-    args = ("--turn", "50", "--turns", "2", "--cases", "monitors", "raises")
-    results = run("trackers.py", tmp_path, *args)["results"]
-    assert results["monitors"]["limit"] == 0.24
-    for result in results.values():
-        assert result["wall"]["base_us"]["median"] > 0
-        assert len(result["cpu"]["added"]["values"]) == 2
-
-
-def test_step_parts(tmp_path: Path) -> None:
-    result = run("step_parts.py", tmp_path, "--rounds", "1")
-    assert [row["limit_us"] for row in result["results"].values()] == [0.1, 1.0]
-
-
-def test_evaluation(tmp_path: Path) -> None:
-    result = run("evaluation.py", tmp_path, "--quick")
-    assert {"noise", "validate", "validate, one log", "predict"} <= result["added_us"].keys()
-    assert all(alone["median"] > 0 for alone in result["handwritten_us"].values())
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_triggers(tmp_path: Path) -> None:
-    result = run("triggers.py", tmp_path, "--worlds", "2", "--jobs", "1", "--rounds", "2", "--steps", "50")
-    [row] = result["results"]
-    assert row["processes"] == 2
-    assert row["step_us"]["median"] > 0
-    assert row["limit_us"] >= 15.0
-    assert row["added_us"]["median"] != row["noise_us"]["median"]
-    assert result["machine"]["pinned_to_one_cpu"] is False
-
-
-@pytest.mark.slow
 def test_checkpoint(tmp_path: Path) -> None:
     [result] = run("checkpoint.py", tmp_path, "--quick")["results"]
     assert {"instep", "instep background", "torch.save", "torch.save + fsync", "dcp", "dcp async"} <= set(
@@ -151,8 +118,8 @@ def test_strategies(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_launch(tmp_path: Path) -> None:
-    result = run("launch.py", tmp_path, "--quick", "--ways", "instep launch, instep")
+def test_first_step(tmp_path: Path) -> None:
+    result = run("first_step.py", tmp_path, "--quick", "--ways", "instep launch, instep")
     assert list(result["results"]) == ["torchrun, by hand", "instep launch, instep"]
     for way in result["results"].values():
         parts = sum(way[phase]["median"] for phase in ("command", "imports", "set up"))
@@ -161,60 +128,15 @@ def test_launch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.transformers
-@pytest.mark.skipif(sys.platform != "linux", reason="drops files from Linux' page cache")
-def test_big_models(tmp_path: Path) -> None:
-    [result] = run("big_models.py", tmp_path, "--smoke", "--contenders")["results"]
-    assert result["bars"]["logits that are not bit-equal"]["held"]
-    assert {"cpu", "disk"} == set(result["device_map"].values())
-    assert list(result["forward"]) == ["warm, 1 tokens", "warm, 8 tokens", "cold, 1 tokens"]
-    assert all(row["instep"]["seconds"]["median"] > 0 for row in result["forward"].values())
-    assert {"dd 1M", "dd 16M", "instep"} <= result["load_s"]["warm, quarter"].keys()
-    assert result["memory_bytes"]["instep"]["load"]["RssFile"] > 0
-
-
-@pytest.mark.slow
-def test_gpt_to_loss(tmp_path: Path) -> None:
-    result = run("gpt_to_loss.py", tmp_path, "--quick", "--turns", "1")
-    assert [row["loop"] for row in result["results"]] == ["handwritten", "trainer"]  # it fails where losses differ
-    assert all(row["ratio"]["median"] > 0 for row in result["results"])
-
-
-@pytest.mark.slow
-def test_data_path(tmp_path: Path) -> None:
-    result = run("data_path.py", tmp_path, "--quick", "--contenders", "handwritten", "instep", "--kinds", "disk")
-    [row] = result["results"]
-    assert row["settings"]["num_workers"] > 0  # reading it in the main process is slow
-    assert set(row["ratio"]) == {"handwritten", "instep", "noise"}
-
-
-@pytest.mark.slow
 @pytest.mark.dist
 def test_scaling_and_that_a_step_has_one_collective_at_any_number_of_ranks(tmp_path: Path) -> None:
-    result = run("scaling.py", tmp_path, "--quick")
+    result = run("studies/scaling.py", tmp_path, "--quick")
     few, many = (result["counted"][world] for world in ("2", "64"))
     assert few["parts"] == many["parts"]
     once = {"allgather": 2}  # ranks agree once which values they average
     assert many["parts"]["40 steps"] == {"allreduce": 39, "gradients": 40, **once}
     assert 39 * 16 < many["sent"]["40 steps"] < 39 * 16 + 200
     assert result["timed_us"]["2"]["triggers.sync"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.skipif(sys.platform != "linux", reason="the long proof reads /proc")
-def test_a_hundredth_of_the_long_proof_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run("longhaul.py", tmp_path, "--quick")
-    assert {name: leg["failed"] for name, leg in result["legs"].items()} == {name: [] for name in result["legs"]}
-    points = {(name, each): found for name, leg in result["legs"].items() for each, found in leg["points"].items()}
-    assert len(points) == 10  # nine legs, one of them on two ranks
-    for found in points.values():
-        assert len(found) == 12
-        assert all(point["cpu_ms"] > 0 and point["resident_mb"] > 50 for point in found)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import page
-
-    assert "| epochs | 50 |" in page.text({"longhaul": result})
 
 
 GROWING: dict[str, Any] = {
@@ -233,7 +155,7 @@ GROWING: dict[str, Any] = {
 def points_of_a_leg(monkeypatch: pytest.MonkeyPatch, **grows: Any) -> tuple[Any, list[dict[str, float]]]:
     """The long proof, and the points of a leg of 120 units where nothing grows but these figures and the logs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import longhaul
+    from studies import longhaul
 
     flat = {name: grow(0) for name, grow in GROWING.items()}
     points = [
@@ -267,7 +189,7 @@ def test_the_long_proof_allows_rows_new_runs_a_slower_machine_and_one_disturbed_
 @pytest.mark.skipif(sys.platform != "linux", reason="the long proof reads /proc")
 def test_a_leg_of_the_long_proof_that_raises_or_takes_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import longhaul
+    from studies import longhaul
 
     legs = {"nonsense": longhaul.Leg(1, "unit", 100.0), "rows": longhaul.Leg(10**9, "row", 0.1)}
     monkeypatch.setattr(longhaul, "LEGS", legs)
@@ -291,9 +213,9 @@ def test_the_suite_goes_on_when_one_fails_and_names_it(monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import suite
 
-    monkeypatch.setattr(suite, "BENCHMARKS", {"step_parts": (("--nonsense",), 1), "evaluation": (("--help",), 1)})
-    monkeypatch.setattr(sys, "argv", ["suite.py", "--quick", "--only", "step_parts", "evaluation"])
+    monkeypatch.setattr(suite, "BENCHMARKS", {"memory": (("--nonsense",), 1), "checkpoint": (("--help",), 1)})
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--quick", "--only", "memory", "checkpoint"])
     assert suite.main() == 1
     said = capfd.readouterr()
-    assert "== evaluation: status 0" in said.out
-    assert "failed, or missed a bar: step_parts\n" in said.err
+    assert "== checkpoint: status 0" in said.out
+    assert "failed, or missed a bar: memory\n" in said.err

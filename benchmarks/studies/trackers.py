@@ -1,8 +1,8 @@
 """What loggers and monitors add to a step, and what a tracker in trouble adds.
 
-    python benchmarks/trackers.py                       # about 15 minutes
-    python benchmarks/trackers.py --cases wandb mlflow  # some of it
-    python benchmarks/trackers.py --before ../old       # also: this package against another checkout's
+    python benchmarks/studies/trackers.py                       # about 15 minutes
+    python benchmarks/studies/trackers.py --cases wandb mlflow  # some of it
+    python benchmarks/studies/trackers.py --before ../old       # also: this package against another checkout's
 
 The work and the clock are those of `overhead.py`, and so is the measurement in pairs: two processes on one CPU take
 turns of 2,000 steps, 20 each, and each turn of the second is divided by the mean of the first one's turns before and
@@ -43,6 +43,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import contenders
 import harness

@@ -12,7 +12,7 @@ batch (a loader's seed), which is no part of the comparison. Packages that a fil
 use are stood in for by empty modules, in both.
 
     pip install --target PACKAGES --no-deps lightning pytorch_lightning torchmetrics ...   # what --packages lists
-    python benchmarks/parity_lightning.py --packages PACKAGES
+    python benchmarks/studies/parity_lightning.py --packages PACKAGES
 
 Repositories are cloned into `--sources` where they are not there.
 """
@@ -37,11 +37,10 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from contenders.public_modules import CASES, PACKAGES, Case  # noqa: E402
-from harness import RESULTS, machine  # noqa: E402
+from contenders.public_modules import CASES, PACKAGES, Case
+from harness import RESULTS, machine
 
 EPOCHS, SEED, LIMIT = 2, 7, 1e-6
 

@@ -1,7 +1,7 @@
 """`Tuner.lr_find` and `Tuner.scale_batch_size` beside Lightning's: the same answers, and the time they take.
 
-    python benchmarks/tuner.py              # some 3 minutes; needs lightning
-    python benchmarks/tuner.py --rounds 2
+    python benchmarks/studies/tuner.py              # some 3 minutes; needs lightning
+    python benchmarks/studies/tuner.py --rounds 2
 
 The same convolutional net, scikit-learn's digits in a fixed order, seeds and CPU thread for both. A process of each
 takes turns with one of the other on one CPU; in each, a first search of either kind warms up and is not counted, then
@@ -19,7 +19,10 @@ import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 

@@ -1,7 +1,7 @@
 """Seconds per step where data is slow: a tuned loader in each trainer, beside the same loader in a handwritten loop.
 
-    python benchmarks/data_path.py           # about 6 minutes
-    python benchmarks/data_path.py --quick   # a rough look
+    python benchmarks/studies/data_path.py           # about 6 minutes
+    python benchmarks/studies/data_path.py --quick   # a rough look
 
 Two kinds of slow data: `collate`, whose collate function computes for some milliseconds, and `disk`, whose samples are
 read at random places of a large file, out of the page cache, each after 2 ms that stand for a disk in a network.
@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import contenders
 import harness

@@ -1,7 +1,7 @@
 """Collectives, bytes and store operations of a run by number of ranks, and what they take with real ranks.
 
-    python benchmarks/scaling.py           # about 3 minutes
-    python benchmarks/scaling.py --quick
+    python benchmarks/studies/scaling.py           # about 3 minutes
+    python benchmarks/studies/scaling.py --quick
 
 **Counted**: one process plays rank 0 of 2 to 1,024 under torch's fake process group, in a fit with DDP. Every `c10d`
 operator that the process calls is counted by a dispatch mode, with the bytes that this rank puts in and gets out. DDP's
@@ -24,6 +24,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 

@@ -1,8 +1,8 @@
 """The long proof: nothing of a run grows with its length but what the user asked to keep.
 
-    python benchmarks/longhaul.py                       # make longhaul; 20 minutes on 2 cores
-    python benchmarks/longhaul.py --only epochs kills   # some legs
-    python benchmarks/longhaul.py --quick               # a hundredth of each leg, about a minute
+    python benchmarks/studies/longhaul.py                       # make longhaul; 20 minutes on 2 cores
+    python benchmarks/studies/longhaul.py --only epochs kills   # some legs
+    python benchmarks/studies/longhaul.py --quick               # a hundredth of each leg, about a minute
 
 Each leg (`longhaul_legs.py`) is a process of its own, on one core, with a limit on its time. Two run at a time, and the
 one of two ranks runs alone. They write into memory where there is `/dev/shm`. At twelve points of a leg these figures
@@ -43,6 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 

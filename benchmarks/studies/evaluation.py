@@ -1,7 +1,7 @@
 """What the Trainer adds to a batch of validation and of prediction, over a handwritten loop.
 
-    python benchmarks/evaluation.py            # about a minute
-    python benchmarks/evaluation.py --quick    # seconds
+    python benchmarks/studies/evaluation.py            # about a minute
+    python benchmarks/studies/evaluation.py --quick    # seconds
 
 1,000 batches of 8 samples, an MLP 32-32-1, one thread, `torch.inference_mode`. The clock sits in the data: it is read
 when batch 100 is asked for and when the last one is. The handwritten loop, the Trainer with and without `self.log`, and
@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 import torch

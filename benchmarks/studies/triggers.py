@@ -1,7 +1,7 @@
 """What agreeing on triggers adds to a step, over 2 and 4 processes (gloo).
 
-    python benchmarks/triggers.py              # about 10 minutes
-    python benchmarks/triggers.py --quick      # a rough look: 1 job, 6 rounds
+    python benchmarks/studies/triggers.py              # about 10 minutes
+    python benchmarks/studies/triggers.py --quick      # a rough look: 1 job, 6 rounds
 
 The work: an MLP 32-32-1 under DistributedDataParallel, batch 8 per process, SGD, one thread each, on one batch that is
 there already, each rank with all its threads pinned to one CPU. The loop is measured bare and with `Triggers.tick`
@@ -23,9 +23,13 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
 
 import harness
 import torch

@@ -1,7 +1,7 @@
 """Seconds until a small GPT reaches a validation loss: the Trainer beside a handwritten loop, eager and compiled.
 
-    python benchmarks/gpt_to_loss.py           # about 11 minutes
-    python benchmarks/gpt_to_loss.py --quick   # a few steps
+    python benchmarks/studies/gpt_to_loss.py           # about 11 minutes
+    python benchmarks/studies/gpt_to_loss.py --quick   # a few steps
 
 The model and the text of `examples/stdlib_gpt.py`, without dropout, in the same order; AdamW (foreach), a constant
 rate, validation every 50 steps. The losses of both loops have the same bits, so both reach any loss at the same step,
@@ -26,6 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared with the programs kept green
+
 import harness
 
 STEPS_PER_TURN, FIRST = 50, 75  # a turn begins and ends halfway between two validations
@@ -36,7 +38,7 @@ COMPILED: dict[str, Any] = {"dynamic": False}
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """In a fresh process: one run, in turns."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import stdlib_gpt as gpt  # late: the parent needs none of it  # pyright: ignore[reportMissingImports]
     import torch
     import workload
