@@ -161,7 +161,7 @@ class Pool:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             }
-            process = context.Process(target=serve, args=(its, variables), daemon=True)
+            process = context.Process(target=serve, args=(its, variables), name=f"kept rank {rank}", daemon=True)
             process.start()
             its.close()
             self.pipes.append(mine)
