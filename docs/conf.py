@@ -32,10 +32,11 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
+if not tags.has("without_sources"):  # noqa: F821  # pyright: ignore[reportUndefinedVariable]  # a name of Sphinx
+    extensions.append("sphinx.ext.viewcode")
 exclude_patterns = ["_build", "recordings"]
 templates_path: list[str] = []
 html_theme = "furo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -33,12 +34,30 @@ def clean_process() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     _forget_state()
+    _freeze_modules()
 
 
 def _forget_state() -> None:
     state = sys.modules.get("instep.state")  # a test that never loaded it has nothing to reset
     if state is not None:
         state.PartialState._reset_state()
+
+
+_frozen = 0
+
+
+def _freeze_modules() -> None:
+    """Hide what modules hold from the garbage collector, which takes half a second once torch's compiler is loaded."""
+    global _frozen
+    if len(sys.modules) - _frozen > 300:
+        _frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl
+def pytest_collection_finish() -> None:
+    _freeze_modules()
 
 
 @pytest.fixture(scope="session")

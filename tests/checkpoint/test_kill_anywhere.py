@@ -89,7 +89,8 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
     assert expected[0]["best are there"]
     steps = [next((step for step in (4, 5) if f"step-{step:08d}" in str(path)), 0) for _, path in plan.operations]
     span = range(steps.index(4), steps.index(5))
-    for number in span[:: 2 if way.background else 1]:  # the operations are the same, in another thread
+    every = int(os.environ.get("INSTEP_KILL_EVERY", 4 if way.background else 2))  # the same ones, in another thread
+    for number in span[every // 4 :: every]:
         root = Path(folder, str(number))
         root.mkdir()
 
@@ -116,7 +117,10 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
 def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(
     background: bool, tmp_path: Path
 ) -> None:
-    """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best."""
+    """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best.
+
+    At every second operation, and in the background at every fourth; at all with INSTEP_KILL_EVERY=1.
+    """
     way = Way(ranks=1, batch_size=4, epochs=1, background=background)
     (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way, timeout_s=3500.0)
     assert count["rename"] >= 3, "two saves and a delete"
@@ -205,12 +209,11 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
     strategy: str, tmp_path: Path
 ) -> None:
     """At a few of them; at all with INSTEP_KILL_EVERY=1, which takes a quarter of an hour."""
-    few = 30 if strategy == "fsdp" else 60  # DeepSpeed takes long to start
-    every = int(os.environ.get("INSTEP_KILL_EVERY", few))
+    every = int(os.environ.get("INSTEP_KILL_EVERY", 60))
     way = Way(strategy=strategy, epochs=1)
     (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every, timeout_s=3500.0)
     print(f"{kills} kills")
-    assert kills >= 120 // few
+    assert kills >= 2
 
 
 # ---- at random instants
@@ -225,8 +228,8 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
     seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
     print(f"INSTEP_KILL_SEED={seed}")
     campaign = Campaign(tmp_path, seed, WAYS[1:3])
-    campaign.run(9, print)
-    assert len(campaign.kills) == 9
+    campaign.run(6, print)
+    assert len(campaign.kills) == 6
     assert {kill.target for kill in campaign.kills} == {"job", "rank", "agent"}
 
 
@@ -240,8 +243,8 @@ def test_a_training_that_keeps_only_the_best_loses_no_more_than_one_occasion_to_
     print(f"INSTEP_KILL_SEED={seed}")
     whole = os.environ.get("INSTEP_KILL_EVERY") == "1"
     campaign = Campaign(tmp_path, seed, MONITORED if whole else MONITORED[::5], trains=True)
-    campaign.run(40 if whole else 5, print)
-    assert len(campaign.kills) == (40 if whole else 5)
+    campaign.run(40 if whole else 3, print)
+    assert len(campaign.kills) == (40 if whole else 3)
 
 
 @pytest.mark.slow
@@ -251,8 +254,8 @@ def test_a_training_that_keeps_only_the_best_loses_no_more_than_one_occasion_to_
 @pytest.mark.parametrize(
     "strategy, background, kills",
     [
-        ("fsdp", False, 3),
-        ("fsdp", True, 3),
+        ("fsdp", False, 2),
+        ("fsdp", True, 2),
         pytest.param("deepspeed_stage_2", True, 1, marks=pytest.mark.deepspeed),  # it takes long to start
     ],
 )

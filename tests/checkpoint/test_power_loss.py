@@ -66,7 +66,7 @@ def go_on(root: Path) -> None:
 
 
 def lose_power_everywhere(
-    plan: FaultPlan, root: Path, look: Callable[[str | None, int, int], object], subsets: int = 8
+    plan: FaultPlan, root: Path, look: Callable[[str | None, int, int], object], subsets: int = 4
 ) -> int:
     """Cut the log at every operation, lose power in several ways, and look at what is left; how many there were.
 
@@ -100,7 +100,7 @@ def test_every_power_loss_leaves_what_was_reported_as_saved(tmp_path: Path, monk
 
     count = lose_power_everywhere(two_saves_and_a_delete(root), root, look)
     assert found == {None, *VALUES}
-    assert count > 900
+    assert count > 540
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
         board = Board(root / "board-0")
         board.saved(int(last or 0))
         assert lost(root, board) is None
-        if way == 2 and number % 16 == 0:
+        if way == 2 and number % 32 == 0:
             resumed += 1
             assert exit_status_of(lambda: after_a_reboot(root, way_to_train)) == 0
             assert results_of(root, way_to_train) == expected
 
-    return lose_power_everywhere(plan, root, look, subsets=2), resumed
+    return lose_power_everywhere(plan, root, look, subsets=1), resumed
 
 
 @pytest.mark.dist
@@ -169,5 +169,5 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
 def test_a_training_survives_every_power_loss(tmp_path: Path) -> None:
     way = Way(ranks=1, batch_size=4, epochs=1)
     ((count, resumed),) = run_ranks(train_and_lose_power, 1, str(tmp_path), way, timeout_s=3500.0)
-    assert count > 600
-    assert resumed > 8
+    assert count > 450
+    assert resumed > 4

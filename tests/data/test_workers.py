@@ -298,6 +298,6 @@ def test_the_descriptors_of_workers_are_closed_with_the_pass_and_not_by_the_garb
     gc.disable()
     try:
         few = open_after(2)
-        assert open_after(32) <= few + 8, "each pass would leave four"
+        assert open_after(8) <= few + 8, "each pass would leave four"
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "fused Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
 }
+
+
+def with_optimizers(name: str, *values: Any) -> pytest.MarkDecorator:
+    """Return the mark that runs a test with each optimizer, and one of the values of another argument in turn."""
+    return pytest.mark.parametrize(("optimizer", name), list(zip(OPTIMIZERS, cycle(values), strict=False)))
 
 
 class Sick(Toy):
@@ -98,8 +103,7 @@ def fit(module: Any, policy: str | None, **settings: Any) -> Trainer:
 # ---- skip
 
 
-@pytest.mark.parametrize("bad", [{2: NAN}, {0: INF}, {0: NAN, 1: -INF, 5: NAN}, {7: NAN}])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@with_optimizers("bad", {2: NAN}, {0: INF}, {0: NAN, 1: -INF, 5: NAN}, {7: NAN})
 def test_skip_leaves_the_update_out_and_counts_the_step(optimizer: str, bad: dict[int, float], when: str):
     module = Sick(bad, optimizer)
     expected = without(set(bad), _copy(module))
@@ -278,8 +282,7 @@ def test_without_a_policy_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch):
     assert all(p.isnan().all() for p in module.parameters())
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "continue"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@with_optimizers("policy", "stop", "skip", "continue")
 @pytest.mark.filterwarnings("ignore:nonfinite=")
 def test_a_healthy_run_is_bit_for_bit_the_same(optimizer: str, policy: str, when: str):
     module = Sick(optimizer=optimizer)
@@ -307,8 +310,7 @@ def test_only_some_occurrences_are_reported(when: str):
 # ---- stop
 
 
-@pytest.mark.parametrize("bad", [{2: NAN}, {0: INF}, {2: NAN, 4: NAN}])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@with_optimizers("bad", {2: NAN}, {0: INF}, {2: NAN, 4: NAN})
 @pytest.mark.filterwarnings("ignore:nonfinite=")
 def test_stop_ends_the_run_with_the_weights_from_before(optimizer: str, bad: dict[int, float], when: str):
     module = Sick(bad, optimizer)
