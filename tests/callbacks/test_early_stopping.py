@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,25 @@ def test_verbose_prints_on_rank_zero_or_everywhere(capsys):
 def test_wrong_options(options):
     with pytest.raises(SettingError, match=next(iter(options))):
         EarlyStopping(**{"monitor": "loss", **options})
+
+
+def test_its_arguments_can_be_read_and_its_state_comes_back_whole() -> None:
+    given: dict[str, Any] = {
+        "patience": 5,
+        "mode": "max",
+        "check_finite": False,
+        "stopping_threshold": 2.0,
+        "strict": False,
+    }
+    stopping = EarlyStopping("val", **given)
+    assert {name: getattr(stopping, name) for name in given} == given
+    state = {
+        **stopping.state_dict(),
+        "best_score": 1.5,
+        "wait_count": 2,
+        "stopped_epoch": 4,
+        "stopping_reason": THRESHOLD.value,
+        "stopping_reason_message": "it was good enough",
+    }
+    stopping.load_state_dict(state)
+    assert stopping.state_dict() == state

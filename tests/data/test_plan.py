@@ -10,7 +10,7 @@ from itertools import groupby
 
 import pytest
 
-from instep.data.plan import Plan, Share, gradient_correction, rank_weight, window_scale
+from instep.data.plan import Plan, Share, gradient_correction, rank_weight, steps_in_phases, window_scale
 
 Sizes = list[list[int]]
 """Samples of each rank, by batch."""
@@ -183,3 +183,8 @@ def test_rank_weight():
     for mine, weight in ((0, 0.0), (1, 0.5), (2, 1.0), (8, 4.0)):
         source.share = Share(mine, 8, True, (mine, 8))
         assert rank_weight(source) == weight
+
+
+def test_a_last_window_of_one_batch_is_a_step_in_every_epoch() -> None:
+    assert [steps_in_phases(5, epochs, {0: 2}) for epochs in (1, 2)] == [3, 6]
+    assert steps_in_phases(5, 2, {0: 2, 4: 4}) == 5  # 2, 2, 1 and 2, then what is left of the second epoch

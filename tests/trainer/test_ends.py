@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from instep import Callback, Trainer
-from instep.callbacks import ModelCheckpoint
+from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.health import run_status
 from instep.loggers import CSVLogger
 from tests.trainer.toys import QUIET, LoggingToy, Toy, samples
@@ -170,3 +170,46 @@ def test_a_fit_goes_on_from_its_own_step_after_an_evaluation_of_an_older_checkpo
     trainer.fit(LoggingToy(), loader())
     trainer.test(LoggingToy(), loader(), ckpt_path=next((tmp_path / "saved").glob("step=3*")), verbose=False)
     assert (trainer.global_step, trainer.current_epoch) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"max_epochs": 2}, "fit ended at step 6: max_epochs=2 reached."),
+        ({"max_epochs": 2, "max_steps": 4}, "fit ended at step 4: max_steps=4 reached."),
+        ({"max_epochs": 1, "max_steps": 4}, "fit ended at step 3: max_epochs=1 reached."),
+    ],
+)
+def test_a_run_says_which_limit_has_ended_it(
+    settings: dict[str, int], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(**QUIET, **settings).fit(Toy(), loader())
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+
+
+class Stages(Callback):
+    """Notes which stage the progress names while batches are evaluated."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def note(self, trainer: Any, *_: Any) -> None:
+        self.seen += [trainer.progress.stage] if trainer.progress.stage not in self.seen[-1:] else []
+
+    on_validation_batch_start = on_predict_batch_start = on_train_batch_start = note  # type: ignore[assignment]
+
+
+def test_the_progress_names_the_stage() -> None:
+    stages = Stages()
+    trainer = Trainer(**{**QUIET, "num_sanity_val_steps": 1}, max_epochs=1, callbacks=[stages])
+    trainer.fit(LoggingToy(), loader(), loader())
+    trainer.predict(LoggingToy(), loader())
+    assert stages.seen == ["sanity", "train", "validate", "predict"]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_only_a_verbose_early_stopping_prints_what_it_sees(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(**QUIET, max_epochs=2, callbacks=[EarlyStopping("val_loss", verbose=verbose)]).fit(
+        LoggingToy(lr=1e-4), loader(), loader()
+    )
+    assert ("val_loss = " in capsys.readouterr().out) == verbose
