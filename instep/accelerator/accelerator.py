@@ -29,7 +29,7 @@ from instep.accelerator.handlers import (
     by_kind,
     profile,
 )
-from instep.accelerator.loader import AcceleratedLoader, gather_rows, gather_samples, skip_first_batches
+from instep.accelerator.loader import AcceleratedLoader, cut_last, gather_rows, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
 from instep.accelerator.parallelism import ParallelismConfig
 from instep.accelerator.preparing import (
@@ -46,6 +46,7 @@ from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.weights import save_weights
 from instep.compile import CompileConfig
 from instep.data import DataLoaderConfiguration
+from instep.data.plan import Share
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
@@ -744,7 +745,10 @@ class Accelerator(ProcessMethods):
                 whole batch of the loader has are cut.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
-        samples = None if loader is None else loader.source.share.mine
+        share = Share() if loader is None else loader.source.share
+        samples = share.mine
+        if samples is None and share.last and per_sample:  # of a stream, whose last batch may be shorter
+            data = cut_last(data, share.all, loader.batch_size)
         samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
         size = None if loader is None else loader.batch_size
         return gather_samples(data, samples, size, use_gather_object, per_sample)

@@ -481,6 +481,16 @@ def gather_samples(
     return gather_ragged(data, 0 if samples == 0 else None)
 
 
+def cut_last(data: Any, samples: int | None, batch_size: int | None) -> Any:
+    """Cut tensors with as many rows as a whole batch to the samples of a pass's last batch."""
+
+    def cut(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch_size
+        return leaf[:samples] if whole and samples is not None else leaf
+
+    return map_leaves(cut, data)
+
+
 def _rows_of_leaf(leaf: Any, samples: int, batch_size: int | None) -> Any:
     return _rows(leaf, samples, batch_size) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 

@@ -398,6 +398,8 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
+        self.repeats = 1
+        """Steps of the schedule for each optimizer step; more where it was written for the steps of all processes."""
         self._ends = 0  # calls of `step` after the last rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -407,7 +409,7 @@ class AcceleratedScheduler:
             return
         if not self._gradient.sync_gradients or any(optimizer.step_was_skipped for optimizer in self._owners()):
             return
-        for _ in range(self._window.length if self._gradient.adjust_scheduler else 1):
+        for _ in range(self.repeats * (self._window.length if self._gradient.adjust_scheduler else 1)):
             if self._ended():
                 return
             self.scheduler.step(*args, **kwargs)

@@ -32,6 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a command of its own")
     parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--as", dest="stands_in", choices=["accelerate"], help="let instep take the place of this package in SCRIPT"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="do not say which config file was found")
     add_settings(parser)
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         args.fail("SCRIPT is missing")
     if args.module and args.no_python:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
+    if args.stands_in and args.no_python:
+        args.fail("--as is for a script or module of Python: leave --no-python out")
     # Late: load torch.
     from instep.config.file import default_file
     from instep.config.layers import resolve
@@ -54,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         launch = resolve(args.said, args.config)
-        spec = make_spec(launch, program, module=args.module, python=not args.no_python)
+        run_as, is_module = program, args.module
+        if args.stands_in:
+            run_as, is_module = ["instep.compat", args.stands_in, *["-m"] * args.module, *program], True
+        spec = make_spec(launch, run_as, module=is_module, python=not args.no_python)
         if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:  # found elsewhere
             check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:

@@ -15,15 +15,15 @@ Example:
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from instep.compat.adapting import adapt
 from instep.utils import porting
 from instep.utils.warn import warn_user
 
@@ -73,7 +73,7 @@ def _find(module: str, name: str) -> Any:
         home, _, leaf = target.rpartition(".")
         _warn(f"{name} {target}", f"{name} is {target}: write `from {home} import {leaf}`")
         if (name, target) not in _adapted:
-            _adapted[name, target] = _adapt(getattr(import_module(home), leaf), name, leaf)
+            _adapted[name, target] = adapt(getattr(import_module(home), leaf), __name__, name, leaf, _warn)
         return _adapted[name, target]
     if name in porting.GONE:
         _warn(name, f"{name} does nothing: leave it out ({porting.GONE[name]})")
@@ -101,62 +101,3 @@ def _warn(what: str, text: str) -> None:
     if what not in _warned:
         _warned.add(what)
         warn_user(f"instep.compat.lightning: {text}", FutureWarning)
-
-
-# ---- arguments that have another name, or are left out
-
-
-class _Adapted(type):
-    """Type of a class of instep that takes Lightning's arguments; objects of instep's own class count as its own."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.__bases__) if "_adapts" in vars(cls) else super().__instancecheck__(instance)
-
-
-def _adapt(thing: Any, name: str, leaf: str) -> Any:
-    """Let a class or function take the arguments that the table has for it."""
-    keys = {*porting.RENAMED, *porting.DROPPED, *(owner for owner, _ in porting.VALUES)}
-    methods = [key.partition(".")[2] for key in sorted(keys) if key.startswith(f"{leaf}.")]
-    if leaf not in keys and not methods:
-        return thing
-    if not isinstance(thing, type):
-        return _taking(thing, leaf)
-    members = {"_adapts": leaf, "__doc__": thing.__doc__, "__module__": __name__, "__qualname__": name}
-    if leaf in keys:
-        members["__init__"] = _taking(thing.__init__, leaf)
-    for method in methods:
-        found = thing.__dict__.get(method) or getattr(thing, method)
-        is_of_class = isinstance(found, classmethod)
-        taking = _taking(found.__func__ if is_of_class else found, f"{leaf}.{method}")
-        members[method] = classmethod(taking) if is_of_class else taking
-    return _Adapted(name, (thing,), members)
-
-
-def _taking(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-    parameters = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
-
-    @functools.wraps(function)
-    def call(*args: Any, **given: Any) -> Any:
-        for name in [name for name in given if name not in parameters]:
-            _rename(key, name, given)
-        for (owner, name), values in porting.VALUES.items():
-            if owner == key and isinstance(given.get(name), str) and given[name] in values:
-                old, given[name] = given[name], values[given[name]]
-                _warn(f"{key}({name}={old})", f"{key}({name}={old!r}): write {name}={given[name]!r}")
-        return function(*args, **given)
-
-    return call
-
-
-def _rename(key: str, name: str, given: dict[str, Any]) -> None:
-    new = porting.RENAMED.get(key, {}).get(name)
-    if new is None and name not in porting.DROPPED.get(key, {}):
-        return  # refused by the function, with what to write
-    value = given.pop(name)
-    _warn(f"{key}({name})", f"{key}({name}=): {porting.instead_of(key, name)}")
-    if new is None or ((key, name) in porting.ADDED and not value):  # gpus=0 said that there is none
-        return
-    added, _, kind = porting.ADDED.get((key, name), "").partition("=")
-    if added:
-        given.setdefault(added, kind.strip('"'))
-    given[new] = value

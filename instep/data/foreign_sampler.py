@@ -17,7 +17,8 @@ class ForeignOrder:
     """The whole order of an epoch, drawn at once from a sampler or batch sampler.
 
     Whatever it draws from the process's generators, or from a generator of its own, is derived from (seed, epoch):
-    the order can be drawn again after a resume and is the same on every rank.
+    the order can be drawn again after a resume and is the same on every rank. A sampler that has such an order itself
+    gives it by a method `order_of(epoch, cycle)`.
 
     Args:
         sampler: a sampler or batch sampler with an end.
@@ -28,6 +29,8 @@ class ForeignOrder:
         self.state_before: StateDict | None = None
 
     def __call__(self, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
+        if hasattr(self.sampler, "order_of"):
+            return self.sampler.order_of(epoch, cycle)
         stateful = self.stateful
         if stateful is not None:
             self.state_before = stateful.state_dict()

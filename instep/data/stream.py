@@ -449,12 +449,12 @@ class StreamLoader(PreparedLoader):
             batch = following
 
     def _give_own(self, batch: Any, last: bool) -> None:
-        """Give a batch whose sizes the ranks do not agree on; one process counts them where they are asked for."""
+        """Give a batch whose sizes ranks do not agree on; one process counts the last, or all where it is asked to."""
         if self.history > 1 and self.world_size == 1:
             self._give(Share(None, self._size(batch), last))
             return
         if last:
-            self.share = Share(last=True)
+            self.share = Share(all=find_batch_size(batch) if self.world_size == 1 else None, last=True)
         self._given += 1
 
     def _size(self, batch: Any) -> int | None:

@@ -1,0 +1,29 @@
+"""Run a script with another package's names served by instep: python -m instep.compat accelerate script.py --lr 0.1."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from instep.compat import accelerate
+
+
+def main(words: list[str]) -> None:
+    """Put instep in the package's place, then run the script, or the module after -m, with its arguments."""
+    package, *program = words
+    if package != "accelerate":
+        raise SystemExit(f"instep stands in for accelerate only, not for {package!r}")
+    accelerate.install()
+    is_module = program[:1] == ["-m"]
+    sys.argv = program[1:] if is_module else program
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,444 @@
+"""What programs of Accelerate use and instep calls otherwise: `instep.compat.accelerate` looks here first."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from packaging.version import parse
+from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler
+
+import instep.accelerator as ours
+from instep import state as ours_state
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.compat.adapting import adapt
+from instep.distributed import broadcast_object
+from instep.distributed.out_of_memory import is_out_of_memory
+from instep.errors import SettingError
+from instep.state import AcceleratorState as _AcceleratorState
+from instep.state import GradientState as _GradientState
+from instep.state import PartialState as _PartialState
+from instep.state import process
+from instep.state.runs import active_run, clear_runs
+from instep.strategies import FSDPStrategy
+
+
+def _adapted(kind: Any) -> Any:
+    return adapt(kind, __name__, f"_{kind.__name__}", kind.__name__, lambda key, text: None)
+
+
+class _Shared(type):
+    """Type of a view of the state: Accelerate's class attribute `_shared_state`."""
+
+    forgotten = False
+
+    @property
+    def _shared_state(cls) -> dict[str, Any]:
+        return {} if _Shared.forgotten or not process.is_held() else {"held": True}
+
+
+class PartialState(_PartialState, metaclass=_Shared):
+    """The process state; a second construction asks for nothing."""
+
+    __slots__ = ()
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        given = {name: value for name, value in kwargs.items() if name in ("backend", "timeout") and value is not None}
+        super().__init__(**({} if process.is_held() else {"cpu": cpu or None, **given}))
+        _Shared.forgotten = False
+
+    @staticmethod
+    def _reset_state() -> None:
+        """End the runs. The process, which has one rank for its life, stays what it is."""
+        clear_runs()
+        _Shared.forgotten = True
+
+
+class AcceleratorState(_AcceleratorState, metaclass=_Shared):
+    """The process state and the Accelerator that is active, with its plugins."""
+
+    __slots__ = ()
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        super().__init__(cpu=None if process.is_held() else cpu or None)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        clear_runs()
+        _Shared.forgotten = _Shared.forgotten or reset_partial_state
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The plugin by which the models are sharded; None."""
+        plugin = self.plugin
+        return plugin.asked if isinstance(plugin, _PluginStrategy) else None
+
+    @property
+    def distributed_type(self) -> Any:
+        """Kind of the processes, or FSDP."""
+        run = active_run()
+        sharded = run is not None and isinstance(run.plugin, FSDPStrategy)
+        return ours_state.DistributedType.FSDP if sharded else super().distributed_type
+
+
+class GradientState(_GradientState):
+    """Where the loop stands; a program that counts its windows itself writes `_set_sync_gradients`."""
+
+    __slots__ = ()
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        pass
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """Settings of the accumulation."""
+        return {name: getattr(self, name) for name in ("num_steps", "adjust_scheduler", "sync_with_dataloader")}
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        run = active_run()
+        if run is not None:
+            run.gradient.sync_gradients = sync_gradients
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Random order that is a function of a seed and the epoch."""
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next order that of an epoch."""
+        self.epoch = epoch
+
+    def order_of(self, epoch: int, cycle: int) -> list[int]:
+        """Return the order of an epoch."""
+        self.generator = torch.Generator().manual_seed(self.initial_seed + epoch + cycle)
+        return list(RandomSampler.__iter__(self))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order_of(self.epoch, 0)
+        self.epoch += 1
+
+
+class _DrawnOrder(RandomSampler):
+    """Random order as torch draws it: of the process's random numbers, or on several ranks of a common generator.
+
+    Args:
+        sampler: the loader's own.
+        common: the generator that all ranks have; None: this process is alone.
+    """
+
+    def __init__(self, sampler: RandomSampler, common: torch.Generator | None) -> None:
+        super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples)
+        self._common = common
+        self.drawn: dict[str, Any] = {"place": None, "state": None}
+        """The epoch whose order was drawn last, and the state of the generator before."""
+
+    def order_of(self, epoch: int, cycle: int) -> list[int]:
+        """Return the order of an epoch, which is drawn when it is first asked for."""
+        if self.drawn["place"] != [epoch, cycle]:
+            generator = self._common
+            if generator is None:
+                _random_seed()  # the loader's, which its workers would start from
+                generator = torch.Generator().manual_seed(_random_seed())
+            self.drawn = {"place": [epoch, cycle], "state": generator.get_state()}
+        self.generator = self._common or torch.Generator()
+        self.generator.set_state(self.drawn["state"])
+        return list(RandomSampler.__iter__(self))
+
+
+class _DrawnOrders:
+    """The orders that an Accelerator has drawn, as a part of its states: a resumed epoch has the order that it had."""
+
+    def __init__(self) -> None:
+        self.samplers: list[_DrawnOrder] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"orders": [sampler.drawn for sampler in self.samplers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for sampler, drawn in zip(self.samplers, state["orders"], strict=True):
+            sampler.drawn = drawn
+
+
+def _random_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Settings of loaders, which can be changed until the Accelerator is made."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    custom_classes: Any = None
+
+    def made(self) -> ours.DataLoaderConfiguration:
+        """Return instep's settings."""
+        names = {field.name for field in fields(self)} - {"use_seedable_sampler", "custom_classes"}
+        return ours.DataLoaderConfiguration(**{name: getattr(self, name) for name in names})
+
+
+class _PluginStrategy(FSDPStrategy):
+    """FSDP as a plugin of Accelerate's asks for it."""
+
+    asked: Any = None
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of FSDP; instep's is FSDP2."""
+
+    fsdp_version: int = 2
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = False
+    state_dict_type: Any = "FULL_STATE_DICT"
+    use_orig_params: bool | None = None
+    sync_module_states: bool | None = None
+    limit_all_gathers: bool | None = None
+    forward_prefetch: bool | None = None
+    backward_prefetch: Any = None
+    activation_checkpointing: bool = False
+    cpu_ram_efficient_loading: bool = False
+    transformer_cls_names_to_wrap: Sequence[str] | None = None
+    min_num_params: int | None = None
+
+    def made(self) -> FSDPStrategy:
+        """Return instep's strategy."""
+        strategy = _PluginStrategy(
+            wrap=self.transformer_cls_names_to_wrap or None,
+            cpu_offload=bool(self.cpu_offload),
+            reshard_after_forward=None if self.reshard_after_forward is None else bool(self.reshard_after_forward),
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        strategy.asked = self
+        return strategy
+
+
+class TorchDynamoPlugin(ours.TorchDynamoPlugin):
+    """How models are compiled; a None stands for what is not asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if value is not None})
+
+
+_Accelerator: Any = _adapted(ours.Accelerator)
+
+
+class Accelerator(_Accelerator):
+    """instep's Accelerator with Accelerate's arguments and attributes.
+
+    A scheduler steps as often as there are processes, since scripts of Accelerate count their steps so.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        kwargs_handlers: Any = None,
+        log_with: Any = None,
+        gradient_accumulation_steps: int | None = None,
+        gradient_accumulation_plugin: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in (("deepspeed_plugin", deepspeed_plugin), ("megatron_lm_plugin", megatron_lm_plugin)):
+            if value is not None:
+                raise SettingError(
+                    f"Accelerator({name}=...) has no counterpart while instep takes the place of accelerate: start "
+                    "without it, or port the program (`instep migrate`)",
+                    field=name,
+                    got=value,
+                )
+        if fsdp_plugin is not None:
+            kwargs["strategy"] = fsdp_plugin.made()
+        asked = dataloader_config or DataLoaderConfiguration()
+        self._seedable = asked.use_seedable_sampler
+        self._data_seed = asked.data_seed
+        self._orders = _DrawnOrders()
+        _Shared.forgotten = False
+        steps = gradient_accumulation_steps if gradient_accumulation_plugin is None else None
+        super().__init__(
+            *args,
+            cpu=None if process.is_held() else cpu or None,
+            dataloader_config=asked.made(),
+            kwargs_handlers=[handler for handler in kwargs_handlers or () if handler is not None],
+            log_with=log_with,
+            gradient_accumulation_steps=steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            **kwargs,
+        )
+
+    def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
+        """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
+        for one in (*objects, *named.values()):
+            self._keep_order(one)
+        prepared = super().prepare(*objects, device_placement=device_placement, **named)
+        for scheduler in self.schedulers:
+            scheduler.repeats = 1 if self.split_batches else self.num_processes
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a loader ready, in the order that torch would draw."""
+        self._keep_order(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def _keep_order(self, loader: Any) -> None:
+        batches = getattr(loader, "batch_sampler", None)
+        if type(batches) is not BatchSampler or type(batches.sampler) is not RandomSampler:
+            return
+        sampler = batches.sampler
+        if self._seedable:
+            batches.sampler = SeedableRandomSampler(
+                sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=self._data_seed
+            )
+        elif sampler.generator is None:
+            common = (
+                None if self.num_processes == 1 else torch.Generator().manual_seed(broadcast_object(_random_seed()))
+            )
+            batches.sampler = drawn = _DrawnOrder(sampler, common)
+            if not self._orders.samplers:
+                self.register_for_checkpointing(orders_of_the_data=self._orders)
+            self._orders.samplers.append(drawn)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Collect what all ranks computed, each sample once."""
+        if use_gather_object and isinstance(input_data, torch.Tensor):
+            return input_data if self.num_processes == 1 else super().gather_for_metrics(list(input_data), True)
+        return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of random loaders is a function of seed and epoch."""
+        return self._seedable
+
+    @property
+    def state(self) -> AcceleratorState:
+        """State of the process and of this run."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the loop stands."""
+        return GradientState()
+
+    @property
+    def distributed_type(self) -> Any:
+        """Kind of the processes, or FSDP."""
+        return self.state.distributed_type
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return list(self._prepared.models.values())
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._prepared.dataloaders
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the models are sharded."""
+        return self.state.fsdp_plugin is not None
+
+    def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""
+        return nullcontext()
+
+
+# ---- small functions and values
+
+
+def find_executable_batch_size(
+    function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
+) -> Any:
+    """Call a function with a smaller batch size as long as memory is short: each time nine tenths of the last."""
+    smaller = reduce_batch_size_fn
+    return ours.find_executable_batch_size(
+        function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()
+    )
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether an error says that memory was short."""
+    return is_out_of_memory(exception)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return True: NCCL finds out itself."""
+    return True
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Compare the version of an installed package, or a version, with another one."""
+    found = (
+        parse(importlib.metadata.version(library_or_version))
+        if isinstance(library_or_version, str)
+        else (library_or_version)
+    )
+    return _COMPARE[operation](found, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of torch with another one."""
+    return compare_versions(parse(torch.__version__), operation, version)
+
+
+@contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """Set variables of the environment, in capitals, for a block."""
+    before = {name.upper(): os.environ.get(name.upper()) for name in variables}
+    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_COMPARE = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+STR_OPERATION_TO_FUNC = _COMPARE
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME = "pytorch_model", "model", "optimizer", "scheduler"
