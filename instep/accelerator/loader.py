@@ -424,7 +424,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         >>> accelerator.end_training()
     """
     at_least(0)("num_batches", num_batches)
-    prepared = type(loader) is AcceleratedLoader
+    prepared = issubclass(type(loader), AcceleratedLoader)
     return SkippedLoader(loader, num_batches) if prepared else _skip_unprepared(loader, num_batches)
 
 

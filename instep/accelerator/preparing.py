@@ -62,6 +62,8 @@ class PreparedRun:
         compile: how models are compiled; None leaves them.
     """
 
+    loader_type: type[AcceleratedLoader] = AcceleratedLoader
+
     def __init__(
         self,
         process: PartialState,
@@ -288,7 +290,7 @@ class PreparedRun:
         if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
-        prepared = AcceleratedLoader(
+        prepared = self.loader_type(
             source,
             self.run.gradient,
             self.uses,

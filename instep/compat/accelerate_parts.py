@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import operator
 import os
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 import instep.accelerator as ours
 from instep import state as ours_state
+from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.compat.adapting import adapt
 from instep.distributed import broadcast_object
@@ -143,17 +145,48 @@ class _DrawnOrder(RandomSampler):
         self.drawn: dict[str, Any] = {"place": None, "state": None}
         """The epoch whose order was drawn last, and the state of the generator before."""
 
-    def order_of(self, epoch: int, cycle: int) -> list[int]:
-        """Return the order of an epoch, which is drawn when it is first asked for."""
-        if self.drawn["place"] != [epoch, cycle]:
-            generator = self._common
-            if generator is None:
-                _random_seed()  # the loader's, which its workers would start from
-                generator = torch.Generator().manual_seed(_random_seed())
-            self.drawn = {"place": [epoch, cycle], "state": generator.get_state()}
+    def order_of(self, epoch: int, cycle: int) -> Sequence[int]:
+        """Return the order of an epoch."""
+        return _Order(self, [epoch, cycle])
+
+    def draw(self, place: list[int]) -> list[int]:
+        """Draw the order of an epoch, or the same again."""
+        if self.drawn["place"] != place:
+            generator = self._common or torch.Generator().manual_seed(_random_seed())
+            self.drawn = {"place": place, "state": generator.get_state()}
         self.generator = self._common or torch.Generator()
         self.generator.set_state(self.drawn["state"])
         return list(RandomSampler.__iter__(self))
+
+
+class _Order(Sequence[int]):
+    """An order that is drawn when its first sample is asked for, as torch's is: its length is known before."""
+
+    def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
+        self._draw, self._length = functools.partial(sampler.draw, place), len(sampler)
+        self._items: list[int] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._items is None:
+            self._items = self._draw()
+        return self._items[index]
+
+    def __repr__(self) -> str:  # by which ranks compare their orders
+        return repr(self[:])
+
+
+class _Loader(AcceleratedLoader):
+    """A prepared loader that takes as many random numbers of the process as torch's does: dropout is alike then."""
+
+    def passes_from(self, batches: int | None) -> Iterator[Any]:
+        """Return one pass; torch draws the seed of its workers first, also where there are none."""
+        begins = not (self.source.first_batch if batches is None else batches)
+        if begins and getattr(self.source.loader, "generator", None) is None:
+            _random_seed()
+        return super().passes_from(batches)
 
 
 class _DrawnOrders:
@@ -289,6 +322,7 @@ class Accelerator(_Accelerator):
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             **kwargs,
         )
+        self._prepared.loader_type = _Loader
 
     def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
