@@ -184,7 +184,7 @@ PUBLIC = {
         "TrainerCLI",
         "instantiate_class",
     ],
-    "instep.compat": ["lightning"],
+    "instep.compat": ["accelerate", "lightning"],
     "instep.data": [
         "BatchSource",
         "CombinedLoader",

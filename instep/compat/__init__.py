@@ -1,5 +1,5 @@
 """Other packages' names, for scripts that were not ported yet."""
 
-from instep.compat import lightning
+from instep.compat import accelerate, lightning
 
-__all__ = ["lightning"]
+__all__ = ["accelerate", "lightning"]

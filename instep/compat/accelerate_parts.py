@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 import instep.accelerator as ours
 from instep import state as ours_state
 from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.resuming import RestoredPlace
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.compat.adapting import adapt
 from instep.distributed import broadcast_object
@@ -181,12 +182,11 @@ class _Order(Sequence[int]):
 class _Loader(AcceleratedLoader):
     """A prepared loader that takes as many random numbers of the process as torch's does: dropout is alike then."""
 
-    def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Return one pass; torch draws the seed of its workers first, also where there are none."""
-        begins = not (self.source.first_batch if batches is None else batches)
-        if begins and getattr(self.source.loader, "generator", None) is None:
-            _random_seed()
-        return super().passes_from(batches)
+    def _begin(self, batches: int | None) -> RestoredPlace | None:
+        place = super()._begin(batches)
+        if not self.source.first_batch and getattr(self.source.loader, "generator", None) is None:
+            _random_seed()  # torch draws the seed of a loader's workers, also where it has none
+        return place
 
 
 class _DrawnOrders:

@@ -128,3 +128,12 @@ def test_no_row_twice_where_each_rank_reads_its_own_stream() -> None:
         assert all(set(rows) <= set(range(length)) for rows, length in zip(found, (8, 10, 11, 12), strict=True))
         assert found[0] == [float(i) for i in range(8)]
         assert found[3] == [float(i) for i in range(12)]
+
+
+def test_a_streams_last_batch_counts_its_samples_where_a_loss_is_repeated_for_a_whole_batch() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(10), batch_size=4))
+    rows = [accelerator.gather_for_metrics({"loss": batch.mean().repeat(4)})["loss"] for batch in loader]
+    assert [len(row) for row in rows] == [4, 4, 2]
+    assert torch.cat(rows).mean() == 4.5
+    accelerator.end_training()

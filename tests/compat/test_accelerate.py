@@ -1,0 +1,177 @@
+"""`instep.compat.accelerate`: programs of Accelerate run unmodified, with the numbers of a plain loop."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.errors import UsageError
+from tests.helpers.spawn import run_command
+from tests.test_public_names import in_new_process
+
+SCRIPT = """
+import json, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(3)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+x = torch.randn(40, 4)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+losses = []
+"""
+
+PLAIN = """
+for epoch in range(3):
+    for index, (a, b) in enumerate(loader, 1):
+        loss = (net(a) - b).square().mean()
+        (loss / (1 if index == len(loader) and index % 2 else 2)).backward()  # the mean of a short window, too
+        losses.append(loss.item())
+        if index % 2 == 0 or index == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+OF_ACCELERATE = """
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+accelerator = Accelerator(
+    gradient_accumulation_steps=2,
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+    project_config=ProjectConfiguration(project_dir=sys.argv[1]),
+)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+done = 0
+if "resume" in sys.argv:
+    accelerator.load_state(sys.argv[1] + "/state")
+    done = 1
+for epoch in range(done, 3):
+    for index, (a, b) in enumerate(loader):
+        with accelerator.accumulate(net):
+            loss = (net(a) - b).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        if "stop" in sys.argv and epoch == 1 and index == 1:
+            accelerator.save_state(sys.argv[1] + "/state")
+            sys.exit()
+if accelerator.is_main_process:
+    print(json.dumps(losses))
+accelerator.end_training()
+"""
+
+
+def losses(tmp_path: Path, code: str, *words: str, ranks: int = 0, of_accelerate: bool = True) -> list[float]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + code)
+    launch = ["-m", "instep", "launch", "--as", "accelerate", "--devices", str(max(1, ranks))] if of_accelerate else []
+    done = run_command([sys.executable, *launch, str(script), str(tmp_path), *words])
+    assert done.returncode == 0, done.stdout
+    return json.loads(done.stdout.splitlines()[-1]) if "[" in done.stdout else []
+
+
+def test_a_script_computes_what_torch_does_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    plain = losses(tmp_path, PLAIN + "print(json.dumps(losses))", of_accelerate=False)
+    found = losses(tmp_path, OF_ACCELERATE)
+    assert found == plain
+    assert losses(tmp_path, OF_ACCELERATE, "stop") == []
+    assert losses(tmp_path, OF_ACCELERATE, "resume") == found[7:]
+
+
+def test_a_script_sees_on_two_ranks_what_one_process_sees(tmp_path: Path) -> None:
+    code = """
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+accelerator = Accelerator()
+loader = accelerator.prepare(loader)
+seen = accelerator.gather_for_metrics(torch.cat([accelerator.gather_for_metrics(a) for a, b in loader])).sum()
+assert AcceleratorState().distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+if PartialState().is_main_process:
+    print([round(x.sum().item(), 3), accelerator.num_processes])
+accelerator.end_training()
+"""
+    assert losses(tmp_path, code, ranks=2)[1] == 2
+
+
+def test_what_instep_does_not_have_is_an_error_when_it_is_used() -> None:
+    in_new_process("""
+import importlib.metadata, importlib.util
+from instep.compat import accelerate as door
+door.install()
+door.install()
+import accelerate
+from accelerate.utils import MegatronLMPlugin, is_megatron_lm_available, is_torch_version
+assert accelerate.__version__ == importlib.metadata.version("accelerate") == door.VERSION
+assert importlib.util.find_spec("accelerate").origin == "instep"
+assert not is_megatron_lm_available() and is_torch_version(">=", "2.0") and not isinstance(1, MegatronLMPlugin)
+for wrong in (lambda: MegatronLMPlugin(tp_degree=2), lambda: accelerate.Accelerator(megatron_lm_plugin=1)):
+    try:
+        wrong()
+    except Exception as error:
+        assert "egatron" in str(error) and "takes the place of accelerate" in str(error), error
+    else:
+        raise AssertionError
+try:
+    import accelerate.nothing
+except ModuleNotFoundError as error:
+    assert "accelerate.nothing is not there" in str(error)
+""")
+
+
+def test_a_program_that_has_accelerate_already_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from instep.compat import accelerate as door
+
+    monkeypatch.setitem(sys.modules, "accelerate", sys)
+    with pytest.raises(UsageError, match="imported already"):
+        door.install()
+
+
+TRAINER = """
+import os, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+set_seed(0)
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                     attention_dropout=0.1)
+data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 32, (30, 6))]
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if "kill" in sys.argv and state.global_step == 7:
+            os._exit(9)
+
+arguments = TrainingArguments(sys.argv[1], num_train_epochs=3, save_steps=5, logging_steps=1, use_cpu=True,
+    report_to=[], per_device_train_batch_size=4, gradient_accumulation_steps=2, disable_tqdm=True)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[Kill()])
+trainer.train(resume_from_checkpoint="resume" in sys.argv)
+print([row["loss"] for row in trainer.state.log_history if "loss" in row])
+"""
+
+
+@pytest.mark.extras
+def test_a_trainer_of_transformers_computes_the_same_also_killed_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+
+    def run(folder: str, *words: str, by: tuple[str, ...] = ("-m", "instep.compat", "accelerate")) -> Any:
+        done = run_command([sys.executable, *by, str(script), str(tmp_path / folder), *words], timeout_s=300.0)
+        return done.returncode, done.stdout.splitlines()[-1:]
+
+    whole = run("whole")
+    assert whole == run("theirs", by=())
+    assert whole[0] == 0
+    assert run("killed", "kill")[0] == 9
+    assert run("killed", "resume") == whole
