@@ -745,12 +745,11 @@ class Accelerator(ProcessMethods):
                 whole batch of the loader has are cut.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
-        share = Share() if loader is None else loader.source.share
+        share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
         samples = share.mine
         if samples is None and share.last and per_sample:  # of a stream, whose last batch may be shorter
-            data = cut_last(data, share.all, loader.batch_size)
+            data = cut_last(data, share.all, size)
         samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
-        size = None if loader is None else loader.batch_size
         return gather_samples(data, samples, size, use_gather_object, per_sample)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -29,8 +29,8 @@ class ForeignOrder:
         self.state_before: StateDict | None = None
 
     def __call__(self, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
-        if hasattr(self.sampler, "order_of"):
-            return self.sampler.order_of(epoch, cycle)
+        if order_of := getattr(self.sampler, "order_of", None):
+            return order_of(epoch, cycle)
         stateful = self.stateful
         if stateful is not None:
             self.state_before = stateful.state_dict()
