@@ -112,7 +112,7 @@ def run(folder: Path, growth: Growth, batches: int, saves: ModelCheckpoint, **se
 
 
 def test_1200_epochs_with_loggers_checkpoints_and_validation(folder: Path) -> None:
-    epochs, batches, growth = 1200, 4, Growth(200, 400, 1000, 1199)
+    epochs, batches, growth = 1200, 2, Growth(200, 400, 1000, 1199)
     saves = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
     trainer = run(folder, growth, batches, saves, max_epochs=epochs, log_every_n_steps=2)
     assert (trainer.current_epoch, trainer.global_step) == (epochs, epochs * batches)
