@@ -23,7 +23,7 @@ from tests.model_runs.compare import expected
 from tests.model_runs.coverage import Coverage
 from tests.model_runs.draw import allowed, cases, processes
 from tests.model_runs.processes import Process, differences, goes_through_processes
-from tests.model_runs.script import changed
+from tests.model_runs.script import changed, written
 
 WORKERS = 2
 
@@ -34,17 +34,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--json", type=Path, help="write what was drawn to this file")
+    parser.add_argument("--keep-going", action="store_true", help="print all that differs as it was drawn, not one")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given_ = parser.parse_args()
     if given_.worker is not None:
-        return work(given_.seed, given_.count, given_.worker)
+        return work(given_.seed, given_.count, given_.worker, given_.keep_going)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for number in range(WORKERS):
             count = given_.count // WORKERS + (number < given_.count % WORKERS)
             words = ["--seed", str(given_.seed * WORKERS + number), "--count", str(count)]
-            words += ["--worker", f"{folder}/{number}.json"]
+            words += ["--worker", f"{folder}/{number}.json", *(["--keep-going"] if given_.keep_going else [])]
             workers.append(subprocess.Popen([sys.executable, "-m", "tests.model_runs", *words]))
         failed = [worker.wait() for worker in workers]
         coverage, drawn = Coverage(), Counter[str]()
@@ -72,7 +73,17 @@ def drawing(count: int) -> settings:
     )
 
 
-def work(number: int, count: int, file: Path) -> int:
+def report(found: str | None, what: str, keep_going: bool, drawn: Counter[str]) -> None:
+    """Raise what differs, so that it is made smaller; or print it without a script, and go on."""
+    if found is None:
+        return
+    if not keep_going:
+        raise AssertionError(f"{what}\n{found}")
+    drawn["differ"] += 1
+    print("DIFFERS", what, found.partition("\n# ")[0], sep="\n", flush=True)
+
+
+def work(number: int, count: int, file: Path, keep_going: bool) -> int:
     """Run a part of the cases; write what was drawn to a file."""
     torch.set_num_threads(1)
     drawn: Counter[str] = Counter()
@@ -104,9 +115,8 @@ def work(number: int, count: int, file: Path) -> int:
             drawn["asked"] += sum(len(one.asks) for one in in_turn)
             for one in in_turn[1:]:
                 drawn[f"then {'a path' if isinstance(one.ckpt_path, int) else one.ckpt_path}"] += 1
-        found = differences(case, in_turn)
-        if found is not None:
-            raise AssertionError(f"{changed(case)}\n{found}")
+        what = f"{changed(case)}, {written(in_turn)}"
+        report(differences(case, in_turn), what, keep_going, drawn)
 
     try:
         compare()
@@ -115,10 +125,10 @@ def work(number: int, count: int, file: Path) -> int:
         return 1
     finally:
         file.write_text(json.dumps({**coverage.state(), "drawn": drawn}))
-    return compare_scripts(number, count // 5)
+    return compare_scripts(number, count // 5, keep_going) or int(drawn["differ"] > 0)
 
 
-def compare_scripts(number: int, count: int) -> int:
+def compare_scripts(number: int, count: int, keep_going: bool) -> int:
     """Run scripts of the Accelerator; where one differs, the smallest such script is printed."""
     drawn: Counter[str] = Counter()
     began_s = time.monotonic()
@@ -140,9 +150,7 @@ def compare_scripts(number: int, count: int) -> int:
         drawn["another number of ranks"] += len({start.ranks for start in case.starts}) > 1
         for name in Loop.__dataclass_fields__:
             drawn[name] += repr(getattr(case, name)) != repr(getattr(Loop, name, None))
-        found = script_difference(case)
-        if found is not None:
-            raise AssertionError(found)
+        report(script_difference(case), changed(case), keep_going, drawn)
 
     try:
         if count:
@@ -152,7 +160,7 @@ def compare_scripts(number: int, count: int) -> int:
         return 1
     finally:
         print(f"seed {number}: {drawn.pop('scripts', 0)} scripts in {time.monotonic() - began_s:.0f} s; {dict(drawn)}")
-    return 0
+    return int(drawn["differ"] > 0)
 
 
 if __name__ == "__main__":
