@@ -141,10 +141,8 @@ def prepare_loader(
         elif not indexed or loader.batch_sampler is None:
             raise _no_split(loader)
     if indexed:
-        partitioning = _partitioning(
-            loader, wanted, batch_size, shuffle_allowed, use_distributed_sampler, split_batches
-        )
-        return _by_index(loader, wanted, partitioning, seed_samples=seed_samples, pin=pin)
+        spread = _partitioning(loader, wanted, batch_size, shuffle_allowed, use_distributed_sampler, split_batches)
+        return _by_index(loader, wanted, spread, batch_size, seed_samples, pin)
     if seed_samples:
         warn_user(
             f"seed_samples=True has no effect on this {type(loader).__name__}: it hands out no sample indices through "
@@ -293,14 +291,14 @@ def _reader(read: Callable[..., PreparedLoader], wanted: _Pass, group: int) -> P
 
 
 def _by_index(
-    loader: DataLoader[Any], wanted: _Pass, partitioning: _Partitioning, *, seed_samples: bool, pin: bool
+    loader: DataLoader[Any], wanted: _Pass, spread: _Partitioning, batch_size: int | None, seed_samples: bool, pin: bool
 ) -> PreparedLoader:
-    sampler = partitioning.sampler
+    sampler = spread.sampler
     items = _index_source(loader)
     given = generators(items)
     mine = {
         "samples": _chosen(loader.dataset) if wanted.shard.world_size > 1 else None,
-        "ends": _ends(loader.dataset) if partitioning.shared and wanted.shard.world_size > 1 else None,
+        "ends": _ends(loader.dataset) if spread.shared and wanted.shard.world_size > 1 else None,
         "length": len(items.sampler) if isinstance(sampler, ShardedBatchSampler) else len(items),
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
@@ -309,7 +307,7 @@ def _by_index(
         "generator": given[0].initial_seed() if given else None,
     }
     everyone = wanted.everyone(mine, "data with a length")
-    if partitioning.shared:
+    if spread.shared:
         _check_alike(everyone)
         if wanted.shard.rank == 0 and len({other["ends"] for other in everyone}) > 1:
             warn_user(
@@ -319,17 +317,14 @@ def _by_index(
             )
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths, peers = {other["length"] for other in everyone}, list(map(_used_and_step, everyone))
-    if not partitioning.shared and len(lengths) > 1 and wanted.uneven == "join":
-        from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
-
-        return StreamLoader(
-            loader, wanted.shard, uneven="join", limit=wanted.at_most(max(wanted.everyone(len(loader))))
-        )
+    if not spread.shared and len(lengths) > 1 and wanted.uneven == "join":
+        loader = _rebuilt(loader, batch_size, stateful=False)
+        return _by_iteration(loader, wanted, frozen=spread.frozen, resumable=True, compare=False)
     seed = wanted.shard.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
     whole = sampler.steps
-    if not partitioning.shared:
+    if not spread.shared:
         whole = _common_length(wanted.everyone(whole), wanted, loader)
     limit = wanted.steps(whole)
     sampler.limit_steps = whole if limit is None and whole < len(sampler) else limit
@@ -337,14 +332,14 @@ def _by_index(
         loader,
         sampler,
         wanted.shard._replace(seed=seed),
-        drawn=partitioning.drawn,
-        shared=partitioning.shared,
+        drawn=spread.drawn,
+        shared=spread.shared,
         peers_even=len(set(peers)) == 1,
-        peers=peers if isinstance(sampler, ShardedBatchSampler) and not partitioning.shared else (),
+        peers=peers if isinstance(sampler, ShardedBatchSampler) and not spread.shared else (),
         single=loader.batch_sampler is None,
         seed_samples=seed_samples,
         pin=pin,
-        frozen=partitioning.frozen,
+        frozen=spread.frozen,
     )
 
 

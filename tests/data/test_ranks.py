@@ -193,7 +193,8 @@ def _lists() -> tuple[int, int, str]:
     joined = run(prepare_loader(batches, rank=rank(), world_size=2, uneven="join"))
     own: Any = DataLoader(Numbers(5 + 2 * rank()), batch_size=2)
     options = {"rank": rank(), "world_size": 2, "use_distributed_sampler": False, "uneven": "join"}
-    assert len(run(prepare_loader(own, **options))) == 4
+    assert len(run(prepare_loader(own, **options))) == prepare_loader(own, **options).num_batches == 4
+    assert len(run(prepare_loader(own, batch_size=3, **options))) == 3
     assert len(run(prepare_loader(own, limit=3, **options))) == 3
     assert len(run(prepare_loader(own, limit=0.5, **options))) == 2
     assert joined[-1][1] == ((0, 1) if rank() == 0 else (1, 1))
