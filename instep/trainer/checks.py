@@ -18,7 +18,7 @@ def check_epoch(ctx: RunContext) -> None:
     """Raise where an epoch has ended without a batch: such a run would train nothing, and might never end."""
     at, source = ctx.position, ctx.source
     empty = "; ".join(source.empty_parts())
-    if not at.batch and not at.skipped_rest:
+    if not at.inside:
         uneven = ""
         if source.world_size > 1 and ctx.settings.uneven == "stop":
             uneven = " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the rest."

@@ -132,6 +132,7 @@ class Position:
         validation_due: of a position that was saved, whether one was due there: the batches are counted otherwise where
             the run goes on with other ranks. None: it is to be counted.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
+        part_done: whether samples of the epoch were done, though fewer than a batch of the ranks that go on with it.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
@@ -150,6 +151,7 @@ class Position:
     validated: bool = False
     validation_due: bool | None = None
     epoch_ended: bool = False
+    part_done: bool = False
     skipped_rest: bool = False
     closed_step: int = -1
     nonfinite_steps: int = 0
@@ -164,7 +166,7 @@ class Position:
         self.epoch += 1
         self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
-        self.validated = self.epoch_ended = self.skipped_rest = False
+        self.validated = self.epoch_ended = self.part_done = self.skipped_rest = False
         self.validation_due, self.closed_step = None, -1
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,9 +186,14 @@ class Position:
         return {**self.state_dict(), "closed_step": None, "validation_due": due}
 
     @property
+    def inside(self) -> bool:
+        """Whether the epoch has begun, and not ended."""
+        return bool(self.batch or self.part_done or self.skipped_rest) and not self.epoch_ended
+
+    @property
     def owes_end(self) -> bool:
         """Whether the epoch, or the run's end within it, is still to come, with its validation and hooks."""
-        return self.batch > 0 and not self.epoch_ended and self.closed_step != self.global_step
+        return self.inside and self.closed_step != self.global_step
 
 
 class Progress:

@@ -206,7 +206,6 @@ def check_sanity(ctx: RunContext) -> None:
     ctx.trainer.metrics.forget()
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
-    agree_on_triggers(ctx)
 
 
 def start_training(ctx: RunContext) -> None:
@@ -256,7 +255,7 @@ def is_finished(ctx: RunContext) -> bool:
 def ends_here(ctx: RunContext) -> bool:
     """Return whether a run that is resumed within an epoch has no step left to do, but only the epoch's end."""
     at = ctx.position
-    return at.batch > 0 and (at.global_step == ctx.settings.max_steps or is_stopping(ctx))
+    return at.inside and (at.global_step == ctx.settings.max_steps or is_stopping(ctx))
 
 
 def is_last_batch(ctx: RunContext) -> bool:
@@ -297,7 +296,7 @@ def still_stops(ctx: RunContext) -> bool:
 def begin_epoch(ctx: RunContext) -> None:
     """Go to the next epoch, or on with the one that a checkpoint was in."""
     at, restore_rest = ctx.position, ctx.restore_rest
-    inside = restore_rest is not None and not at.epoch_ended
+    inside = restore_rest is not None and at.inside
     if restore_rest is not None and not inside:
         restore_rest()
         ctx.restore_rest = None
@@ -306,7 +305,7 @@ def begin_epoch(ctx: RunContext) -> None:
     ctx.trainer._epoch_over = False
     ctx.heartbeat.enter("epoch")
     every = ctx.settings.reload_dataloaders_every_n_epochs
-    if every and at.epoch and at.epoch % every == 0 and not at.batch:
+    if every and at.epoch and at.epoch % every == 0 and not at.inside:
         ctx.loaders.reload_train()
         ctx.source = ctx.loaders.train
     ctx.source.set_epoch(at.epoch)
@@ -319,8 +318,7 @@ def begin_epoch(ctx: RunContext) -> None:
     plan_validation(ctx)
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
-    if inside:
-        assert restore_rest is not None
+    if inside and restore_rest is not None:
         restore_rest()  # the hook ran at this epoch's true start already
         ctx.restore_rest = None
     ctx.log.enter("training_step")
@@ -529,8 +527,7 @@ def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
     if every is not None:
         before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
         done = before + at.batch
-        due_now = done % every == 0 if due is None else due
-        due_now = due_now and at.batch > 0 and not at.validated
+        due_now = at.inside and not at.validated and (done % every == 0 if due is None else due)
         ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
 
 

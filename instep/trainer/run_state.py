@@ -702,7 +702,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the log's open sums and what metric objects had counted, of all ranks that the run was saved by.
 
-    Both are for one rank only, or they would count twice. That there are metric objects to be computed is for all.
+    Both are for one rank only, or they would count twice. For all are last step values, and which objects to compute.
     """
     by_rank = [each for each in saved.ranks() if each["counts"]]
     with taking_up(saved.path, "the logged sums"):
@@ -715,9 +715,10 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
             f"{saved.path} was saved in the middle of an epoch by {saved.shared['world_size']} processes"
             f"{_layout(saved.shared, ctx)}. What these metric objects had counted is left out: {', '.join(refused)}"
         )
-    if not owner:
-        return [entry for entry in log if entry["metric"] is not None and entry["metric"] not in refused], {}
-    return [entry for entry in log if entry["metric"] not in refused], counted
+    kept = [entry for entry in log if entry["metric"] not in refused]
+    if owner:
+        return kept, counted
+    return [one if one["metric"] is not None else {**one, "total": None, "weight": 0.0} for one in kept], {}
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:
@@ -742,11 +743,9 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
-    if not at.epoch_ended:
-        with taking_up(saved.path, "the data"):
-            ctx.source.load_state_dict(data)
-        at.batch = at.window_batch = ctx.source.first_batch
-        return
-    # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
-    with suppress(DataError), taking_up(saved.path, "the data"):
+    # Only data with a state that lives on over epochs needs it at an epoch's end, where the data may be exchanged.
+    with suppress(*[DataError] * at.epoch_ended), taking_up(saved.path, "the data"):
         ctx.source.load_state_dict(data)
+    if not at.epoch_ended:
+        begun, at.batch = at.inside, ctx.source.first_batch
+        at.window_batch, at.part_done = at.batch, begun and not at.batch

@@ -301,8 +301,9 @@ class Run:
         """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
         train, before, wanted = self.case.train.loaders[0], self.ranks, self.loaders.train_limit
         self.ranks = self.case.ranks
-        for name in self.book.names.values():  # what was rank 0's shows on all ranks
+        for name in self.book.names.values():  # what was rank 0's shows on all ranks, and what all have logged is rank 0's
             name.fresh = dict.fromkeys(range(self.ranks), name.fresh[0]) if 0 in name.fresh else {}
+            name.values = [(0, value, samples) for _, value, samples in name.values]
         if not self.samples:
             return
         limit = limit_in_batches(wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
@@ -356,7 +357,7 @@ class Run:
         s = self.case.settings
         if not self.loaders.trains or (self.max_epochs != -1 and self.epochs_done >= self.max_epochs):
             return True
-        if self.batch and self.closed != self.step and (self.step <= s.max_steps or s.max_steps == -1):
+        if self.samples and self.closed != self.step and (self.step <= s.max_steps or s.max_steps == -1):
             return False  # resumed behind the last step, but before the epoch's end
         return (s.max_steps != -1 and self.step >= s.max_steps) or self.is_stopping()
 

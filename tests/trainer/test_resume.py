@@ -477,6 +477,36 @@ def test_a_resumed_program_may_log_with_other_arguments(tmp_path):
     assert "loss_step" in trainer.progress_bar_metrics
 
 
+class Draws(Toy):
+    """Draws a random number at the start of each epoch, and in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.drawn.append(float(torch.rand(1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn.append(float(torch.rand(1)))
+        return super().training_step(batch, batch_idx)
+
+
+class AsksToSave(Callback):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.set_trigger("save")
+
+
+def test_a_run_that_was_saved_before_its_first_step_begins_its_epoch(tmp_path: Path) -> None:
+    def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[float]:
+        module, saver = Draws(), ModelCheckpoint(tmp_path, save_top_k=-1)
+        trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=[*callbacks, saver])
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        return module.drawn
+
+    assert trained(AsksToSave()) == trained(ckpt_path=tmp_path / "step-00000000-1")
+
+
 class Kept(Toy):
     def __init__(self, value: Any) -> None:
         super().__init__()
