@@ -284,12 +284,12 @@ class Saver:
         keep = self.to_keep([*(one for one in self.kept if one not in again), new])
         gone = [one for one in self.kept if one not in keep]
         if new.state is not None:
-            gone += superseded_by(run, self, new)
+            gone += superseded_by(run, self)
         new = run.save(new)
         self.kept.append(new)
         self.last, self.place = new, run.place
-        self.find_best()
         delete(run, gone, self)
+        self.find_best()
         if new.state is not None and run.newest is not None:
             run.newest.step, run.newest.place = run.step, run.place
 
@@ -378,14 +378,14 @@ def name_of(given: Checkpoints, run: Run) -> str:
     return "".join(parts)
 
 
-def superseded_by(run: Run, by: Saver, new: Saved) -> list[Saved]:
+def superseded_by(run: Run, by: Saver) -> list[Saved]:
     """Return what a newer state makes needless: the newest one before, and what is kept elsewhere as the newest."""
     if run.newest is None:
         return []
     gone = list(run.newest.kept)
     for saver in run.savers:
         if saver is not by and saver.given.monitor is not None and not saver.given.save_last:
-            keep = saver.to_keep([*saver.kept, new])
+            keep = saver.to_keep(saver.kept)
             gone += [one for one in saver.kept if one not in keep]
     return gone
 

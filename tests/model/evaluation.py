@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.model.logs import Book, Name, send_epoch_values
 from tests.model.trace import Refused
-from tests.model.triggers import agree_at_batch_end, agree_now
+from tests.model.triggers import agree_at_batch_end
 
 if TYPE_CHECKING:
     from tests.model.loaders import Reader
@@ -147,7 +147,6 @@ def check_sanity(run: Run) -> None:
     if any(loader.once for loader in loaders) or evaluate(run, loaders, sanity=True):
         run.callback("on_sanity_check_end")
     run.shown.forget()
-    agree_now(run)
 
 
 def send_step_values_of(run: Run, book: Book, batch_idx: int, sanity: bool) -> None:

@@ -246,6 +246,51 @@ def test_one_process_after_another_in_one_folder(name: str, what: dict[str, Any]
     assert found is None, found
 
 
+WEIGHTS = Checkpoints(save_weights_only=True)
+OF_STEPS = Checkpoints(monitor="seen", every_n_train_steps=2, save_top_k=-1)
+CHOSEN_IN_TURN = {
+    "a validation asked for before the first step saves the run's end too": (
+        Case(Settings(max_epochs=0), Data(4), VAL, checkpoints=Checkpoints(monitor="val", save_last=True)),
+        (Process(trigger="validate"), Process()),
+    ),
+    "what was ranked by weights alone is ranked again": (
+        Case(
+            Settings(max_epochs=1, val_check_interval=1),
+            Data(1),
+            VAL,
+            checkpoints=WEIGHTS,
+            second=replace(WEIGHTS, monitor="val", every_n_train_steps=1),
+        ),
+        (Process(trigger="save"), Process()),
+    ),
+    "a newer state of another saver takes no place among the best": (
+        Case(
+            Settings(max_epochs=1),
+            Data(5),
+            logs=(Log(),),
+            checkpoints=OF_STEPS,
+            second=replace(OF_STEPS, every_n_train_steps=3, save_top_k=1, mode="max"),
+        ),
+        (Process(),),
+    ),
+    "what was logged at the start of an epoch that a save came before": (
+        Case(
+            Settings(max_epochs=2, log_every_n_steps=1),
+            Data(2),
+            logs=(Log("on_train_epoch_start", "b"), Log("on_train_start", "c")),
+            checkpoints=Checkpoints(),
+        ),
+        (Process(trigger="save", place=0.1), Process()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN_IN_TURN)
+def test_chosen_processes_in_turn_are_as_the_model_says(name: str) -> None:
+    found = difference_over_processes(*CHOSEN_IN_TURN[name])
+    assert found is None, found
+
+
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("trigger", TRIGGERS)
 def test_the_parts_of_a_run_that_is_asked_for_something_are_the_whole(trigger: str, place: float) -> None:

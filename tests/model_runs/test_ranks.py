@@ -43,6 +43,16 @@ CHOSEN = {
         ),
         (Process(place=0.5), Process()),
     ),
+    "a mean over ranks that goes on with more of them": (
+        Case(
+            Settings(max_epochs=2, log_every_n_steps=1),
+            Data(8, 2),
+            VAL,
+            logs=(Log(sync_dist=True, prog_bar=True), Log(name="b", prog_bar=True)),
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(place=0.5), Process(place=0.5, ranks=2), Process(ranks=3)),
+    ),
     "killed, and gone on with three ranks": (
         Case(Settings(max_epochs=2), Data(11, 2, shuffle=True), VAL, ranks=2, checkpoints=EVERY_STEP),
         (Process(place=0.3, kills=True, rank=1), Process(ranks=3)),
@@ -69,6 +79,32 @@ CHOSEN = {
             checkpoints=Checkpoints(),
         ),
         (Process(), Process()),
+    ),
+    "a fraction of parts of different sizes": (
+        Case(
+            Settings(max_epochs=1, val_check_interval=0.5, uneven="join"),
+            Data(5, kind="parted"),
+            Data(1, kind="parted", first=100, parts="same"),
+            ranks=2,
+        ),
+        (),
+    ),
+    "a validation that was left, gone on with by ranks that have less than a batch of the epoch": (
+        Case(
+            Settings(max_steps=1, val_check_interval=1), Data(2), Data(2, first=100), checkpoints=Checkpoints(), ranks=1
+        ),
+        (Process(trigger="preempted", asks_place=0.1), Process(ranks=2), Process(more=1)),
+    ),
+    "a rank's own values of an epoch on fewer ranks": (
+        Case(
+            Settings(max_epochs=1, val_check_interval=1),
+            Data(7, kind="list"),
+            VAL,
+            ranks=3,
+            logs=(Log(on_epoch=True, sync_dist=False),),
+            checkpoints=Checkpoints(),
+        ),
+        (Process(trigger="stop", asks_place=0.1), Process(ranks=2)),
     ),
     "iterable data at the end of its epoch": (
         Case(
