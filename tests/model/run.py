@@ -301,7 +301,7 @@ class Run:
         """Go on with other ranks than the state was saved by. What is left of the epoch is dealt to them."""
         train, before, wanted = self.case.train.loaders[0], self.ranks, self.loaders.train_limit
         self.ranks = self.case.ranks
-        for name in self.book.names.values():  # what was rank 0's shows on all ranks, and what all have logged is rank 0's
+        for name in self.book.names.values():  # what rank 0 showed all show; what all logged is rank 0's
             name.fresh = dict.fromkeys(range(self.ranks), name.fresh[0]) if 0 in name.fresh else {}
             name.values = [(0, value, samples) for _, value, samples in name.values]
         if not self.samples:
