@@ -315,10 +315,10 @@ class CombinedLoader(BatchSource):
         exact = all(plan.exact for plan in plans)
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total = None
-        if len(known) == len(self._tracks) and not exact:  # a claim, which is the same wherever the pass begins
-            lengths = [plan.total or 0 for plan in plans]
+        lengths = [plan.total for plan in plans if plan.total is not None]
+        if len(lengths) == len(plans) and not exact:  # a claim, which is the same wherever the pass begins
             total = {"sequential": sum, "min_size": min}.get(self.mode, max)(lengths)
-        elif len(known) == len(self._tracks):
+        elif exact:
             running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
             if self.mode in ("sequential", "min_size"):
                 total = self.first_batch + (sum(known) if self.mode == "sequential" else min(known))

@@ -182,8 +182,7 @@ class Position:
     @property
     def reached(self) -> dict[str, Any]:
         """What has been trained and validated so far: where two are equal, one checkpoint does for both."""
-        due = None if self.validated else self.validation_due  # what was due is known to be done
-        return {**self.state_dict(), "closed_step": None, "validation_due": due}
+        return {**self.state_dict(), "closed_step": None, "validation_due": None}
 
     @property
     def inside(self) -> bool:

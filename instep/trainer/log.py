@@ -806,11 +806,6 @@ class MetricLog:
             and (accumulator.weight or accumulator.total is not None or accumulator.last is not None)
         ]
 
-    @staticmethod
-    def last_steps(state_dict: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the last step values of a state by name, less those whose name a later epoch value has taken."""
-        return {name: one["last"] for one in state_dict if one["last"] is not None for name in one.get("shown", ())}
-
     def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
         """Restore the sums of an epoch that was interrupted.
 
@@ -827,7 +822,7 @@ class MetricLog:
             given: list[Any] = [tuple(one) if isinstance(one, list) else one for one in saved["options"]]
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
-            accumulator.from_checkpoint = known is None
+            accumulator.from_checkpoint = known is None or known.from_checkpoint
             accumulator.clear()  # what was logged since the start is in the sums already
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]

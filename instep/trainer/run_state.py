@@ -682,15 +682,14 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     if own is None:
         log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
-    # What callback_metrics showed when it was saved; where the ranks are others, on all of them what rank 0's did.
-    shown = next(saved.ranks()).get("log", []) if own is None else log
-    trainer.metrics.callback.update(ctx.log.last_steps(shown))
-
+    objects = metric_room().metric_objects(ctx.module)
+    with taking_up(saved.path, "the logged sums"):
+        ctx.log.load_state_dict(log, objects)  # for what it shows; hooks may log until the sums are restored
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
         with taking_up(saved.path, "the logged sums"):
-            ctx.log.load_state_dict(log, metric_room().metric_objects(ctx.module))
+            ctx.log.load_state_dict(log, objects)
             if own is None:
                 metric_room().reset_others(ctx.module, counted)
             metric_room().load_metric_states(ctx.module, counted)

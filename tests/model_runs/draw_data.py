@@ -100,7 +100,8 @@ def hooks(draw: st.DrawFn, case: Case) -> Case:
     parts = (*case.train.loaders, *(() if case.val is None else case.val.loaders))
     if source != "hooks" and any(one.kind == "generator" and not one.samples for one in parts):
         every = 0  # whether a generator was empty or used up is not to be told later
-    fewer = draw(st.integers(0, 2)) if source == "hooks" else 0
+    own = case.ranks > 1 and any(one.kind in ("list", "parted") for one in parts)  # of each rank: [] is no loader
+    fewer = draw(st.integers(0, 2)) if source == "hooks" and not own else 0
     settings = replace(case.settings, reload_dataloaders_every_n_epochs=every)
     train, val = with_fewer(case.train, fewer), None if case.val is None else with_fewer(case.val, fewer)
     return replace(case, settings=settings, source=source, train=train, val=val)
