@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.model.checkpoints import Disk, Line, Newest, Saved, Saver, best_first
-from tests.model.logs import rows_on
+from tests.model.logs import EPOCHS, rows_on
 from tests.model.stopping import Stopper
 from tests.model.trace import Event, Refused
 
@@ -115,12 +115,15 @@ def find_checkpoint(run: Run) -> Saved | None:
 def ask(run: Run) -> None:
     """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
     line = run.line if run.step else None
+    lengths = [len(loader.read(0)) for loader in run.loaders.val or ()]
     for name, of in (("validate", line), ("validate again", None)):
         for meant in run.start.asks:
             try:
                 found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
                 for call in run.case.logs:
-                    if "validation" in call.hook:
+                    if "validation" in call.hook and (
+                        call.hook in EPOCHS or call.every <= max(lengths, default=call.every)
+                    ):
                         call.levels()
             except Refused as refused:
                 run.events.append(Event("-", name, (meant, refused.kind), 0, 0))
