@@ -224,7 +224,7 @@ class Combined:
         """Return the batches of an epoch: each has a part of each loader."""
         first = [data.batches(draw(data, number, 0)) for number, data in enumerate(self.loaders)]
         counts = [len(batches) for batches in first]
-        if self.mode == "max_size_cycle" and 0 in counts:
+        if self.mode == "max_size_cycle" and 0 in counts and any(counts):
             raise Refused("DataError", "a loader without a batch cannot begin again")
         steps = min(counts) if self.mode == "min_size" else max(counts)
         return [

@@ -362,10 +362,12 @@ class Run:
         return (s.max_steps != -1 and self.step >= s.max_steps) or self.is_stopping()
 
     def is_stopping(self) -> bool:
-        """Return whether the wish to stop is obeyed: it waits for `min_steps` and `min_epochs`."""
+        """Return whether the wish to stop is obeyed, which no later verdict undoes; it waits for a minimum."""
         s = self.case.settings
         wished = self.triggers.stops or (self.stopper is not None and self.stopper.stops)
-        return wished and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+        obeyed = wished and self.step >= (s.min_steps or 0) and self.epochs_done >= (s.min_epochs or 0)
+        self.triggers.stops = self.triggers.stops or obeyed
+        return obeyed
 
     # ---- epochs
 

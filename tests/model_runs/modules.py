@@ -149,7 +149,7 @@ class Module(TrainModule):
             optimizer.record, optimizer.number = self.record, number
         given = self.case.schedulers
         places = [one.optimizer for one in given]
-        if self.given.lists or len(set(places)) < len(places):
+        if self.given.lists or places != sorted(set(places)):
             return optimizers, [_scheduler(optimizers[one.optimizer], one, self.given.lists) for one in given]
         of_optimizer = {one.optimizer: one for one in given}
         dicts = [
