@@ -173,7 +173,10 @@ class AcceleratedLoader:
                 opening.stop_watching()
         if not opening.outlasts:
             opening.end()
-        if opening.is_empty and place is not None and place.batches:  # nothing was left of that epoch
+        done = 0 if place is None else place.batches
+        if (
+            opening.is_empty and place is not None and done and batches in (None, done)
+        ):  # nothing was left of that epoch
             self._restored = place.next_epoch()
             if batches is None:
                 yield from self.passes_from(None)

@@ -57,6 +57,19 @@ CHOSEN = {
         explicit=True,
         restore_position=True,
     ),
+    "a look at more than was left of an epoch": Loop(
+        (
+            Start(5, way="count"),
+            Start(4, load=1),
+            Start(way="skip_first_batches", before=("evaluate_rest",), unaware=True),
+        ),
+        Data(11, 2),
+        epochs=4,
+        save_every=3,
+        explicit=True,
+        restore_position=False,
+        sets_epoch=True,
+    ),
     "a state gone back to": Loop(
         (Start(5), Start(2, load=1, before=("save",)), Start()), Data(9), epochs=1, save_every=1, total_limit=3
     ),

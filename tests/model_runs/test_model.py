@@ -200,6 +200,21 @@ CHOSEN = {
         Data(3),
         VAL,
     ),
+    "a decision to stop that a later verdict does not undo": Case(
+        Settings(min_steps=2, max_steps=9),
+        Data(1),
+        VAL,
+        stopping=Stopping(patience=2, stopping_threshold=2.0),
+        values=(1.0, 4.0),
+    ),
+    "schedulers in another order than their optimizers": Case(
+        Settings(max_epochs=1),
+        Data(2),
+        schedulers=(Scheduler("step", optimizer=1), Scheduler("step")),
+        rate_monitor="step",
+        optimization=Optimization(2),
+    ),
+    "together no batch": Case(Settings(max_epochs=1), Data(2), Combined((Data(0, first=100),))),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
 
@@ -272,6 +287,30 @@ CHOSEN_IN_TURN = {
             second=replace(OF_STEPS, every_n_train_steps=3, save_top_k=1, mode="max"),
         ),
         (Process(),),
+    ),
+    "a combination of streams that has ended knows no length": (
+        Case(
+            Settings(max_epochs=1, val_check_interval=3),
+            Combined((Data(1, kind="iterable"),), "max_size"),
+            VAL,
+            checkpoints=Checkpoints(every_n_train_steps=1),
+        ),
+        (Process(place=0.9), Process()),
+    ),
+    "what a finished run shows on its progress bar": (
+        Case(
+            Settings(max_epochs=1), Data(2), logs=(Log(prog_bar=True),), checkpoints=Checkpoints(every_n_train_steps=2)
+        ),
+        (Process(), Process()),
+    ),
+    "a cut epoch without a validation is saved once": (
+        Case(
+            Settings(max_steps=2, check_val_every_n_epoch=2, val_check_interval=1),
+            Data(4),
+            VAL,
+            checkpoints=Checkpoints(every_n_train_steps=2, save_last=True),
+        ),
+        (Process(trigger="preempted", asks_place=0.9), Process()),
     ),
     "what was logged at the start of an epoch that a save came before": (
         Case(
