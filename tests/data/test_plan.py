@@ -188,3 +188,4 @@ def test_rank_weight():
 def test_a_last_window_of_one_batch_is_a_step_in_every_epoch() -> None:
     assert [steps_in_phases(5, epochs, {0: 2}) for epochs in (1, 2)] == [3, 6]
     assert steps_in_phases(5, 2, {0: 2, 4: 4}) == 5  # 2, 2, 1 and 2, then what is left of the second epoch
+    assert steps_in_phases(5, 1, {0: 2, 2: 4}) == 3, "one batch is left where the windows change"
