@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -419,6 +420,12 @@ def find_executable_batch_size(
     return ours.find_executable_batch_size(
         function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()
     )
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, or what a strategy has wrapped, has peft's adapters."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(ours.extract_model_from_parallel(model), peft.PeftModel)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
