@@ -21,7 +21,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A warning is an error: a link inside leads nowhere, a page is in no table of contents."""
     folder = tmp_path_factory.mktemp("site")
     words = ["-W", "--keep-going", "-q", "-b", "html", "-d", folder / "doctrees", REPO / "docs", folder / "html"]
-    words += ["-t", "without_sources"]  # two thirds of the pages, which nobody writes
+    words += ["-t", "without_sources"]  # their pages are not written by people
     done = subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "html"
