@@ -280,11 +280,13 @@ class Fails(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def test_on_exception(tmp_path: Path):
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="never", save_on_exception=True)
+def test_on_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="never", save_on_exception=True, verbose=True)
     with pytest.raises(ValueError, match="no more"):
         run(tmp_path, saver, module=Fails())
-    assert names(tmp_path / "kept") == ["step-00000002-1"]
+    (saved,) = CheckpointStore(tmp_path / "kept").scan()
+    assert (saved.path.name, saved.kind) == ("step-00000002-1", "exception")
+    assert f"saved {saved.path}" in capsys.readouterr().out
     module = Toy()
     with pytest.warns(UserWarning, match=r"left out: ModelCheckpoint\(monitor='never'"):
         quiet(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "kept" / "step-00000002-1")

@@ -635,3 +635,17 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
         gc.callbacks.remove(note)
     assert seen == [(4, 1), (8, 1)]
     assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None")
+def test_without_an_optimizer_the_hooks_after_a_batch_have_its_outputs() -> None:
+    class Plain(Toy):
+        def configure_optimizers(self) -> None:
+            return None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
+    seen: list[Any] = []
+    quiet(max_epochs=1).fit(Plain(), loader())
+    assert [set(outputs) for outputs in seen] == [{"loss"}] * 4
