@@ -539,3 +539,8 @@ def test_a_save_reads_no_manifest_whose_step_it_knows_already(tmp_path: Path, mo
     later = tmp_path / "best-3" / "manifest.json"
     later.write_bytes(replace(read_manifest(later.parent), step=2, attempt=9).to_bytes())
     assert store.save(2, writes(1.0), name="again").name == "again-10"  # another file under the same name
+
+
+def test_a_word_that_means_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="newest"):
+        CheckpointStore(tmp_path).resolve("newest")
