@@ -227,7 +227,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             saves.update(instep_saves(trainer))
             answer.update(all_of(work, saves, Path(request["root"]), request))
-            answer["buffer_bytes"] = trainer._ctx.saver.buffer_bytes
+            answer["buffer_bytes"] = trainer._ctx.saver._background.buffer_bytes
             answer["bytes"] = total
 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

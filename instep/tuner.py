@@ -207,7 +207,7 @@ class Tuner:
         loaders = {"train": data, "val": val_data} if fn == "fit" else {_METHODS[fn]: data}
         try:
             trainer._begin(model)
-            with open_run(trainer, fn, model, datamodule, loaders, aside=True) as ctx:
+            with open_run(trainer, fn, model, datamodule, loaders, is_trial=True) as ctx:
                 if fn == "fit":
                     configure_optimizers(ctx)
                     prepare_training(ctx)

@@ -872,7 +872,8 @@ class Accelerator(ProcessMethods):
             As many Nones.
         """
         self._prepared.end()
-        self._states.release()
+        if self._states.pending is None:  # what still saves there owns the folders
+            self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)
 
@@ -884,7 +885,7 @@ class Accelerator(ProcessMethods):
         if is_held():  # not the second time, when the group was left
             self.wait_for_everyone("end_training")
         self.wait_for_saves()
-        self._states.saver.close()
+        self._states.close()
         self.free_memory()
         self._process.destroy_process_group()
 

@@ -10,7 +10,6 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,20 +22,19 @@ from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.preparing import PreparedRun
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
-from instep.checkpoint.background import BackgroundSaver, PendingSave
+from instep.checkpoint.background import PendingSave
 from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
-from instep.checkpoint.lease import Lease
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.resume import Resume, ResumeReport
-from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, load_model_state, record
+from instep.checkpoint.run_state import RunState, SavedRun, clean_names, load_model_state
+from instep.checkpoint.saver import RunSaver
 from instep.checkpoint.scan import CheckpointInfo, facts, list_checkpoints
 from instep.checkpoint.writer import BaseWriter
 from instep.distributed import gather_object
-from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     SettingError,
     UsageError,
 )
@@ -74,7 +72,7 @@ class HookHandle:
     __call__ = remove
 
 
-class States:
+class States(RunSaver):
     """Saving and loading of what is prepared and registered.
 
     Args:
@@ -83,38 +81,53 @@ class States:
     """
 
     def __init__(self, prepared: PreparedRun, project: ProjectConfiguration) -> None:
+        super().__init__()
         self.prepared, self.project = prepared, project
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
         self.line = Line()  # tells states from those of other runs; `load` takes the saved one up
         self.goes_on = False  # this run has saved or loaded a state, so that "the newest" is that of its own line
-        self.saver = BackgroundSaver()
         self.pending: PendingSave | None = None
-        self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
-        self.leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
-        self._releases: list[weakref.finalize[..., States]] = []
 
-    def own(self, store: CheckpointStore) -> None:
-        """Take a folder of states until this run ends, this object is gone, or the process exits. Collective."""
-        if store.root not in self.leases:
-            store.own(self.line.run_id)
-            self.leases[store.root] = store.lease
-            if store.lease is not None:
-                self._releases.append(weakref.finalize(self, store.lease.release))
-        store.lease = self.leases[store.root]
+    def _line(self) -> Line:
+        return self.line
 
-    def release(self) -> None:
-        """Give the folders back, at the run's end."""
-        if self.pending is None:  # what still saves there owns it
-            for release in self._releases:
-                release()
-            self.leases.clear()
+    def _home(self) -> Path:
+        project = self.project.project_dir
+        if project is None or not self.project.automatic_checkpoint_naming:
+            raise CheckpointError(
+                "there is no place to save to or load from: give a folder, or Accelerator(project_config="
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."
+            )
+        return local_path(project) / "checkpoints"
+
+    def _collect(self, weights_only: bool, info: dict[str, Any]) -> Any:
+        models = self.prepared.models
+        weights = {name: dict(self.prepared.strategy_of(model).model_state()) for name, model in models.items()}
+        optimizers, seed = _optimizers(self), self.prepared.seed
+
+        def write(writer: BaseWriter) -> None:  # what waits for no other rank
+            kept = _run_save_hooks(self, weights, writer.folder) if isinstance(writer, Writer) else weights
+            _collect(self, kept, optimizers, seed).write(writer)
+
+        self.project.iteration += "iteration" in info
+        return self.prepared.step, write, {"kind": KIND, **info}
+
+    def own_states(self) -> list[Saved]:
+        """List this run's states in its own folder, the oldest first. Collective."""
+        root = self.store(None).root
+
+        def look() -> list[Saved]:
+            known = [one for one in reversed(facts(root)) if self.line.has(one.run_id or "", one.step)]
+            return [Saved(str(root / one.name), one.step) for one in known]
+
+        return on_rank_zero(look, f"looking at {root}")
 
     def wait(self) -> Path | None:
         """Wait for the save that is under way. Collective."""
         pending, self.pending = self.pending, None
-        return None if pending is None else pending.outcome(RankGroup())
+        return None if pending is None else self.finish(pending)
 
     def register(self, objects: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Make objects part of `save_state` and `load_state`."""
@@ -152,73 +165,21 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
             "this state is saved in the middle of an accumulation window, whose gradients are no part of it: a resumed "
             "run begins the window again, with other random numbers. Save where accelerator.sync_gradients is True"
         )
-    store, name = _store_of(states, path)
-    if path is None:
-        states.own(store)
-    with together("collecting the weights"):  # what may need the other ranks; the rest must not
-        models = states.prepared.models
-        weights = {name: dict(states.prepared.strategy_of(model).model_state()) for name, model in models.items()}
-        optimizers = _optimizers(states)
-        seed = states.prepared.seed
-    clean_once(store, states.cleaned)
-
-    def write(writer: BaseWriter) -> None:
-        kept = _run_save_hooks(states, weights, writer.folder) if isinstance(writer, Writer) else weights
-        _collect(states, kept, optimizers, seed).write(writer)
-
-    limit = None if path is not None else states.project.total_limit
-    info: dict[str, Any] = {"kind": KIND}
-    if path is None:
-        info["iteration"] = states.project.iteration
-        states.project.iteration += 1
-    about: dict[str, Any] = {"info": info, "name": name, "line": states.line}
-    states.goes_on = states.goes_on or path is None
-    if background:
-        _start(states, store, write, limit, about)
-        return None
-    saved = store.save(states.prepared.step, write, **about)
-    if limit is not None:
-        _keep(store, saved, limit, states.line)
-    return saved
-
-
-def _start(
-    states: States,
-    store: CheckpointStore,
-    write: Callable[[BaseWriter], None],
-    limit: int | None,
-    about: dict[str, Any],
-) -> None:
-    recorder = record(states.saver, write, "copying the state")
-    new = Saved("", states.prepared.step)
-    to_delete = [] if limit is None else _too_old(store, limit, states.line, new)
-    states.pending = states.saver.start(store, states.prepared.step, recorder, to_delete=to_delete, **about)
-
-
-def _keep(store: CheckpointStore, newest: Path, limit: int, line: Line) -> None:
-    """Delete the oldest of this run, once the newest is known to be whole. Collective."""
-    problems = store.verify_together(newest)
-    if problems:
-        raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
-    for path in _too_old(store, limit, line):
-        store.delete(path)
-
-
-def _too_old(store: CheckpointStore, limit: int, line: Line, *new: Saved) -> list[str]:
-    """Return the oldest of this run, beyond a limit. Collective."""
-
-    def old() -> list[str]:
-        own = [known for known in reversed(facts(store.root)) if line.has(known.run_id or "", known.step)]
-        return KeepNewest(limit).to_delete([*(Saved(str(store.root / known.name), known.step) for known in own), *new])
-
-    return on_rank_zero(old, f"looking at {store.root}")
+    if path is not None:
+        path = path.absolute()
+        states.pending = states.save(path.parent, path.name, background=background)
+    else:
+        states.own(None)
+        project, limit, states.goes_on = states.project, states.project.total_limit, True
+        keep, known = (None, ()) if limit is None else (KeepNewest(limit), states.own_states())
+        states.pending = states.save(None, background=background, keep=keep, known=known, iteration=project.iteration)
+    return None if background else states.wait()
 
 
 def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
     """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
     if path is None:
-        store, _ = _store_of(states, None)
-        reader = store.resolve("last", kind=KIND, line=states.line if states.goes_on else None)
+        reader = states.store(None).resolve("last", kind=KIND, line=states.line if states.goes_on else None)
         assert reader is not None
     else:
         found = on_rank_zero(lambda: _find(path), f"finding {path}")
@@ -240,7 +201,7 @@ def _take_up_line(states: States, reader: Reader) -> None:
     """Go on with the run of a state; as a new run, where later ones of it are there. Collective."""
     roots = [reader.path.parent]
     if states.project.project_dir is not None and states.project.automatic_checkpoint_naming:
-        roots.append(_store_of(states, None)[0].root)
+        roots.append(states.store(None).root)
 
     def look() -> Line:
         found = list_checkpoints(*dict.fromkeys(roots))
@@ -248,9 +209,7 @@ def _take_up_line(states: States, reader: Reader) -> None:
 
     states.line = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
     states.goes_on = True
-    for lease in states.leases.values():
-        if lease is not None:
-            lease.pass_to(states.line.run_id)
+    states.pass_on()
 
 
 def _find(path: Path) -> Path:
@@ -268,19 +227,6 @@ def _find(path: Path) -> Path:
 
 def _saved_run(reader: Reader) -> SavedRun:
     return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it"), _RANK)
-
-
-def _store_of(states: States, path: Path | None) -> tuple[CheckpointStore, str | None]:
-    if path is not None:
-        path = path.absolute()
-        return CheckpointStore(path.parent), path.name
-    project = states.project.project_dir
-    if project is None or not states.project.automatic_checkpoint_naming:
-        raise CheckpointError(
-            "there is no place to save to or load from: give a folder, or Accelerator(project_config="
-            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."
-        )
-    return CheckpointStore(local_path(project) / "checkpoints"), None
 
 
 # ---- out

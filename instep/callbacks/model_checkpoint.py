@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, flag, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
 from instep.distributed.after_error import all_arrive, device_failed
-from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, UsageError
+from instep.errors import NonFiniteError, Preempted, SettingError, UsageError
 from instep.types import Location
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
 from instep.utils.paths import to_path
@@ -193,7 +193,7 @@ class ModelCheckpoint(Callback):
         self.policy = _policy(keep, monitor, mode, save_top_k)
         self.background = background
         self.on_error = on_error
-        self._pending: tuple[PendingSave, Saved, list[str]] | None = None
+        self._pending: tuple[PendingSave, Saved] | None = None
         self.saved: list[Saved] = []
         self.current_score: Tensor | None = None
         self.best_model_score: Tensor | None = None
@@ -390,7 +390,7 @@ class ModelCheckpoint(Callback):
         """
         self.last_model_path = str(resumed_from.path)
         found: list[CheckpointInfo] = []
-        for store in map(trainer._store, self._folders):
+        for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
@@ -478,7 +478,7 @@ class ModelCheckpoint(Callback):
         if trainer.agree(saved and (due or not self.save_weights_only)):
             return self._path(self.last_model_path)
         self._save(trainer, last=True, full=not due, at_once=final, must=final)
-        newest = trainer.newest
+        newest = trainer.saver.newest
         if newest is None:
             return self._path(self.last_model_path)
         newest.settle(trainer)
@@ -524,73 +524,47 @@ class ModelCheckpoint(Callback):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
         weights_only = self.save_weights_only and not full
-        to_delete = trainer.agree([one.key for one in again] + self.policy.to_delete([*others, new]))
-        if trainer.newest is not None and not weights_only:
-            to_delete += [key for key in trainer.newest.superseded(self, new.step) if key not in to_delete]
-        what: dict[str, Any] = {
-            "weights_only": weights_only,
-            "saver": self.state_key,
-            "monitor": self.monitor,
-            "mode": self.mode,
-            "score": new.score,
-            "ranked": score is not None,
-        }
-        name = self._name(trainer)
+        name, drop, background = self._name(trainer), [one.key for one in again], self.background and not at_once
+        how: dict[str, Any] = {"weights_only": weights_only, "background": background}
+        how |= {"keep": self.policy, "known": others, "drop": drop, "keeper": self}
+        about = {"saver": self.state_key, "monitor": self.monitor, "mode": self.mode, "score": new.score}
         try:
-            if self.background and not at_once:
-                self._pending = trainer.save_later(self.own_folder, name, to_delete=to_delete, **what), new, to_delete
-            else:
-                path = trainer.save_to(self.own_folder, name, **what)
-                self._record_and_delete(trainer, path, new, to_delete)
+            pending = trainer.saver.save(self.own_folder, name, ranked=score is not None, **how, **about)
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
             return
-        self._position_saved = trainer.position.reached
-        if trainer.newest is not None and not weights_only:
-            trainer.newest.note(trainer, self)
+        self._pending, self._position_saved = (pending, new), trainer.position.reached
+        if not pending.background:
+            self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
         """Ask for the newest full state at this occasion; return its saver, None where the run keeps none."""
-        newest = trainer.newest if self.keeps_newest else None
+        newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True
         return newest
 
-    def _finish_pending(self, trainer: Trainer) -> None:
+    def _finish_pending(self, trainer: Trainer, must: bool = False) -> None:
         """Wait for the save under way. Collective, the same on all ranks."""
         if self._pending is None:
             return
-        (pending, new, to_delete), self._pending = self._pending, None
+        (pending, new), self._pending = self._pending, None
         try:
-            path = trainer.finish_save(pending)
+            path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  as above
             if pending.path is not None:  # what could not be deleted stays in the list
                 self._record(trainer, pending.path, new)
-            self._fail(trainer, error)
+            self._fail(trainer, error, must)
         else:
             self._record(trainer, path, new)
-            self._drop_deleted(trainer, to_delete)
+            self._drop_deleted(trainer, pending.dropped)
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
         self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None
-        if trainer.newest is not None:
-            trainer.newest.note(trainer, None)
         if self.on_error == "raise" or must:
             raise error
         if trainer.is_global_zero:
             warn_user(f"a checkpoint was not saved, and training goes on: {error}")
-
-    def _record_and_delete(self, trainer: Trainer, path: Path, new: Saved, to_delete: list[str]) -> None:
-        """Add a new checkpoint to the list and, once it has verified, delete those that are not kept any more."""
-        problems = trainer.verify_checkpoint(path) if to_delete else []
-        if problems:
-            raise CorruptCheckpointError(
-                f"{path} does not verify ({'; '.join(problems)}); nothing older is deleted", path=path
-            )
-        self._record(trainer, path, new)
-        for old in to_delete:
-            trainer.delete_checkpoint(self._path(old))
-        self._drop_deleted(trainer, to_delete)
 
     def _record(self, trainer: Trainer, path: Path, new: Saved) -> None:
         self.last_model_path = str(path)
@@ -599,10 +573,10 @@ class ModelCheckpoint(Callback):
         if self.verbose:
             print_text(trainer, f"saved {path}")
 
-    def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
+    def _drop_deleted(self, trainer: Trainer, deleted: Sequence[str]) -> None:
         self.saved = [saved for saved in self.saved if saved.key not in deleted]
-        if trainer.newest is not None:
-            trainer.newest.forget(deleted, self)
+        if trainer.saver.newest is not None:
+            trainer.saver.newest.forget(deleted, self)
         self._find_best()
         for path in deleted if self.verbose else ():
             print_text(trainer, f"deleted {path}")
@@ -621,7 +595,7 @@ class ModelCheckpoint(Callback):
         if self.monitor not in values:
             self._save(trainer, last=True, full=True, at_once=True)  # not ranked, so that nothing is lost
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            saved = self.last_model_path if trainer.newest is None else trainer.newest.path
+            saved = self.last_model_path if trainer.saver.newest is None else trainer.saver.newest.path
             raise SettingError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. The run is saved as "
                 f"{saved or 'nothing'}. Logged so far: {logged}. Log it with self.log("

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PosixPath
 from queue import SimpleQueue
 from typing import Any
@@ -43,7 +44,10 @@ class PendingSave:
         path: the checkpoint's folder, once it was read back and verified; None before.
         error: the error that ended the save. Where `path` is set too, the save is good, and an older checkpoint could
             not be deleted.
-        weights_only: a run cannot go on from this checkpoint. Whoever starts the save sets this.
+        background: whether it is carried out beside the training.
+        weights_only: a run cannot go on from this checkpoint. Whoever starts the save sets this, and the next two.
+        keeper: whose books the checkpoint is for.
+        dropped: older checkpoints that it replaces.
 
     Example:
         >>> import tempfile
@@ -57,7 +61,9 @@ class PendingSave:
         True step-00001200-1
     """
 
-    weights_only = False
+    background = weights_only = False
+    keeper: Any = None
+    dropped: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -68,6 +74,30 @@ class PendingSave:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it has ended, well or not; whether it has. Local: ranks may differ."""
         return self._done.wait(timeout_s)
+
+    def _carry_out(self, store: CheckpointStore, replaced: Sequence[tuple[Any, Any]], *save: Any, **about: Any) -> None:
+        """Save, verify, and only then delete what the new checkpoint replaces; set `path` or `error`. Collective.
+
+        Args:
+            store: where to.
+            replaced: older checkpoints, each after its store. At once, the new one is verified where there are some.
+            save, about: what `store.save` takes.
+        """
+        try:
+            path = store.save(*save, **about)
+            if self.background:
+                _drop_cached(path)
+            wrong = "; ".join(store.verify_together(path) if self.background or replaced else [])
+            if wrong:
+                text = f"read back: {wrong}" if self.background else f"verify ({wrong}); nothing older is deleted"
+                raise CorruptCheckpointError(f"{path} does not {text}", path=path)
+            self.path = path
+            for holder, old in replaced:
+                holder.delete(old)
+        except BaseException as error:  # noqa: BLE001  raised by `outcome`
+            self.error = error
+        finally:
+            self._done.set()
 
     def outcome(self, ranks: RankGroup) -> Path:
         """Wait for it; then the same on every rank, whatever each rank's thread has seen. Collective.
@@ -157,23 +187,9 @@ class BackgroundSaver:
         aside = copy.copy(store)
         aside.ranks = self._ranks
         pending = self._pending = PendingSave()
-
-        def save() -> None:
-            try:
-                path = aside.save(step, recorder.replay, info=info, name=name, run_id=run_id, line=line)
-                _drop_cached(path)
-                problems = aside.verify_together(path)
-                if problems:
-                    raise CorruptCheckpointError(f"{path} does not read back: {'; '.join(problems)}", path=path)
-                pending.path = path
-                for old in to_delete:
-                    aside.delete(old)
-            except BaseException as error:  # noqa: BLE001  raised by `outcome`
-                pending.error = error
-            finally:
-                pending._done.set()
-
-        self._jobs.put(save)
+        pending.background = True
+        save = partial(pending._carry_out, aside, [(aside, old) for old in to_delete], step, recorder.replay)
+        self._jobs.put(partial(save, info=info, name=name, run_id=run_id, line=line))
         return pending
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -18,18 +18,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Size, Tensor
 
 from instep.checkpoint.edge import Kind, check, reading, taking_up
-from instep.distributed.rank_zero import together
 from instep.utils.optimizer_state import check_trees, clean_name
 from instep.utils.optimizers import checked_schedule, follow_schedule
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from instep.checkpoint.background import BackgroundSaver, Recorder
     from instep.checkpoint.reader import Reader
     from instep.checkpoint.resume import ResumeReport
-    from instep.checkpoint.store import CheckpointStore
     from instep.checkpoint.tensors import Shard
     from instep.checkpoint.writer import BaseWriter
     from instep.strategies import Strategy
@@ -47,6 +42,7 @@ class RunState:
         shared: what the ranks share; rank 0 writes it.
         own: what this rank has of its own; None where only weights are saved.
         other: another set of weights, by its kind ("live" or "averaged"), as `weights`.
+        plain: the kind of `weights`.
     """
 
     name: str
@@ -56,6 +52,7 @@ class RunState:
     shared: dict[str, Any]
     own: dict[str, Any] | None
     other: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    plain: str = "live"
 
     def write(self, writer: BaseWriter) -> None:
         """Write this rank's files."""
@@ -101,20 +98,6 @@ def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor | Shard], di
 def clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Free a state dict's names of wrappers, and put a prefix before each."""
     return {prefix + clean_name(name): value for name, value in state_dict.items()}
-
-
-def record(saver: BackgroundSaver, write: Callable[[BaseWriter], None], doing: str) -> Recorder:
-    """Copy what `write` writes for a save beside the training; an error on one rank is raised on all. Collective."""
-    with together(doing):
-        recorder = saver.record(write)
-    return recorder
-
-
-def clean_once(store: CheckpointStore, cleaned: set[Path]) -> None:
-    """Remove what killed processes left in a folder, before this run saves there for the first time. Collective."""
-    if store.root not in cleaned:
-        cleaned.add(store.root)
-        store.clean_stale()
 
 
 class SavedRun:

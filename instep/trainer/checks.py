@@ -56,8 +56,8 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
         place = ctx.position.epoch, ctx.position.batch
-        ctx.position.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
-        ctx.last_without_loss = place
+        ctx.position.batches_without_loss += place != ctx.counts.without_loss  # a closure may return None several times
+        ctx.counts.without_loss = place
         warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
         return None
     if not isinstance(loss, Tensor):

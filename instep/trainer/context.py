@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
@@ -35,14 +34,12 @@ from instep.types import Word
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
     from instep.checkpoint import Reader
-    from instep.checkpoint.background import BackgroundSaver
-    from instep.checkpoint.lease import Lease
-    from instep.checkpoint.resume import LeftOutWeights, Resume, ResumeReport
+    from instep.checkpoint.resume import Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
     from instep.compile import Recompiles
     from instep.profilers.run_clock import RunClock
     from instep.trainer.guests import StepGuest, StepParts
-    from instep.trainer.newest import NewestState
+    from instep.trainer.run_state import TrainerSaver
 
 
 class TrainerStatus(Word):
@@ -133,6 +130,7 @@ class Position:
             the run goes on with other ranks. None: it is to be counted.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         part_done: whether samples of the epoch were done, though fewer than a batch of the ranks that go on with it.
+        epoch_over: whether the end hooks have run, in an epoch too that the run's end cuts short; in no checkpoint.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
@@ -161,6 +159,8 @@ class Position:
     val_loaded_step: int = 0
     val_loaded_epoch: int | None = None
 
+    epoch_over = False  # no field: no checkpoint holds it
+
     def next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""
         self.epoch += 1
@@ -178,6 +178,7 @@ class Position:
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
         if "closed_step" not in state_dict:  # of an earlier instep, which did not say it
             self.closed_step = self.global_step
+        self.epoch_over = self.epoch_ended
 
     @property
     def reached(self) -> dict[str, Any]:
@@ -244,6 +245,8 @@ class ValidationPlan:
         at_epoch_end: whether the epoch's end validates.
         has_clock: whether this process looks at the clock: the main one, where the interval is a time.
         next_time_s: when that is due, on the clock of `time.monotonic`.
+        counted_before: what metric objects had counted before the validation that runs; None where none runs.
+        loggers_before: states of loggers before a validation that was left, for the checkpoints that follow.
     """
 
     enabled: bool = False
@@ -252,6 +255,86 @@ class ValidationPlan:
     at_epoch_end: bool = False
     has_clock: bool = False
     next_time_s: float = math.inf
+    counted_before: dict[str, Any] | None = None
+    loggers_before: dict[tuple[str, int], dict[str, Any]] | None = None
+
+
+@dataclass(eq=False, repr=False)
+class Ending:
+    """End of a fit: what asks for it, and why it came.
+
+    Attributes:
+        waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
+        deferred: triggers that were agreed on within an evaluation, to be acted on after it.
+        preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
+        reason: why the fit came to its end; empty until it has.
+    """
+
+    waits: bool = False
+    deferred: list[Trigger] = field(default_factory=list)
+    preempted: bool = False
+    reason: str = ""
+
+
+@dataclass(eq=False, repr=False)
+class ResumePlan:
+    """Checkpoint that a run takes up, all of it or parts.
+
+    Attributes:
+        path: its folder, or a file of weights.
+        saved: the opened checkpoint, until all of it is restored; None for a file of weights.
+        parts: the parts that are loaded.
+        report: what was loaded and what was left out.
+        chosen: the parts that the user chose; this run's checkpoints record them.
+        continues: set only for a full resume: position, data, random generators.
+        restore_rest: restores log sums and random generators, once the hooks before the first step have run.
+    """
+
+    path: Path
+    saved: SavedRun | None
+    parts: Resume
+    report: ResumeReport
+    chosen: dict[str, Any] | None = None
+    continues: Reader | None = None
+    restore_rest: Callable[[], None] | None = None
+
+    @property
+    def restored(self) -> bool:
+        """Whether nothing of the checkpoint is still to be restored."""
+        return self.saved is None and self.restore_rest is None
+
+    def finish(self) -> None:
+        """Restore the rest, for the last time."""
+        if self.restore_rest is not None:
+            self.restore_rest()
+        self.restore_rest = None
+
+
+@dataclass(eq=False, repr=False)
+class StepCounts:
+    """Counts of a fit that no checkpoint holds.
+
+    Attributes:
+        began: whether the fit has come to its training.
+        steps_at_start: optimizer steps done when it began.
+        batches_at_start: training batches done then, over all epochs.
+        updates_at_start: updates of metric objects then, by their `id`: those are not the training's.
+        in_window: micro-batches of the open optimizer window that gave gradients.
+        of_batch: optimizer steps of the batch in hand, in manual optimization.
+        handed_over: step whose values were handed to the loggers last; a manual step may take several batches.
+        without_loss: epoch and batch of the last `training_step` that returned None.
+        recompiles: what is compiled anew, where the module is compiled.
+    """
+
+    began: bool = False
+    steps_at_start: int = 0
+    batches_at_start: int = 0
+    updates_at_start: dict[int, int] = field(default_factory=dict)
+    in_window: int = 0
+    of_batch: int = 0
+    handed_over: int = 0
+    without_loss: tuple[int, int] = (-1, -1)
+    recompiles: Recompiles | None = None
 
 
 def _run_clock() -> RunClock:
@@ -269,15 +352,14 @@ class RunContext:
         fn: "fit", "validate", "test" or "predict".
         module: the user's module.
         datamodule: the user's datamodule, or None.
-        ckpt_path: checkpoint or file of weights that was asked for; a restarted job puts its own there.
-        resumes: whether the same command, started again, goes on by itself.
-        parts: parts of that checkpoint that are loaded; None for all, or where there is no checkpoint.
-        aside: the run looks for a setting: nothing of it is logged or saved.
+        ckpt_path: checkpoint or file of weights that was asked for.
+        asked: parts of that checkpoint that were asked for; None for all.
+        is_trial: the run looks for a setting: nothing of it is logged or saved.
         settings: the Trainer's arguments.
         strategy: the Trainer's strategy.
         clock: where the time of the run goes.
-        undo: what ends the run, in reverse order.
-        rank, world_size, device, precision, triggers, heartbeat, gradient, loaders: set when the processes have met.
+        exit_stack: what ends the run, in reverse order.
+        rank, world_size, device, triggers, heartbeat, gradient, loaders: set when the processes have met.
         signals: of fit: the handler of SIGTERM and other signals.
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
@@ -287,34 +369,11 @@ class RunContext:
         position: place in the training; the Trainer's, so that a second fit goes on from it.
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
         log: open sums and step values of training.
-        counted_at_start: updates of metric objects, by their `id`, from before the fit: those are not the training's.
-        counted_outside: what metric objects had counted before the validation that runs; None where none runs.
         validation: when fit validates.
-        stop_waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
-        deferred: triggers that were agreed on within an evaluation, to be acted on after it.
-        preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
-        why: why the fit came to its end; empty until it has.
-        began: whether this fit has come to its training.
-        steps_at_start: optimizer steps done when this fit began.
-        window_count: micro-batches of the open optimizer window that gave gradients.
-        manual_steps: optimizer steps of the batch in hand, in manual optimization.
-        last_hand_over: step whose values were handed to the loggers last; a manual step may take several batches.
-        batches_at_start: training batches done, over all epochs, when this fit began.
-        last_without_loss: epoch and batch of the last of them.
-        restore_rest: restores log sums and random generators, once the hooks before the first step have run.
-        resumed: the checkpoint that is loaded, until all of it is restored; None for a file of weights.
-        continues: set only for a full resume: position, data, random generators.
-        report: what was loaded and what was left out.
-        resumed_with: the parts that the user chose; this run's checkpoints record them.
-        fit_of_job: this fit's name within a job that may be started again.
-        restarted: whether it goes on from a checkpoint of an earlier start of that job.
-        leases: folders that this fit saves in; the main process holds the lease.
-        cleaned: folders that were cleared of what killed processes had left.
-        saver: writes checkpoints beside the training.
-        newest: keeps the newest full state, where the run goes on by itself.
-        plain_weights: kind of the plain weights that were collected last for a checkpoint: "live" or "averaged".
-        left_out: the weights that checkpoints leave out, where the module's `checkpoint_filter` asks for it.
-        logger_states: states of loggers for the next checkpoint, where it must not hold their present ones.
+        ending: what asks for its end, and why it came.
+        counts: counts of steps and batches that this fit keeps for itself.
+        resume: the checkpoint that is taken up; None without one.
+        saver: saves the run, and holds the folders that it saves in.
     """
 
     # ---- facts
@@ -323,17 +382,15 @@ class RunContext:
     module: TrainModule
     datamodule: DataModule | None
     ckpt_path: Any = None
-    parts: Resume | None = None
-    aside: bool = False
-    resumes: bool = field(init=False)
+    asked: Resume | None = None
+    is_trial: bool = False
     settings: Settings = field(init=False)
     strategy: Strategy = field(init=False)
     clock: RunClock = field(default_factory=_run_clock)
-    undo: ExitStack = field(default_factory=ExitStack)
+    exit_stack: ExitStack = field(default_factory=ExitStack)
     rank: int = field(init=False)
     world_size: int = field(init=False)
     device: torch.device = field(init=False)
-    precision: Precision = field(init=False)
     triggers: Triggers = field(init=False)
     heartbeat: Heartbeat = field(init=False)
     gradient: GradientRecord = field(init=False)
@@ -351,45 +408,35 @@ class RunContext:
     position: Position = field(init=False)
     source: BatchSource = field(init=False)
     log: MetricLog = field(default_factory=lambda: MetricLog("train"))
-    counted_at_start: dict[int, int] = field(default_factory=dict)
-    counted_outside: dict[str, Any] | None = None
     validation: ValidationPlan = field(default_factory=ValidationPlan)
-    stop_waits: bool = False
-    deferred: list[Trigger] = field(default_factory=list)
-    preempted: bool = False
-    why: str = ""
-    recompiles: Recompiles | None = None
-    began: bool = False
-    steps_at_start: int = 0
-    window_count: int = 0
-    manual_steps: int = 0
-    last_hand_over: int = 0
-    batches_at_start: int = 0
-    last_without_loss: tuple[int, int] = (-1, -1)
-    restore_rest: Callable[[], None] | None = None
+    ending: Ending = field(default_factory=Ending)
+    counts: StepCounts = field(default_factory=StepCounts)
 
     # ---- saving
-    resumed: SavedRun | None = None
-    continues: Reader | None = None
-    report: ResumeReport | None = None
-    resumed_with: dict[str, Any] | None = None
-    fit_of_job: str | None = None
-    restarted: bool = False
-    leases: dict[Path, Lease | None] = field(default_factory=dict)
-    cleaned: set[Path] = field(default_factory=set)
-    saver: BackgroundSaver | None = None
-    newest: NewestState | None = None
-    plain_weights = "live"
-    left_out = cast("LeftOutWeights | None", None)  # no field: few runs have it
-    logger_states: dict[tuple[str, int], dict[str, Any]] | None = None
+    resume: ResumePlan | None = None
+    saver: TrainerSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.resumes = self.ckpt_path in ("auto", "last")
         self.settings, self.strategy, self.position = (
             self.trainer.settings,
             self.trainer.strategy,
             self.trainer.position,
         )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same command, started again, goes on by itself."""
+        return self.ckpt_path in ("auto", "last")
+
+    @property
+    def precision(self) -> Precision:
+        """The settings' precision, less what the strategy does in its own way."""
+        return self.strategy.precision
+
+    @property
+    def continues(self) -> Reader | None:
+        """Checkpoint whose position this run goes on from; None for a run that begins."""
+        return None if self.resume is None else self.resume.continues
 
     def profiled(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose calls the profiler measures; itself where there is none."""
@@ -401,32 +448,9 @@ class RunContext:
         profiler = self.trainer.profiler
         return batches if profiler.off else profiler.batches(action, batches)
 
-    def lease_folder(self, folder: Path) -> None:
-        """Take a folder of checkpoints until the run ends. Collective.
-
-        This proves, before the first step, that the folder can be written to and that all ranks see it.
-
-        Raises:
-            FolderInUseError: another run has it.
-            CheckpointError: it cannot be written to, or a rank does not see it.
-        """
-        store = checkpoint.CheckpointStore(folder)
-        if store.root not in self.leases:
-            store.own(self.trainer.run_id)
-            self.leases[store.root] = store.lease
-            if store.lease is not None:
-                self.undo.callback(store.lease.release)
-
-    def release_folder(self, folder: Path) -> None:
-        """Give a folder of checkpoints back before the run's end: nothing is saved in it."""
-        lease = self.leases.pop(folder, None)
-        if lease is not None:
-            lease.release()
-
     def switch_log(self, log: MetricLog | None) -> MetricLog | None:
         """Let `self.log` write into another log (None: nowhere), and return the one before."""
-        before = self.trainer._log
-        self.trainer._log = log
+        before = self.trainer._switch_log(log)
         if log is not None:
             config = self.settings.compile
             log.copies = config is not None and config.overwrites_outputs(self.device)

@@ -63,7 +63,7 @@ def _why_twice(ctx: RunContext) -> str:
     at, source = ctx.position, ""
     with suppress(OSError, TypeError):  # code that is in no file
         source = inspect.getsource(type(ctx.module).training_step)
-    if "backward(" in source or at.earlier_batches + at.batch == ctx.batches_at_start:
+    if "backward(" in source or at.earlier_batches + at.batch == ctx.counts.batches_at_start:
         return (
             f"{type(ctx.module).__name__}.training_step has called backward on the loss itself, which the Trainer does "
             "after it. Leave that call out, or set self.automatic_optimization = False in __init__ and step the "

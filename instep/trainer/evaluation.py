@@ -49,7 +49,7 @@ def evaluate(
         on_validation_model_train()
 
     In fit, triggers are agreed on after every batch, as in training. Where the ranks agreed to stop for a signal, the
-    rest is left; the other triggers are `ctx.deferred`.
+    rest is left; the other triggers are `ctx.ending.deferred`.
 
     Args:
         ctx: the run.
@@ -288,7 +288,7 @@ def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
 
 def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
     """Keep triggers for after an evaluation; True where that is to be left at once."""
-    ctx.deferred += agreed
+    ctx.ending.deferred += agreed
     return any(trigger.name == "preempted" for trigger in agreed)
 
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
 
 from instep import profilers  # its names load when used
 from instep.data import DataModule
-from instep.distributed import Triggers, broadcast_object
+from instep.distributed import Triggers
 from instep.distributed.after_error import device_failed, is_device_error
 from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
@@ -31,7 +29,7 @@ from instep.state.environment import read_job
 from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
 from instep.strategies.precision import float32_products
-from instep.trainer import run_folder, run_state
+from instep.trainer import run_folder
 from instep.trainer.context import Position, RunContext, TrainerStatus
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.guests import find_guests
@@ -67,8 +65,8 @@ def open_run(
     datamodule: DataModule | None,
     loaders: dict[str, Any],
     ckpt_path: Any = None,
-    parts: Resume | None = None,
-    aside: bool = False,
+    asked: Resume | None = None,
+    is_trial: bool = False,
 ) -> Iterator[RunContext]:
     """Set up a run, give its context to the block, and undo everything after it, on an error too.
 
@@ -79,10 +77,14 @@ def open_run(
         datamodule: or None.
         loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
-        parts: which parts of it are loaded; None for all.
-        aside: it looks for a setting, so that nothing of it is logged, saved or taken up after a restart.
+        asked: which parts of it are loaded; None for all.
+        is_trial: it looks for a setting, so that nothing of it is logged, saved or taken up after a restart.
     """
-    ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, parts, aside)
+    from instep.trainer.run_state import TrainerSaver  # late: only a run needs it
+
+    ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, asked, is_trial)
+    ctx.saver = TrainerSaver(ctx)
+    ctx.exit_stack.callback(ctx.saver.release)
     try:
         _connect(ctx, loaders)
         _set_up(ctx)
@@ -116,27 +118,22 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
     """Meet the other processes, and make this the Trainer's run and the process's active one."""
     trainer, settings = ctx.trainer, ctx.settings
     process = connect(settings)
-    if trainer._seed is None:
-        seed = torch.initial_seed() & (2**63 - 1)
-        trainer._seed, trainer.line = broadcast_object((seed, trainer.line))  # any rank may save after an error
+    trainer._set_seed()
     ctx.world_size, ctx.rank = process.num_processes, process.process_index
     ctx.device = ctx.clock.device = device_of(settings, process, trainer._environment)
     ctx.triggers = Triggers(settings.trigger_every)
     ctx.strategy.connect(ctx.device, Precision(settings.precision, ctx.device))
-    ctx.precision = ctx.strategy.precision  # less what the strategy does in its own way
     run = Run(f"Trainer.{ctx.fn}", ctx.precision.mixed_precision, ctx.strategy, settings.accumulate_grad_batches)
     push_run(run)
-    ctx.undo.callback(pop_run, run)
+    ctx.exit_stack.callback(pop_run, run)
     ctx.gradient = run.gradient
     ctx.loaders = Loaders(trainer, ctx.module, ctx.datamodule, loaders, ctx.device, ctx.gradient)
     ctx.heartbeat = heartbeat()
-    ctx.undo.enter_context(ctx.heartbeat.watched(settings.hang_timeout_s, trainer.run_folder.base))
-    ctx.undo.enter_context(torch_flags(settings))
-    ctx.undo.enter_context(float32_products(settings.tf32, ctx.device))
-    trainer._ctx = ctx
-    trainer.state.begin(ctx.fn)
+    ctx.exit_stack.enter_context(ctx.heartbeat.watched(settings.hang_timeout_s, trainer.run_folder.base))
+    ctx.exit_stack.enter_context(torch_flags(settings))
+    ctx.exit_stack.enter_context(float32_products(settings.tf32, ctx.device))
+    trainer._enter(ctx)
     tell_trainer(weakref.ref(trainer))
-    trainer.metrics.forget()
     ctx.module.trainer = trainer
     if ctx.datamodule is not None:
         ctx.datamodule.trainer = trainer
@@ -144,7 +141,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
         overdue, killed = partial(_report_overdue, ctx), partial(_report_killed, ctx)
         grace_s = grace_period(settings, ctx.rank)
         ctx.signals = SignalGuard(ctx.triggers, grace_s, overdue, ctx.rank != 0, killed)
-        ctx.undo.enter_context(ctx.signals)
+        ctx.exit_stack.enter_context(ctx.signals)
 
 
 # ---- set-up, in the order of Lightning's hooks
@@ -152,43 +149,41 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 
 def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
+    from instep.trainer import run_state  # late, as above
+
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
     with _unknown_position(ctx):
         callbacks = add_module_callbacks(trainer.callbacks, module)
-    ctx.callbacks = trainer.callbacks = [each for each in callbacks if not (ctx.aside and saves(each))]
+    ctx.callbacks = trainer.callbacks = [each for each in callbacks if not (ctx.is_trial and saves(each))]
     for callback in ctx.callbacks:
         callback._module = module
     trainer.profiler.attach(trainer, module)
-    if ctx.fn == "fit" and not ctx.aside and (ctx.resumes or read_job() is not None):
+    if ctx.fn == "fit" and not ctx.is_trial and (ctx.resumes or read_job() is not None):
         from instep.trainer.newest import newest_state  # late: only a run that goes on by itself has one
 
-        ctx.newest = newest_state(ctx)
-    ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.newest is None else [ctx.newest])])
+        ctx.saver.newest = newest_state(ctx)
+    ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.saver.newest is None else [ctx.saver.newest])])
     ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit's come with the optimizers
     check_hooks(ctx)
-    if ctx.fn == "fit" and not ctx.aside:
-        trainer.run_folder.leave_visited()
-        run_folder.resume_restarted_job(ctx)
+    restarted = run_folder.find_of_restarted_job(ctx) if ctx.fn == "fit" and not ctx.is_trial else None
     folder = trainer.run_folder.path
     _lease_folders(ctx)  # before anything is resumed from them
-    heartbeat.enter("load" if ctx.ckpt_path is not None else "start")
-    path, ctx.resumed = trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
-    trainer._loaded = None if path is None else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path
+    heartbeat.enter("start" if ctx.ckpt_path is None and restarted is None else "load")
+    path, saved = restarted or trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
+    trainer._set_loaded(path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path))
     if path is not None:
-        run_state.begin(ctx, path, folder)
-    for lease in ctx.leases.values():
-        if lease is not None:
-            lease.pass_to(trainer.run_id)  # that of the run that is resumed
+        ctx.resume = run_state.begin(ctx, path, saved, restarted is not None, folder)
+    ctx.saver.pass_on()
     _prepare_data(ctx)
     if ctx.datamodule is not None:
         setup = with_stage(ctx.datamodule.setup)
         ctx.profiled(f"[DataModule]{type(ctx.datamodule).__name__}.setup", setup)(ctx.fn)
     ctx.hooks.call("setup", ctx.fn)
-    if ctx.resumed is not None and ctx.fn == "fit":
-        run_state.resume_plugins(ctx, ctx.resumed)
-    if ctx.report is not None and trainer.run_folder.path is None:
-        ctx.undo.push(partial(_forget_folder, ctx))
-    if not ctx.aside:
+    if ctx.resume is not None and ctx.fn == "fit":
+        run_state.resume_plugins(ctx, ctx.resume)
+    if ctx.resume is not None and trainer.run_folder.path is None:
+        ctx.exit_stack.push(partial(_forget_folder, ctx))
+    if not ctx.is_trial:
         start_loggers(ctx, module, ctx.datamodule)
     _lease_folders(ctx)  # the run folder's, which is chosen now
     heartbeat.set_folder(trainer.run_folder.path)
@@ -198,21 +193,21 @@ def _set_up(ctx: RunContext) -> None:
     if is_overridden(module, "configure_model", ModuleHooks):
         with ctx.strategy.model_context():
             module.configure_model()
-    if not ctx.aside:
+    if not ctx.is_trial:
         draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
-    awaited = {} if path is None else run_state.await_weights(ctx, path, ctx.resumed)
+    awaited = {} if ctx.resume is None else run_state.await_weights(ctx, ctx.resume)
     if not ctx.strategy.whole_parameters:
         from instep.strategies.materialize import check_cuttable  # late: most strategies leave weights whole
 
         check_cuttable(module, ctx.strategy.name)
     ctx.strategy.prepare_module(module)
-    if ctx.fn != "fit" and not ctx.aside:
+    if ctx.fn != "fit" and not ctx.is_trial:
         module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory
-    if path is not None:
-        run_state.load_weights(ctx, path, ctx.resumed, awaited)
+    if ctx.resume is not None:
+        run_state.load_weights(ctx, ctx.resume, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
             trainer._print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 
@@ -231,7 +226,7 @@ class _UnknownPosition:
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
     """Refuse to read the position where a checkpoint may set another one, at this start or once a launcher restarts."""
     trainer, position = ctx.trainer, ctx.trainer.position
-    if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.aside)):
+    if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())
     try:
         yield
@@ -246,10 +241,10 @@ def _compile(ctx: RunContext, module: TrainModule) -> None:
         return
     from instep.compile import Recompiles, compile_regions, compiled_code_in  # late: few runs are compiled
 
-    ctx.recompiles = Recompiles()
-    ctx.undo.enter_context(ctx.recompiles.counted())
+    ctx.counts.recompiles = recompiles = Recompiles()
+    ctx.exit_stack.enter_context(recompiles.counted())
     if config is not None:
-        ctx.undo.enter_context(compiled_code_in(config.cache_dir))
+        ctx.exit_stack.enter_context(compiled_code_in(config.cache_dir))
         if not compile_regions(module, config):
             module.compile(**config.options_of_torch())
 
@@ -257,15 +252,15 @@ def _compile(ctx: RunContext, module: TrainModule) -> None:
 def _lease_folders(ctx: RunContext) -> None:
     """Take the folders that this fit will save checkpoints in, as far as they are known."""
     for callback in ctx.callbacks if ctx.fn == "fit" else ():
-        if writes_checkpoints(callback):
-            folder: Path | None = getattr(callback, "own_folder", None) or ctx.trainer.run_folder.checkpoints
-            if folder is not None:
-                ctx.lease_folder(folder)
+        folder = getattr(callback, "own_folder", None) or ctx.trainer.run_folder.checkpoints
+        if folder is not None and writes_checkpoints(callback):
+            ctx.saver.own(folder)
 
 
 def _forget_folder(ctx: RunContext, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Remove the empty run folder of a resume that was refused; the lease has been given back by now."""
-    if isinstance(error, Exception) and ctx.trainer.resume_report is not ctx.report:
+    """Remove the empty run folder of a resume that was refused."""
+    ctx.saver.release()
+    if isinstance(error, Exception) and ctx.resume is not None and ctx.trainer.resume_report is not ctx.resume.report:
         ctx.trainer.run_folder.forget(ctx.rank == 0)
 
 
@@ -318,7 +313,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         # Its generators leave the error with the traceback that they are given.
         _warns(
             "what ends the run",
-            lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+            lambda: ctx.exit_stack.__exit__(first and type(first), first, first and first.__traceback__),
         ),
     ]
     if error is not None:
@@ -382,10 +377,7 @@ def _abandon(ctx: RunContext, error: BaseException) -> None:
 
 def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
     """Let the save that is under way end; not for long after an error, since other ranks may be gone."""
-    saver, ctx.saver = ctx.saver, None
-    if saver is not None:
-        stop = isinstance(error, KeyboardInterrupt)
-        saver.close(None if error is None else 0.0 if stop else LAST_SAVE_S)
+    ctx.saver.close(None if error is None else 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE_S)
 
 
 def _exception_hooks(ctx: RunContext) -> list[Callable[[BaseException], Any]]:
@@ -416,19 +408,19 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
     from instep.health.progress_file import plain_metrics  # late: only a run needs it
 
     trainer, at = ctx.trainer, ctx.position
-    why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
+    why = ctx.ending.reason if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     why = why or ("" if error is None else in_short(f"{type(error).__name__}: {error}"))
-    if not ctx.began:  # position, metrics and best checkpoint are still those of an earlier fit
+    if not ctx.counts.began:  # position, metrics and best checkpoint are still those of an earlier fit
         time_s = ctx.clock.seconds(0)
         return profilers.RunSummary(why, sum(time_s.values()), steps=0, batches=0, epoch=at.epoch, time_s=time_s)
     saver = trainer.checkpoint_callback
-    batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
+    batches = max(0, at.earlier_batches + at.batch - ctx.counts.batches_at_start)
     time_s = ctx.clock.seconds(batches)
     score = getattr(saver, "best_model_score", None)
     return profilers.RunSummary(
         why=why,
         wall_s=sum(time_s.values()),
-        steps=max(0, at.global_step - ctx.steps_at_start),
+        steps=max(0, at.global_step - ctx.counts.steps_at_start),
         batches=batches,
         epoch=at.epoch,
         time_s=time_s,
@@ -436,7 +428,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
         best_score=None if score is None else float(score),
         monitor=getattr(saver, "monitor", None),
         metrics=plain_metrics(trainer.metrics.logged),
-        **({} if ctx.recompiles is None else ctx.recompiles.in_summary()),
+        **({} if ctx.counts.recompiles is None else ctx.counts.recompiles.in_summary()),
     )
 
 
@@ -446,17 +438,12 @@ def _close_loaders(ctx: RunContext) -> None:
 
 
 def _detach(ctx: RunContext) -> None:
-    """Take the run off the Trainer, which keeps it as its last one and can still save it."""
-    trainer = ctx.trainer
+    """Take the run off callbacks, strategy and Trainer."""
     ctx.switch_log(None)
     for callback in ctx.callbacks:
         callback._module = None
     ctx.strategy.teardown()
-    before, trainer._ctx = trainer._last_ctx, None
-    if ctx.fn == "fit" or before is None or before.module is not ctx.module:
-        trainer._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
-    trainer.progress.stage = None
-    trainer.state.stage = None
+    ctx.trainer._leave(ctx)
 
 
 def _wait_for_all(ctx: RunContext, error: BaseException | None) -> None:
@@ -476,7 +463,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
     Returns:
         The exit code.
     """
-    if ctx.preempted:
+    if ctx.ending.preempted:
         return EXIT_PREEMPTED  # only what comes after the save takes too long, and the status is written
     text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
     ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)
@@ -487,7 +474,7 @@ def _report_killed(ctx: RunContext, name: str) -> None:
     """Say, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
     trainer = ctx.trainer
     with suppress(Exception):  # whatever it came into, the signal must end the process
-        if ctx.preempted or not trainer.is_global_zero:
+        if ctx.ending.preempted or not trainer.is_global_zero:
             return
         last = trainer.run_folder.last_saved
         saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"

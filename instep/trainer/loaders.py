@@ -376,15 +376,13 @@ class Loaders:
     @contextmanager
     def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:
         """Show the user's loader methods the epoch and step at which a run that never stopped asked for the loaders."""
-        trainer = self._trainer
-        at, epoch_over = trainer.position, trainer._epoch_over
-        now = at.epoch, at.global_step
-        at.epoch, at.global_step, trainer._epoch_over = epoch, global_step, False
+        at = self._trainer.position
+        now = at.epoch, at.global_step, at.epoch_over
+        at.epoch, at.global_step, at.epoch_over = epoch, global_step, False
         try:
             yield
         finally:
-            at.epoch, at.global_step = now
-            trainer._epoch_over = epoch_over
+            at.epoch, at.global_step, at.epoch_over = now
 
     def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
         settings = self.settings

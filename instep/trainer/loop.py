@@ -18,7 +18,6 @@ from instep.data import BatchSource
 from instep.distributed import Trigger, gather_object
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
-from instep.trainer import run_state
 from instep.trainer.checks import check_epoch, check_losses, check_steps
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate
@@ -28,7 +27,7 @@ from instep.trainer.log import MOST_HELD, MetricLog, metric_room
 from instep.trainer.manual import manual_optimizer_step, manual_step
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
-from instep.trainer.plugins import saves, writes_checkpoints
+from instep.trainer.plugins import by_class, saves, writes_checkpoints
 from instep.trainer.step import automatic_step, detached_outputs, optimizer_step, step_of_phases
 from instep.utils.imports import without_collections
 from instep.utils.seed import rng_state, set_rng_state
@@ -144,7 +143,8 @@ def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
     warned = ctx.trainer.metrics.warned if ctx.rank == 0 else None
     ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module, warned=warned)
-    ctx.counted_at_start = {id(one): one._update_count for one in metric_room().metric_objects(ctx.module).values()}
+    objects = metric_room().metric_objects(ctx.module).values()
+    ctx.counts.updates_at_start = {id(one): one._update_count for one in objects}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
     for guest in ctx.guests:
@@ -158,29 +158,32 @@ def prepare_training(ctx: RunContext) -> None:
 
 def resume(ctx: RunContext) -> None:
     """Load a checkpoint's optimizers, position, data and random generators."""
-    report, trainer, at = ctx.report, ctx.trainer, ctx.position
-    if report is None:
+    from instep.trainer.run_state import resume_training  # late: only a run needs it
+
+    plan, trainer, at = ctx.resume, ctx.trainer, ctx.position
+    if plan is None:
         return
-    ctx.restore_rest = run_state.resume(ctx)
+    resume_training(ctx, plan)
+    report, lr = plan.report, plan.parts.lr
     batch = " done" if at.epoch_ended else f", batch {at.batch}"
     where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
     if report.complete:
         trainer._print(f"Resuming from {report.path}: {where}.")
     else:
-        trainer._print(f"{report}\n  goes on at {where}" if ctx.continues else report)
-    if ctx.continues is not None and report.reached > at.global_step:
+        trainer._print(f"{report}\n  goes on at {where}" if plan.continues else report)
+    if plan.continues is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
         steps = f"{again:,} steps are" if again > 1 else "1 step is"
         trainer._print(
             f"  The run had reached step {report.reached:,} or later: at least {steps} trained again."
-            if trainer.run_id == ctx.continues.manifest.run_id
+            if trainer.run_id == plan.continues.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
             "are, and are no part of this run."
         )
-    if ctx.parts is not None and ctx.parts.lr is not None:
+    if lr is not None:
         now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]
         rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
-        trainer._print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
+        trainer._print(f"  learning rate: Resume(lr={lr}); after the schedules it is {rates}")
     trainer.resume_report = report
 
 
@@ -213,8 +216,8 @@ def start_training(ctx: RunContext) -> None:
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
     ctx.clock.start_loop()
     trainer.progress.stage = "train"
-    ctx.began = True
-    ctx.batches_at_start, ctx.steps_at_start = at.earlier_batches + at.batch, at.global_step
+    ctx.counts.began = True
+    ctx.counts.batches_at_start, ctx.counts.steps_at_start = at.earlier_batches + at.batch, at.global_step
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)
     if not ctx.module.training:
@@ -236,7 +239,7 @@ def check_saving(ctx: RunContext) -> None:
     The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
     """
     if any(map(writes_checkpoints, ctx.callbacks)):
-        run_state.dry_run(ctx)
+        ctx.saver.dry_run()
 
 
 # ---- epochs
@@ -247,7 +250,8 @@ def is_finished(ctx: RunContext) -> bool:
     at, s = ctx.position, ctx.settings
     if s.train_limit == 0 or (s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs):
         return True
-    if ctx.restore_rest is not None and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
+    resumes = ctx.resume is not None and not ctx.resume.restored
+    if resumes and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
         return False  # resumed behind the last step, but before the validation and the hooks that follow it
     return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
 
@@ -267,7 +271,7 @@ def is_stopping(ctx: RunContext) -> bool:
     """Return whether a stop was agreed and the minimum of steps and epochs is reached."""
     if not ctx.trainer._stop_agreed or is_below_minimum(ctx):
         return False
-    return not ctx.stop_waits or still_stops(ctx)
+    return not ctx.ending.waits or still_stops(ctx)
 
 
 def is_below_minimum(ctx: RunContext) -> bool:
@@ -283,26 +287,24 @@ def still_stops(ctx: RunContext) -> bool:
     """
     from instep.callbacks.early_stopping import WORD  # late: few runs have a minimum to wait for
 
-    trainer, ctx.stop_waits = ctx.trainer, False
+    trainer, ctx.ending.waits = ctx.trainer, False
     verdicts = [each for each in trainer.early_stopping_callbacks if each.stopping_reason.value]
     others = [why for why in trainer._own_stops if not why.startswith(WORD)]
     if any(gather_object(bool(verdicts or others))):
         return True
-    trainer._stop_agreed, trainer.stop_reason = False, ""
-    trainer._own_stops.clear()
+    trainer._set_stop(False)
     return False
 
 
 def begin_epoch(ctx: RunContext) -> None:
     """Go to the next epoch, or on with the one that a checkpoint was in."""
-    at, restore_rest = ctx.position, ctx.restore_rest
-    inside = restore_rest is not None and at.inside
-    if restore_rest is not None and not inside:
-        restore_rest()
-        ctx.restore_rest = None
+    at, plan = ctx.position, ctx.resume
+    inside = plan is not None and not plan.restored and at.inside
+    if plan is not None and not inside:
+        plan.finish()
     if at.epoch_ended:
         at.next_epoch()
-    ctx.trainer._epoch_over = False
+    at.epoch_over = False
     ctx.heartbeat.enter("epoch")
     every = ctx.settings.reload_dataloaders_every_n_epochs
     if every and at.epoch and at.epoch % every == 0 and not at.inside:
@@ -318,9 +320,8 @@ def begin_epoch(ctx: RunContext) -> None:
     plan_validation(ctx)
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
-    if inside and restore_rest is not None:
-        restore_rest()  # the hook ran at this epoch's true start already
-        ctx.restore_rest = None
+    if plan is not None and inside:
+        plan.finish()  # the hook ran at this epoch's true start already
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
     if inside:  # the step that the checkpoint was saved at had yet to hand over its values and to validate
@@ -405,7 +406,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
         at.closed_step = at.global_step
         if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
             save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
-    trainer._epoch_over = True
+    at.epoch_over = True
     agree_on_triggers(ctx)
 
 
@@ -418,8 +419,8 @@ def settle(ctx: RunContext) -> None:
 def hand_over_metrics(ctx: RunContext) -> None:
     """Hand over the values that were logged since the last time; step values once for a step that is due."""
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
-    due = bool(every) and step % every == 0 and step != ctx.last_hand_over
-    ctx.last_hand_over = step
+    due = bool(every) and step % every == 0 and step != ctx.counts.handed_over
+    ctx.counts.handed_over = step
     ctx.trainer.metrics.log_steps(ctx.log.hand_over(step, step_values=due))
     settle(ctx)
 
@@ -433,8 +434,8 @@ def print_why_it_ended(ctx: RunContext) -> None:
         why = f"max_steps={s.max_steps} reached"
     else:
         why = f"max_epochs={s.max_epochs} reached"
-    ctx.why = why.rstrip(".")
-    trainer._print(f"fit ended at step {at.global_step}: {ctx.why}.")
+    ctx.ending.reason = why.rstrip(".")
+    trainer._print(f"fit ended at step {at.global_step}: {ctx.ending.reason}.")
     trainer.metrics.keep(ctx.log)
     if bad := trainer.metrics.describe_nan():
         groups = [group for each in ctx.optimizers for group in each.param_groups]
@@ -555,14 +556,14 @@ def validate(ctx: RunContext) -> None:
     ctx.log.leave("training_step")
     with ctx.clock.within("validation"):
         before = BeforeValidation(ctx)
-        ctx.counted_outside = before.counted
+        ctx.validation.counted_before = before.counted
         sources = validation_sources(ctx)
         if sources and evaluate(ctx, "validate", sources) is None:
             at.validated = False  # a resumed run validates again, from its start: it stays due
             before.restore()
         else:
             plan_next_validation(ctx)
-        ctx.counted_outside = None
+        ctx.validation.counted_before = None
     agree_on_triggers(ctx)
 
 
@@ -580,13 +581,13 @@ class BeforeValidation:
         self._rng = rng_state()
         self.counted = copy.deepcopy(metric_room().metric_states(ctx.module))
         self._metrics = ctx.trainer.metrics.state_dict()
-        self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(ctx.trainer.loggers).items()}
+        self._loggers = {key: logger.state_dict() for key, logger in by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
         metric_room().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
-        self._ctx.logger_states = self._loggers
+        self._ctx.validation.loggers_before = self._loggers
         set_rng_state(self._rng)
 
 
@@ -595,7 +596,7 @@ class BeforeValidation:
 
 def agree_on_triggers(ctx: RunContext) -> None:
     """Blocking: agree with all ranks on what was set so far, and act."""
-    deferred, ctx.deferred = ctx.deferred, []
+    deferred, ctx.ending.deferred = ctx.ending.deferred, []
     act_on(ctx, (*deferred, *ctx.triggers.sync()))
 
 
@@ -603,9 +604,8 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
     """Do what the ranks agreed on, all at the same step."""
     for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
         if trigger.name == "stop":
-            ctx.stop_waits = is_below_minimum(ctx)
-            ctx.trainer._stop_agreed = True
-            ctx.trainer.stop_reason = trigger.reason or ctx.trainer.stop_reason
+            ctx.ending.waits = is_below_minimum(ctx)
+            ctx.trainer._set_stop(True, trigger.reason or ctx.trainer.stop_reason)
         elif trigger.name == "save":
             save_now(ctx, trigger.reason, final=False)
         elif trigger.name == "validate" and ctx.validation.enabled:
@@ -649,5 +649,5 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
     trainer.stop_reason = trigger.reason
     with suppress(OSError):  # it is written again at the run's end, and what is wrong is raised then
         trainer.run_folder.write_status(trainer, error)
-    ctx.preempted = True
+    ctx.ending.preempted = True
     raise error

@@ -19,7 +19,7 @@ from instep.trainer.step import finished, make_parts, no_gradients_from, optimiz
 
 def manual_step(ctx: RunContext) -> Step:
     """Make the step of manual optimization: the module optimizes, and a batch that stepped an optimizer counts."""
-    at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
+    at, source, log, gradient, counts = ctx.position, ctx.source, ctx.log, ctx.gradient, ctx.counts
     parts = make_parts(ctx)
     parts.around.append("the module optimizes by itself (automatic_optimization=False)")
     training_step = parts.forward_backward = parts.take
@@ -29,12 +29,12 @@ def manual_step(ctx: RunContext) -> Step:
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
         gradient.end_of_dataloader = source.share.last
-        ctx.manual_steps = 0
+        counts.of_batch = 0
         output = training_step(batch, batch_idx)
         if log.buffer:
             log.drain()
         at.batch = at.window_batch = batch_idx + 1
-        if ctx.manual_steps:
+        if counts.of_batch:
             at.global_step += 1
         return output
 
@@ -44,10 +44,10 @@ def manual_step(ctx: RunContext) -> Step:
 
 def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
     """Make the function behind `optimizer.step()` of manual optimization."""
-    step_optimizer = optimizer_step(ctx)
+    step_optimizer, counts = optimizer_step(ctx), ctx.counts
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        ctx.manual_steps += 1
+        counts.of_batch += 1
         hooks = ctx.hooks["on_before_optimizer_step"]
         if hooks:
             ctx.strategy.gradients.unscale(optimizer)

@@ -6,12 +6,13 @@ A policy such as "the best two" has a crash throw away all since the best. A run
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.model_checkpoint import ModelCheckpoint
 from instep.checkpoint.retention import Saved
-from instep.trainer.context import RunContext
+from instep.trainer.context import Position, RunContext
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -25,12 +26,13 @@ class NewestState(ModelCheckpoint):
 
     Args:
         beside: the ModelCheckpoints of the run.
+        at: the run's place in the training.
     """
 
     state_key = "newest"  # type: ignore[assignment]  # one in a run
 
-    def __init__(self, beside: list[ModelCheckpoint]) -> None:
-        first = beside[0]
+    def __init__(self, beside: list[ModelCheckpoint], at: Position) -> None:
+        first, self._at = beside[0], at
         super().__init__(first.own_folder, every_n_epochs=0, background=first.background, on_error=first.on_error)
         self._beside = beside
         self.due = False  # a ModelCheckpoint has judged since the last look
@@ -43,7 +45,7 @@ class NewestState(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_train_start(trainer, module)
         if trainer.resumed_from is not None:
-            self.note(trainer, self)
+            self.note(self)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.settle(trainer)
@@ -90,11 +92,11 @@ class NewestState(ModelCheckpoint):
     def _want_newest(self, trainer: Trainer) -> None:
         return None  # it is the one that is asked
 
-    def note(self, trainer: Trainer, holder: ModelCheckpoint | None) -> None:
+    def note(self, holder: ModelCheckpoint | None) -> None:
         """Record that the full state of this step is there, or under way; or, with None, that it was not saved."""
         self._holder = holder or self
-        self._step = -1 if holder is None else trainer.global_step
-        self._position = None if holder is None else trainer.position.reached
+        self._step = -1 if holder is None else self._at.global_step
+        self._position = None if holder is None else self._at.reached
 
     def superseded(self, by: ModelCheckpoint, step: int) -> list[str]:
         """Return what a newer full state replaces: the last of this saver, and what others kept as the newest alone.
@@ -110,7 +112,7 @@ class NewestState(ModelCheckpoint):
         here = by.dirpath
         return [key for key in found if not by.background or str(self._path(key).parent) == here]
 
-    def forget(self, deleted: list[str], by: ModelCheckpoint) -> None:
+    def forget(self, deleted: Sequence[str], by: ModelCheckpoint) -> None:
         """Take what was deleted off the lists of all savers; a last one that is gone is now the newest one."""
         gone = {self._path(key) for key in deleted}
         for each in (self, *self._beside):
@@ -124,7 +126,7 @@ def newest_state(ctx: RunContext) -> NewestState | None:
     savers = [each for each in ctx.callbacks if isinstance(each, ModelCheckpoint)]
     wanting = [each for each in savers if each.keeps_newest]
     if wanting:
-        return NewestState(savers)
+        return NewestState(savers, ctx.position)
     if ctx.resumes and not ctx.settings.fast_dev_run:
         ctx.trainer._print(f"ckpt_path={ctx.ckpt_path!r}: {_why_not(savers)}")
     return None

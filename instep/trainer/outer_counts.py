@@ -26,7 +26,7 @@ class OuterCounts:
         log.not_here = {id(one) for one in logged if not self._room.can_take(one)}
         objects = [*logged]
         if ctx.fn == "fit":
-            start = ctx.counted_at_start
+            start = ctx.counts.updates_at_start
             of_module = self._room.metric_objects(ctx.module).values()
             objects += [one for one in of_module if one._update_count not in (0, start.get(id(one)))]
         self._objects, self._counts, self._logged = objects, self._room.Counts([]), set[int]()
@@ -60,4 +60,4 @@ class OuterCounts:
                 "states cannot be added up: it keeps those of training. Use one object for each stage"
             )
         counts.put_back(left)
-        self._ctx.counted_outside = None
+        self._ctx.validation.counted_before = None

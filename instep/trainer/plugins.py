@@ -9,7 +9,7 @@ from typing import Any
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.errors import HookError, SettingError, UsageError
-from instep.loggers.base import NoExperiment
+from instep.loggers.base import Logger, NoExperiment
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
@@ -398,3 +398,9 @@ def _names_in_code(classes: list[type]) -> Iterator[str]:
         code = codes.pop()
         yield from code.co_names
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
+    """Sort loggers by class and number in it, so that one more of another class disturbs nobody's state."""
+    names = [type(logger).__name__ for logger in loggers]
+    return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}

@@ -121,8 +121,6 @@ class RunFolder:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: nothing of what is there verifies.
         """
-        if ctx.resumed is not None:  # a restarted job has found its own
-            return ctx.resumed.path, ctx.resumed
         if ckpt_path is None:
             return None, None
         if ckpt_path == "":
@@ -146,7 +144,7 @@ class RunFolder:
         apart = list(dict.fromkeys(own_folders(ctx, ctx.trainer.checkpoint_callback)))
         if ckpt_path == "best" or not apart:
             return self._resolve_regular(ctx, ckpt_path, False)
-        kind = None if ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only) else "full"
+        kind = None if ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only) else "full"
         found = None
         with suppress(CheckpointNotFoundError, CorruptCheckpointError):  # the regular folder has one, or raises
             found = checkpoint.CheckpointStore(apart[0]).resolve(
@@ -166,7 +164,7 @@ class RunFolder:
         return max(both, key=lambda reader: (reader.manifest.run_id in held, reader.manifest.order))
 
     def _resolve_regular(self, ctx: RunContext, ckpt_path: str, quiet: bool) -> Reader | None:
-        weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
+        weights = ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only)
         kind = None if weights else "full"
         line = own_line(ctx.trainer)
         callback = ctx.trainer.checkpoint_callback
@@ -189,7 +187,7 @@ class RunFolder:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
-                ctx.lease_folder(store.root)  # an error where the same command runs already, before its first save too
+                ctx.saver.own(store.root)  # an error where the same command runs already, before its first save too
             try:
                 found = store.resolve(keyword, kind=kind, monitor=monitor, mode=mode, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
@@ -198,7 +196,7 @@ class RunFolder:
                 broken = broken or (error if isinstance(error, CorruptCheckpointError) else None)
             if found is None:
                 if goes_on:
-                    ctx.release_folder(store.root)
+                    ctx.saver.release(store.root)
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
@@ -437,7 +435,7 @@ class RunFolder:
                 from instep.health.progress_file import ProgressFile  # late: only a run needs it
 
                 tell_run_folder(folder)
-                ctx.undo.push(ProgressFile(folder, partial(self._progress, ctx)).close)
+                ctx.exit_stack.push(ProgressFile(folder, partial(self._progress, ctx)).close)
 
     def say_saved(self, trainer: Trainer, path: Path) -> None:
         """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
@@ -603,25 +601,26 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
     return "failed", EXIT_FAILED
 
 
-def resume_restarted_job(ctx: RunContext) -> None:
-    """Give the fit its name within the job; in a job that was started again, go on from its newest checkpoint.
+def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
+    """Name the fit within the job; in a job that was started again, return its newest checkpoint, and that opened.
 
-    Collective. Sets `ckpt_path` and with it what is taken up, which is everything.
+    Collective. All of it is taken up, whatever `ckpt_path` asks for.
     """
+    ctx.trainer.run_folder.leave_visited()
     number = next(_fits)
     job = read_job()
     if job is None:
-        return
+        return None
     program = Path(sys.argv[0]).name  # a step of SLURM may run several, one after the other
-    ctx.fit_of_job = f"{job.id}/{program}/{number}"
+    ctx.saver.job = f"{job.id}/{program}/{number}"
     if job.restart == 0:
-        return
+        return None
     found = _newest(ctx, job.id)
     if found is None:
         ctx.trainer._print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
-        return
-    ctx.ckpt_path, ctx.resumed, ctx.parts, ctx.restarted = found.path, saved_run(found), None, True
+        return None
     ctx.trainer._print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
+    return found.path, saved_run(found)
 
 
 def _newest(ctx: RunContext, job: str) -> Reader | None:
@@ -633,7 +632,7 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
             chosen = getattr(callback, "own_folder", None)
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
     roots = list(folders)
-    newest = checkpoint.CheckpointStore(roots[0]).newest_verified("full", ctx.fit_of_job, roots[1:]) if roots else None
+    newest = checkpoint.CheckpointStore(roots[0]).newest_verified("full", ctx.saver.job, roots[1:]) if roots else None
     own.path = own.path or (None if newest is None else folders[newest.path.parent])
     return newest
 

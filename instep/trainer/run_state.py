@@ -5,10 +5,13 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,14 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.lineage import Line
-from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
+from instep.checkpoint.run_state import RunState, SavedRun, clean_names
+from instep.checkpoint.saver import RunSaver
 from instep.distributed import gather_object
-from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
-from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError
-from instep.trainer.context import Position, RunContext
+from instep.distributed.after_error import Alone, all_arrive
+from instep.distributed.rank_zero import from_every_rank, on_rank_zero, together
+from instep.errors import CheckpointError, DataError, SettingError, UnsavableStateError, UsageError
+from instep.trainer import manual
+from instep.trainer.context import Position, ResumePlan, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states, metric_room
 from instep.trainer.own_command import own_command
+from instep.trainer.plugins import by_class
 from instep.trainer.run_folder import own_folders
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.types import Stateful
@@ -35,11 +42,10 @@ from instep.utils.seed import rng_state
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore, Reader
-    from instep.checkpoint.background import PendingSave
-    from instep.checkpoint.resume import Resume
+    from instep.checkpoint import Reader
+    from instep.checkpoint.resume import LeftOutWeights
     from instep.data import DataModule
-    from instep.loggers.base import Logger
+    from instep.trainer.newest import NewestState
 
 
 def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) -> RunState:
@@ -59,16 +65,16 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     if ctx.module.checkpoint_filter is not None:
         from instep.checkpoint.resume import LeftOutWeights  # late: few modules leave weights out
 
-        ctx.left_out = ctx.left_out or LeftOutWeights()
-        left_out = ctx.left_out.collect(ctx.module, strategy, state_dict)
+        ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
+        left_out = ctx.saver.left_out.collect(ctx.module, strategy, state_dict)
     view = _user_view(ctx, state_dict)
     live, averaged = view.pop("state_dict"), view.pop("averaged_state_dict", None)
     if left_out:
         live = {name: value for name, value in live.items() if clean_name(name) not in left_out}
-    ctx.plain_weights = view.pop("plain_weights", "live")
+    kind = view.pop("plain_weights", "live")
     if averaged is not None:
         averaged = {name: value for name, value in averaged.items() if name in live}
-    plain = {**live, **averaged} if averaged is not None and ctx.plain_weights == "averaged" else live
+    plain = {**live, **averaged} if averaged is not None and kind == "averaged" else live
     local = (lambda tree: tree) if alone else strategy.local_shards
     weights = local(plain)
     shared: dict[str, Any] = {
@@ -83,16 +89,17 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         **_of_datamodule(ctx.datamodule),
         "user": {key: value for key, value in view.items() if key not in VIEW},
     }
-    state = RunState("trainer", strategy.sharded, None if weights is None else clean_names(weights), None, shared, None)
+    weights = None if weights is None else clean_names(weights)
+    state = RunState("trainer", strategy.sharded, weights, None, shared, None, plain=kind)
     if weights_only:
         return state
     if averaged is not None:
-        kind, second = ("averaged", averaged) if plain is live else ("live", {name: live[name] for name in averaged})
+        of_kind, second = ("averaged", averaged) if plain is live else ("live", {name: live[name] for name in averaged})
         shards = local(second)
-        state.other = {} if shards is None else {kind: clean_names(shards)}
+        state.other = {} if shards is None else {of_kind: clean_names(shards)}
     state.optimizers = local(optimizers) or None
     shared |= _for_resume(ctx)
-    counted = ctx.counted_outside  # a validation that runs begins anew in a resumed run
+    counted = ctx.validation.counted_before  # a validation that runs begins anew in a resumed run
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metric_states": metric_room().metric_states(ctx.module) if counted is None else counted,
@@ -114,8 +121,9 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
     """Return what a resumed run needs beside weights and optimizers, the same on all ranks."""
     trainer, strategy = ctx.trainer, ctx.strategy
     strategy.gradients.update_scaler()
+    before = ctx.validation.loggers_before or {}
     loggers = {
-        key: {**((ctx.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
+        key: {**(before.get(key) or logger.state_dict()), "global_step": trainer.global_step}
         for key, logger in by_class(trainer.loggers).items()
     }
     return {
@@ -131,7 +139,7 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
         },
         "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
         "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
-        "resumed_with": ctx.resumed_with,
+        "resumed_with": None if ctx.resume is None else ctx.resume.chosen,
         "scaler": ctx.precision.state_dict(),
         "callbacks": _of_callbacks(ctx.callbacks),
         "loggers": loggers,
@@ -186,154 +194,143 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
-def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Sort loggers by class and number in it, so that one more of another class disturbs nobody's state."""
-    names = [type(logger).__name__ for logger in loggers]
-    return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
+ARRIVE_S = 10.0  # that the others get to come to a save after an error
 
 
-_COLLECTING = "collecting the state of the run"
-
-
-def about(ctx: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
-    """JSON values for the manifest."""
-    kind = "weights" if weights_only else "full"
-    job = {} if ctx.fit_of_job is None else {"job": ctx.fit_of_job}  # by which a restarted job finds it
-    plain = {} if ctx.plain_weights == "live" else {"weights": ctx.plain_weights}
-    return {"kind": kind, "epoch": ctx.position.epoch, **plain, **job, **info}
-
-
-def save(
-    ctx: RunContext, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
-) -> Path:
-    """Save a checkpoint of the run. Collective.
+class TrainerSaver(RunSaver):
+    """Saver of a Trainer's run.
 
     Args:
         ctx: the run.
-        store: where to.
-        name: the folder's name, without its attempt.
-        weights_only: leave out all that only a resumed run needs.
-        info: what the manifest says beside: monitor, mode, score; or another kind.
+
+    Attributes:
+        job: the fit's name within a job that may be started again, by which it finds its checkpoints.
+        left_out: the weights that checkpoints leave out, where the module's `checkpoint_filter` asks for it.
     """
-    with saving(ctx):
-        _prepare(ctx, store, weights_only)
-        with together(_COLLECTING):
-            state = collect(ctx, weights_only)
-        path = store.save(
-            ctx.position.global_step,
-            state.write,
-            info=about(ctx, weights_only, info),
-            name=name,
-            line=ctx.trainer.line,
-        )
-        _tell(ctx, path, weights_only)
-    return path
 
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__()
+        self._ctx = ctx
+        self.newest: NewestState | None = None
+        self.job: str | None = None
+        self.left_out: LeftOutWeights | None = None
 
-def save_later(
-    ctx: RunContext,
-    store: CheckpointStore,
-    *,
-    name: str | None = None,
-    weights_only: bool = False,
-    to_delete: Sequence[str] = (),
-    **info: Any,
-) -> PendingSave:
-    """Copy the run as it is now and save that beside the training; `finish` says what became of it. Collective.
+    def _line(self) -> Line:
+        return self._ctx.trainer.line
 
-    Args:
-        ctx: the run.
-        store: where to.
-        name: as in `save`, like `weights_only` and `info`.
-        weights_only: leave out all that only a resumed run needs.
-        to_delete: older checkpoints of that store, deleted once this one has verified.
-        info: what the manifest says beside.
-    """
-    saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
-    with saving(ctx):
-        _prepare(ctx, store, weights_only)
-        recorder = record(saver, lambda writer: collect(ctx, weights_only).write(writer), _COLLECTING)
-    pending = saver.start(
-        store,
-        ctx.position.global_step,
-        recorder,
-        info=about(ctx, weights_only, info),
-        name=name,
-        line=ctx.trainer.line,
-        to_delete=to_delete,
-    )
-    pending.weights_only = weights_only
-    return pending
+    def _home(self) -> Path:
+        folder = self._ctx.trainer.run_folder.checkpoints
+        if folder is None:
+            raise UsageError("there is no run folder yet: save inside fit, or give a path")
+        return folder
 
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Tell the profiler, the run's clock and the heartbeat that the run saves."""
+        ctx = self._ctx
+        with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+            yield
 
-def finish(ctx: RunContext, pending: PendingSave) -> Path:
-    """Wait for a save beside the training. Collective.
-
-    Returns:
-        The checkpoint, which has verified.
-
-    Raises:
-        BaseException: the save's error, on all ranks.
-    """
-    with saving(ctx):
-        path = pending.outcome(RankGroup())
-        _tell(ctx, path, pending.weights_only)
-    return path
-
-
-@contextmanager
-def saving(ctx: RunContext) -> Iterator[None]:
-    """Tell the profiler, the run's clock and the heartbeat that the run saves."""
-    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
-        yield
-
-
-def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> None:
-    for guest in ctx.guests:
-        guest.settle()
-    if ctx.restore_rest is not None:
-        ctx.restore_rest()
-    for callback in ctx.callbacks:
-        callback.before_save(ctx.trainer)
-    at = ctx.position
-    if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
-        warn_user(
-            f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
-            f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
-            "trainer.position.batch == trainer.position.window_batch to go on exactly"
-        )
-    if ctx.saver is not None:
-        ctx.saver.wait()
-    clean_once(store, ctx.cleaned)
-
-
-def _tell(ctx: RunContext, path: Path, weights_only: bool) -> None:
-    if not weights_only:
-        ctx.trainer.run_folder.say_saved(ctx.trainer, path)
-    for logger in ctx.trainer.loggers:
-        logger.after_save_checkpoint(path)
-
-
-def dry_run(ctx: RunContext) -> None:
-    """Find state that cannot be saved before the first step, not in hour ten. Collective.
-
-    Raises:
-        UnsavableStateError: names the owner and the key.
-    """
-    with together(_COLLECTING):
-        state = collect(ctx)
-    if ctx.rank == 0 and not is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks):
-        _warn_of_unsaved(ctx)
-    with together("checking that the run can be saved"):
-        try:
-            state.check()
-        except UnsavableStateError as error:
-            hint = (
-                " Leave it out by self.save_hyperparameters(ignore=[...]), and pass it to load_from_checkpoint."
-                if "hyper_parameters" in str(error)
-                else ""
+    def _prepare(self, weights_only: bool) -> None:
+        ctx, at = self._ctx, self._ctx.position
+        for guest in ctx.guests:
+            guest.settle()
+        restore_rest(ctx)
+        for callback in ctx.callbacks:
+            callback.before_save(ctx.trainer)
+        if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
+            warn_user(
+                f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
+                f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
+                "trainer.position.batch == trainer.position.window_batch to go on exactly"
             )
-            raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from None
+
+    def _collect(self, weights_only: bool, info: dict[str, Any], alone: bool = False) -> Any:
+        ctx, state = self._ctx, collect(self._ctx, weights_only, alone)
+        job = {} if self.job is None else {"job": self.job}
+        plain = {} if state.plain == "live" else {"weights": state.plain}
+        about = {"kind": "weights" if weights_only else "full", "epoch": ctx.position.epoch, **plain, **job, **info}
+        return ctx.position.global_step, state.write, about
+
+    def _committed(self, path: Path, weights_only: bool) -> None:
+        trainer = self._ctx.trainer
+        if not weights_only:
+            trainer.run_folder.say_saved(trainer, path)
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(path)
+
+    def save_after(self, error: BaseException, folder: Path | None, name: str | None) -> Path | None:
+        """Save the run that an error has ended: together, or what this rank holds where that is all and nobody comes.
+
+        It is of the kind "full" unless the error came out of an optimizer's step, which may have done half of it.
+
+        Args:
+            error: what ended it on this rank.
+            folder: where to.
+            name: the checkpoint's name, without its attempt.
+
+        Returns:
+            The checkpoint; None where nothing could be saved.
+        """
+        ctx, whole = self._ctx, _is_whole(self._ctx, error)
+        if all_arrive(ARRIVE_S):
+            return self.finish(self.save(folder, name, kind="full" if all(from_every_rank(whole)) else "exception"))
+        hooked = ctx.hooks.of_callbacks("on_save_checkpoint")
+        hooked = hooked or is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks)
+        source = getattr(ctx, "source", None)
+        if hooked or not ctx.strategy.holds_all(ctx.optimizers) or (source is not None and source.rank_state):
+            return None  # a hook may wait for the other ranks, and each rank's place in its own data is not known here
+        store = copy.copy(self.store(folder))
+        store.ranks = Alone()
+        here = ctx.position.global_step, ctx.trainer.run_id
+        for found in store.scan():
+            if (found.step, found.manifest.run_id) == here:
+                return found.path  # of a rank that failed before, with the same state
+        restore_rest(ctx)
+        with self._saving():
+            step, write, info = self._collect(False, {"kind": "full" if whole else "exception"}, alone=True)
+            return store.save(step, write, info=info, name=name, line=self._line())
+
+    def dry_run(self) -> None:
+        """Find state that cannot be saved before the first step, not in hour ten. Collective.
+
+        Raises:
+            UnsavableStateError: names the owner and the key.
+        """
+        with together("collecting the state of the run"):
+            state = collect(self._ctx)
+        if self._ctx.rank == 0 and not is_overridden(self._ctx.module, "on_save_checkpoint", ModuleHooks):
+            _warn_of_unsaved(self._ctx)
+        with together("checking that the run can be saved"):
+            try:
+                state.check()
+            except UnsavableStateError as error:
+                hint = (
+                    " Leave it out by self.save_hyperparameters(ignore=[...]), and pass it to load_from_checkpoint."
+                    if "hyper_parameters" in str(error)
+                    else ""
+                )
+                raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from None
+
+
+def _is_whole(ctx: RunContext, error: BaseException) -> bool:
+    """Return whether weights and optimizers are as the last counted step left them: the error came out of no step.
+
+    It is read off the traceback, so that a step pays nothing for it.
+    """
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    in_optimizer = any(
+        os.path.join("torch", "optim") in code.co_filename or code.co_name in ("finish", "optimizer_step")
+        for code in frames
+    )
+    in_step = any(code.co_filename == manual.__file__ for code in frames)
+    return not in_optimizer and not (in_step and ctx.counts.of_batch)
+
+
+def restore_rest(ctx: RunContext) -> None:
+    """Restore log sums and random generators for a save before the first step; the hooks to come may draw some more."""
+    if ctx.resume is not None and ctx.resume.restore_rest is not None:
+        ctx.resume.restore_rest()
 
 
 def _warn_of_unsaved(ctx: RunContext) -> None:
@@ -376,22 +373,25 @@ def check_resume(resume: Any, ckpt_path: Any) -> None:
         )
 
 
-def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
+def begin(
+    ctx: RunContext, path: Path, saved: SavedRun | None, restarted: bool, folder_before: Path | None
+) -> ResumePlan:
     """Decide which parts of the found checkpoint are taken up, and a fit's seed and identity.
 
     Before any hook can ask for a loader, whose order depends on the seed.
 
     Args:
-        ctx: the run; gets `parts` and `report`.
+        ctx: the run.
         path: what was found.
+        saved: the same, opened; None for a file of weights.
+        restarted: it is of an earlier start of the same job.
         folder_before: the run folder before it was looked for.
     """
-    asked, saved, trainer = ctx.parts, ctx.resumed, ctx.trainer
+    asked, trainer = None if restarted else ctx.asked, ctx.trainer
     if ctx.fn != "fit":
-        ctx.parts, ctx.report = checkpoint.Resume.weights(), checkpoint.ResumeReport(path, ("weights",))
         if saved is not None:
             _stand_at(ctx, saved)
-        return
+        return ResumePlan(path, saved, checkpoint.Resume.weights(), checkpoint.ResumeReport(path, ("weights",)))
     kind = "weights" if saved is None else saved.reader.manifest.info.get("kind")
     parts = asked or checkpoint.Resume()
     if kind == "weights" and not parts.weights_only:
@@ -402,26 +402,21 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
             path=path,
         )
     state = {} if saved is None else saved.shared
-    if asked is not None:
-        ctx.resumed_with = asked.record()
-        if ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == ctx.resumed_with:
-            parts = checkpoint.Resume(strict=asked.strict)  # the same command again: what was asked for was done then
-    ctx.parts, ctx.report = parts, checkpoint.ResumeReport(path, parts.parts)
+    chosen = state.get("resumed_with") if restarted else None if asked is None else asked.record()
+    if asked is not None and ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == chosen:
+        parts = checkpoint.Resume(strict=asked.strict)  # the same command again: what was asked for was done then
+    plan = ResumePlan(path, saved, parts, checkpoint.ResumeReport(path, parts.parts), chosen)
     if saved is not None and not parts.weights_only:
         check_full(saved)
-    if parts.position:
-        assert saved is not None
-        ctx.continues = saved.reader
-        trainer._seed = state["seed"]
-        ctx.undo.push(partial(_leave_position, ctx, dict(vars(ctx.position))))
+    if saved is not None and parts.position:
+        plan.continues = saved.reader
+        trainer._set_seed(state["seed"])
+        ctx.exit_stack.push(partial(_leave_position, ctx, plan, dict(vars(ctx.position))))
         ctx.position.load_state_dict(state["position"])  # before any hook of the user's reads it
-        trainer._epoch_over = ctx.position.epoch_ended
-        if ctx.restarted:
-            ctx.resumed_with = state.get("resumed_with")
-        if ctx.ckpt_path == "auto" or ctx.restarted:
+        if ctx.ckpt_path == "auto" or restarted:
             trainer.run_folder.adopt(ctx, state)  # the same command goes on in the same folder
-        _take_up_line(ctx, saved.reader)
-        return
+        _take_up_line(ctx, plan, saved.reader)
+        return plan
     trainer.run_folder.path = folder_before
     saver = trainer.checkpoint_callback
     if ctx.ckpt_path == "auto" and saver is not None and saver.own_folder == path.parent:
@@ -432,16 +427,18 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
             field="resume",
             got=asked,
         )
+    return plan
 
 
-def _leave_position(ctx: RunContext, before: dict[str, Any], kind: Any, error: Any, trace: Any) -> None:
+def _leave_position(
+    ctx: RunContext, plan: ResumePlan, before: dict[str, Any], kind: Any, error: Any, trace: Any
+) -> None:
     """Set the position back where the resume was refused: the Trainer may fit something else next."""
-    if error is not None and ctx.trainer.resume_report is not ctx.report:
+    if error is not None and ctx.trainer.resume_report is not plan.report:
         vars(ctx.position).update(before)
-        ctx.trainer._epoch_over = ctx.position.epoch_ended
 
 
-def _take_up_line(ctx: RunContext, reader: Reader) -> None:
+def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
     """Go on with the line of a checkpoint; report how far its run had come. Collective."""
     from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # late: only a resume needs it
 
@@ -457,16 +454,15 @@ def _take_up_line(ctx: RunContext, reader: Reader) -> None:
         ahead = [one.step for one in beside if one.run_id == manifest.run_id]
         return line, max(*ahead, folder.reached(manifest.run_id), manifest.step)
 
-    assert ctx.report is not None
-    trainer.line, ctx.report.reached = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
+    trainer.line, plan.report.reached = on_rank_zero(look, f"looking for what is ahead of {reader.path}")
 
 
-def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mapping[str, Any]:
+def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
     """Let the weights that `load_weights` will load be left out where others are read for the first time.
 
     Args:
         ctx: the run; its module is not on its device yet.
-        path, saved: as for `load_weights`.
+        plan: the checkpoint.
 
     Returns:
         Weights that `configure_model` has named a checkpoint for, and that are not read from there, by name.
@@ -475,33 +471,29 @@ def await_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> Mappin
 
     if not deferred_weights(ctx.module):
         return {}
-    coming = checkpoint.stored_weights(path) if saved is None else saved.model_state(True, None)
+    coming = checkpoint.stored_weights(plan.path) if plan.saved is None else plan.saved.model_state(True, None)
     return await_weights(ctx.module, {name: getattr(value, "shape", None) for name, value in coming.items()})
 
 
 def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
     """Set the step and epoch of an evaluation to those of its checkpoint, to which its metrics belong."""
-    trainer, at = ctx.trainer, ctx.position
-    ctx.undo.callback(setattr, trainer, "_epoch_over", trainer._epoch_over)
-    ctx.undo.callback(vars(at).update, dict(vars(at)))
+    at = ctx.position
+    ctx.exit_stack.callback(vars(at).update, dict(vars(at)))
     position = saved.shared.get("position")
     epoch = position.get("epoch") if isinstance(position, dict) else None
-    at.global_step, trainer._epoch_over = saved.reader.manifest.step, False
+    at.global_step, at.epoch_over = saved.reader.manifest.step, False
     at.epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
 
 
-def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: Mapping[str, Any]) -> None:
+def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) -> None:
     """Load the module's weights, through `on_load_checkpoint`.
 
     Args:
-        ctx: the run; its module is on its device, and its report gets what was and was not loaded.
-        path: a checkpoint folder, or a file of weights.
-        saved: the opened checkpoint; None for a file.
+        ctx: the run; its module is on its device.
+        plan: the checkpoint; its report gets what was and was not loaded.
         awaited: what `await_weights` returned.
     """
-    parts, report = ctx.parts, ctx.report
-    assert parts is not None
-    assert report is not None
+    path, saved, parts, report = plan.path, plan.saved, plan.parts, plan.report
     left_out: dict[str, Any] = {} if saved is None else saved.shared.get("left_out") or {}
     if saved is None:
         read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
@@ -534,8 +526,8 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: M
     if absent:
         from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late, as above
 
-        ctx.left_out = ctx.left_out or LeftOutWeights()
-        ctx.left_out.held |= set(names)
+        ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
+        ctx.saver.left_out.held |= set(names)
         here = {clean_name(name): value for name, value in ctx.strategy.model_state().items()}
         shards = ctx.strategy.local_shards({name: here[name] for name in absent if name in here}) or {}
         check_left_out(absent, all_digests_of(shards, absent, absent), path, ctx.module, strict)
@@ -543,11 +535,10 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None, awaited: M
         warn_user(str(report))
 
 
-def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
+def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
     """Restore loggers, callbacks and the datamodule; before loaders and optimizers are made."""
-    parts = ctx.parts
-    assert parts is not None
-    if parts.weights_only:
+    parts, saved = plan.parts, plan.saved
+    if saved is None or parts.weights_only:
         return
     state, trainer = saved.shared, ctx.trainer
     for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
@@ -558,24 +549,23 @@ def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
         with taking_up(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
-        _resume_callbacks(ctx, saved.path, state["callbacks"])
+        _resume_callbacks(ctx, plan, state["callbacks"])
     if ctx.rank == 0 and parts.position and parts.lr is None:  # callbacks may have set some that they had found
         _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
 
 
-def _resume_callbacks(ctx: RunContext, path: Path, states: dict[str, Any]) -> None:
+def _resume_callbacks(ctx: RunContext, plan: ResumePlan, states: dict[str, Any]) -> None:
     for callback in ctx.callbacks:
         if callback.state_key in states:
-            with taking_up(path, f"the callback {type(callback).__name__}"):
+            with taking_up(plan.path, f"the callback {type(callback).__name__}"):
                 callback.load_state_dict(states[callback.state_key])
     unclaimed = sorted(set(states) - {callback.state_key for callback in ctx.callbacks})
     if not unclaimed:
         return
-    assert ctx.report is not None
-    ctx.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
+    plan.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
     if ctx.rank == 0:
         warn_user(
-            f"{path} has the state of callbacks that this run does not have, or has with other arguments; it is "
+            f"{plan.path} has the state of callbacks that this run does not have, or has with other arguments; it is "
             f"left out: {', '.join(unclaimed)}"
         )
 
@@ -592,29 +582,23 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
         )
 
 
-def resume(ctx: RunContext) -> Callable[[], None] | None:
-    """Restore what was asked for of optimizers, schedulers, position, data and metrics.
-
-    Returns:
-        What restores open log sums and random generators; to be called after all hooks that run before the first step.
-    """
-    saved, parts = ctx.resumed, ctx.parts
-    assert parts is not None
+def resume_training(ctx: RunContext, plan: ResumePlan) -> None:
+    """Restore what was asked for of optimizers, schedulers, position, data and metrics; `restore_rest` is left."""
+    saved, parts = plan.saved, plan.parts
     if saved is not None and (parts.optimizer or parts.schedulers):
         try:
-            _resume_optimizers(ctx, saved, parts)
+            _resume_optimizers(ctx, saved, plan)
         except CheckpointError as error:
-            assert ctx.report is not None
-            raise ctx.report.explained(error, saved.shared["callbacks"], ctx.callbacks) from error.__cause__
+            raise plan.report.explained(error, saved.shared["callbacks"], ctx.callbacks) from error.__cause__
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
-    ctx.resumed = None  # with what was read of it; the rest is in what is returned
-    return None if ctx.continues is None or saved is None else _resume_position(ctx, saved)
+    plan.saved = None  # with what was read of it; `restore_rest` holds what it needs
+    if plan.continues is not None and saved is not None:
+        plan.restore_rest = _resume_position(ctx, saved)
 
 
-def _resume_optimizers(ctx: RunContext, saved: SavedRun, parts: Resume) -> None:
-    state, report = saved.shared, ctx.report
-    assert report is not None
+def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> None:
+    state, parts, report = saved.shared, plan.parts, plan.report
     strict = parts.strict is not False
     schedulers = [config.scheduler for config in ctx.schedulers]
     other_schedule = _differing(schedulers, state) if parts.schedulers else ""

@@ -51,7 +51,8 @@ def make_parts(ctx: RunContext) -> StepParts:
 
 def automatic_step(ctx: RunContext) -> Step:
     """Make the step of automatic optimization."""
-    ctx.window_count, ctx.loaders.in_epoch = 0, True
+    counts = ctx.counts
+    counts.in_window, ctx.loaders.in_epoch = 0, True
     module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
     closures = [optimizer for optimizer in ctx.optimizers if wants_closure(optimizer)]
@@ -90,7 +91,7 @@ def automatic_step(ctx: RunContext) -> Step:
         else:
             output = train(batch, batch_idx)
             stepped = finish()
-        ctx.window_count = 0
+        counts.in_window = 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1
         if schedules and stepped:
@@ -129,7 +130,7 @@ def step_of_phases(ctx: RunContext) -> Step:
 
 def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
     """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
-    module, strategy, log, at = ctx.module, ctx.strategy, ctx.log, ctx.position
+    module, strategy, log, at, counts = ctx.module, ctx.strategy, ctx.log, ctx.position, ctx.counts
     trains, buffer = bool(ctx.optimizers), ctx.log.buffer
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
     training_step, zero_grad, weigh = parts.take, parts.zero_grad, parts.weigh
@@ -170,7 +171,7 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
                 backward(loss)
         for hook in after_backward:
             hook()
-        ctx.window_count += 1
+        counts.in_window += 1
         return output
 
     ctx.clock.watch("forward", train, "training_step")
@@ -214,7 +215,7 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
         The one that unscales, rescales, checks and clips the gradients, for a module that steps the optimizer itself;
         and the one that does this where it is needed, steps the optimizers, and returns whether they stepped.
     """
-    strategy, at, source, optimizers = ctx.strategy, ctx.position, ctx.source, ctx.optimizers
+    strategy, at, source, optimizers, counts = ctx.strategy, ctx.position, ctx.source, ctx.optimizers, ctx.counts
     accumulate, origin, scaler = ctx.loaders.accumulate, ctx.loaders.window_origin, ctx.strategy.precision.scaler
     if not optimizers:
         return lambda: None, lambda: False
@@ -226,7 +227,7 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
-        if needs_loss and not ctx.window_count:
+        if needs_loss and not counts.in_window:
             return
         strategy.gradients.unscale_together(optimizers)
         rescale = gradient_correction(source, at.batch, accumulate, origin)
@@ -241,7 +242,7 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
             clip()
 
     def finish() -> bool:
-        if needs_loss and not ctx.window_count:
+        if needs_loss and not counts.in_window:
             return True
         if must_prepare:
             prepare()
@@ -262,18 +263,18 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
 
     Of several optimizers the first one's closure computes; those after it get the loss that it found.
     """
-    module, at = ctx.module, ctx.position
+    module, at, counts = ctx.module, ctx.position, ctx.counts
     searches = ctx.world_size > 1 and wants_closure(ctx.optimizers[0])
     first, *others = ctx.wrapped_optimizers
 
     def step(batch: Any, batch_idx: int) -> Any:
         outputs: list[Any] = []
-        before, found = ctx.window_count, None
+        before, found = counts.in_window, None
 
         @torch.enable_grad()  # some optimizers turn gradients off around their step
         def closure() -> Any:
             nonlocal found
-            ctx.window_count = before  # L-BFGS asks several times: each time the gradients are made anew
+            counts.in_window = before  # L-BFGS asks several times: each time the gradients are made anew
             output = train(batch, batch_idx)
             outputs.append(output)
             prepare()

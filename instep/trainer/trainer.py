@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.checkpoint.lineage import Line
 from instep.data import DataModule
@@ -25,7 +25,7 @@ from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import plugins, run_state
+from instep.trainer import plugins
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, make_cublas_repeatable, on_nodes_there
 from instep.trainer.evaluation import evaluate, forward_training_data, predict
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.compile import CompileConfig
     from instep.profilers.run_clock import RunSummary
-    from instep.trainer.newest import NewestState
+    from instep.trainer.run_state import TrainerSaver
     from instep.trainer.trials import Trial
 
 
@@ -227,7 +227,7 @@ class Trainer:
         self.run_summary: RunSummary | None = None
         self.stop_reason = ""
         self._own_stops: set[str] = set()  # for which reasons this rank has asked for a stop
-        self._stop_agreed = self._epoch_over = False  # the epoch's end hooks have run
+        self._stop_agreed = False
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
         self._data: dict[str, StageData] = {}  # of the last runs
@@ -336,7 +336,9 @@ class Trainer:
         datamodule, train_dataloaders = check_data(datamodule, train_dataloaders, val_dataloaders)
         ckpt_path = self._chosen(ckpt_path)
         if resume is not None:
-            run_state.check_resume(resume, ckpt_path)
+            from instep.trainer.run_state import check_resume  # late: only a run needs it
+
+            check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
         if replay := find_replay():
@@ -479,13 +481,49 @@ class Trainer:
                 logger.discard()
             launch(self.settings, self._device_count)
         if replay := find_replay():
+            self._loggers = []
             replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         self.model, self.resume_report, self.run_summary = model, None, None
-        self._stop_agreed, self.stop_reason, self._own_stops = False, "", set()
-        self._epoch_over = self.position.epoch_ended
+        self._set_stop(False)
+        self.position.epoch_over = self.position.epoch_ended
+
+    def _enter(self, ctx: RunContext) -> None:
+        """Make a run the Trainer's."""
+        self._ctx = ctx
+        self.state.begin(ctx.fn)
+        self.metrics.forget()
+
+    def _leave(self, ctx: RunContext) -> None:
+        """Take a run off the Trainer, which keeps it as its last one and can still save it."""
+        before, self._ctx = self._last_ctx, None
+        if ctx.fn == "fit" or before is None or before.module is not ctx.module:
+            self._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
+        self.progress.stage = self.state.stage = None
+
+    def _set_seed(self, saved: int | None = None) -> None:
+        """Take the seed of a run that goes on; else agree on one where there is none yet, and on the line."""
+        if saved is not None:
+            self._seed = saved
+        elif self._seed is None:
+            seed = torch.initial_seed() & (2**63 - 1)
+            self._seed, self.line = broadcast_object((seed, self.line))  # any rank may save after an error
+
+    def _set_loaded(self, path: Location | None) -> None:
+        self._loaded = path
+
+    def _set_stop(self, agreed: bool, reason: str = "") -> None:
+        """Record that all ranks agreed to stop, or that a stop is not wanted any more."""
+        self._stop_agreed, self.stop_reason = agreed, reason
+        if not agreed:
+            self._own_stops.clear()
+
+    def _switch_log(self, log: MetricLog | None) -> MetricLog | None:
+        """Set the log that `self.log` writes into, and return the one before."""
+        before, self._log = self._log, log
+        return before
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has what the Trainer knows, not what its runs hold: devices, process groups, loaders.
@@ -528,7 +566,7 @@ class Trainer:
         if ctx is None:
             raise UsageError("there is nothing to save yet: call fit first")
         PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
-        return run_state.save(ctx, self._store(path.parent), name=path.name, weights_only=weights_only)
+        return ctx.saver.finish(ctx.saver.save(path.parent, path.name, weights_only=weights_only))
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
         """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
@@ -539,7 +577,7 @@ class Trainer:
             weights_only: leave out what only a resumed run needs.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
-        return run_state.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
+        return self.saver.finish(self.saver.save(dirpath, name, weights_only=weights_only, **info))
 
     def save_later(
         self, dirpath: Path | None, name: str | None, *, weights_only: bool, to_delete: Sequence[str] = (), **info: Any
@@ -550,28 +588,19 @@ class Trainer:
             dirpath, name, weights_only, info: as in `save_to`.
             to_delete: older checkpoints in that folder, deleted once this one has verified.
         """
-        store = self._store(dirpath)
-        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, to_delete=to_delete, **info)
+        return self.saver.save(dirpath, name, weights_only=weights_only, background=True, drop=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""
-        return run_state.finish(self._run, pending)
+        return self.saver.finish(pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
         """Verify a checkpoint, and return its problems. Collective."""
-        return self._store(path.parent).verify_together(path)
+        return self.saver.store(path.parent).verify_together(path)
 
     def delete_checkpoint(self, path: Path) -> None:
         """Delete a checkpoint. Collective."""
-        self._store(path.parent).delete(path)
-
-    def _store(self, folder: Path | None) -> Any:
-        folder = folder or self.run_folder.checkpoints
-        if folder is None:
-            raise UsageError("there is no run folder yet: save inside fit, or give a path")
-        store = checkpoint.CheckpointStore(folder)
-        store.lease = None if self._ctx is None else self._ctx.leases.get(store.root)
-        return store
+        self.saver.store(path.parent).delete(path)
 
     def agree(self, value: Any) -> Any:
         """Main process's value on every rank: for decisions that all must take alike. Collective."""
@@ -583,9 +612,7 @@ class Trainer:
         Returns:
             The folder; None where the other processes do not come, and this one does not hold the whole state.
         """
-        from instep.trainer.salvage import save_after  # late: only a run that fails pays for it
-
-        return save_after(self._run, self._store(dirpath), error, name)
+        return self.saver.save_after(error, dirpath, name)
 
     resumed_from: ReadOnly[Reader | None] = ReadOnly(
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
@@ -594,9 +621,7 @@ class Trainer:
     _validates_now: ReadOnly[bool] = ReadOnly(lambda t: validates_now(t._run))
     """Whether a planned validation runs right after this training batch."""
 
-    newest: ReadOnly[NewestState | None] = ReadOnly(
-        lambda t: t._ctx and t._ctx.newest, "Saver of the running fit's newest full state; None where it keeps none."
-    )
+    saver: ReadOnly[TrainerSaver] = ReadOnly(lambda t: t._run.saver, "Saver of the running call.")
 
     def trial(self) -> Trial:
         """Make a trial: steps that leave no trace, for callbacks that look for a setting; see `Trial`."""
@@ -663,7 +688,7 @@ class Trainer:
 
         It counts once an epoch's end hooks have run, in an epoch too that the run's end cuts short.
         """
-        return self.position.epoch + self._epoch_over
+        return self.position.epoch + self.position.epoch_over
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def test_the_folder_is_given_back_and_taken_again(make: Any, tmp_path: Path) -> 
     path.write_text(json.dumps({**json.loads(path.read_text()), "id": "another run's"}))
     with pytest.raises(LeaseLostError):
         first.save_state()
-    first._states.saver.close()
+    first._states.close()
 
 
 def two_of_a_job(folder: Path) -> list[str]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from instep.callbacks import Callback, ModelCheckpoint
-from instep.checkpoint import CheckpointStore, load_weights
+from instep.checkpoint import CheckpointStore
 from instep.checkpoint.background import BackgroundSaver
 from instep.checkpoint.files import Files
-from instep.errors import CheckpointError, Preempted, RemoteError, SettingError
+from instep.errors import CheckpointError, Preempted, SettingError
 from instep.loggers import Logger
 from tests.helpers.spawn import HANG_S, run_ranks
 from tests.trainer.resuming import Case, Net, assert_same, make_trainer, run_once, seed, train_loader
@@ -58,34 +58,6 @@ class Steps(Callback):
     def reached(self, step: int) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: step in self.weights, DEADLINE_S)
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, waits = Steps(), iter([6, 10])  # saves at 3 and 7 are held until steps 6 and 10 are done
-    held: list[bool] = []
-
-    def hold(operation: str, path: Path) -> None:
-        if (
-            operation == "create"
-            and path.name == "model.safetensors"
-            and threading.current_thread().name == "instep-save"
-        ):
-            held.append(steps.reached(next(waits)))
-
-    trace(monkeypatch, hold)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1, background=True)
-
-    class Also3(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 3:
-                saver._save(trainer)
-
-    fit(saver, steps, Also3())
-    assert held == [True, True]
-    for step in (3, 7):
-        saved = load_weights(tmp_path / f"step-{step:08d}-1")
-        assert all(torch.equal(saved[name], value) for name, value in steps.weights[step].items())
-    assert not torch.equal(steps.weights[3]["layer.weight"], steps.weights[6]["layer.weight"])
 
 
 class Told(Logger):
@@ -277,30 +249,3 @@ def test_going_on_from_each_ends_the_same(name: str, tmp_path: Path) -> None:
 def test_going_on_with_two_ranks_ends_the_same(tmp_path: Path) -> None:
     results = run_ranks(resumes, 2, CASES["windows"], str(tmp_path))
     assert results == [["3 found"]] * 2
-
-
-# ---- ranks
-
-
-def ends_with(folder: str, bad: int) -> tuple[str, str]:
-    def act(operation: str, path: Path) -> None:
-        if path.name == f"rank-{bad:05d}.json":
-            full_disk_at(4)(operation, path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        trace(patch, act)
-        saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, background=True)
-        try:
-            fit(saver, max_epochs=4)
-        except (CheckpointError, RemoteError) as error:
-            return type(error).__name__, Path(saver.last_model_path).name
-    raise AssertionError("it must fail on every rank")
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_failed_one_ends_all_ranks_at_the_same_step(tmp_path: Path, bad: int) -> None:
-    results = run_ranks(ends_with, 2, str(tmp_path), bad)
-    kinds = ["CheckpointError" if rank == bad else "RemoteError" for rank in (0, 1)]
-    assert results == [(kind, "step-00000002-1") for kind in kinds]
-    assert names(tmp_path) == ["step-00000002-1"]

@@ -297,7 +297,7 @@ def test_on_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_nothing_is_deleted_before_the_newer_one_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Trainer, "verify_checkpoint", lambda self, path: ["model.safetensors is too short"])
+    monkeypatch.setattr(CheckpointStore, "verify_together", lambda self, path: ["model.safetensors is too short"])
     saver = ModelCheckpoint(tmp_path / "kept", on_error="warn")
     with pytest.warns(UserWarning, match=r"does not verify \(model\.safetensors is too short\); nothing older"):
         run(tmp_path, saver, max_epochs=2)

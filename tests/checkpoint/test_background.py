@@ -17,7 +17,7 @@ from instep.checkpoint import CheckpointStore, LocalFiles, background
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.distributed import gather_object
 from instep.distributed.rank_zero import RankGroup
-from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
+from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.state import PartialState
 from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
 from tests.helpers.spawn import HANG_S, run_command, run_ranks
@@ -92,14 +92,6 @@ def test_the_next_one_waits_for_the_buffers(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     second = saver.start(store, 2, recorder).outcome(RankGroup())
     assert [value_of(store.read(path)) for path in (first.outcome(RankGroup()), second)] == [1.0, 2.0]
-    saver.close()
-
-
-def test_older_ones_are_deleted_once_it_has_verified(tmp_path: Path) -> None:
-    store, saver = CheckpointStore(tmp_path), BackgroundSaver()
-    old = save(saver, store, 1.0).outcome(RankGroup())
-    new = save(saver, store, 2.0, to_delete=[str(old)]).outcome(RankGroup())
-    assert [info.path for info in store.scan()] == [new]
     saver.close()
 
 
@@ -212,33 +204,6 @@ def beside_the_training(folder: str) -> tuple[str, list[str], list[int]]:
 def test_it_has_a_group_of_its_own(tmp_path: Path, debug: str) -> None:
     results = run_ranks(beside_the_training, 2, str(tmp_path), env={"INSTEP_DEBUG": debug})
     assert results == [("step-00000002-1", [], [0, 0])] * 2
-
-
-def fails_on(folder: str, bad: int) -> tuple[str, str, bool]:
-    PartialState(cpu=True)
-    saver = BackgroundSaver()
-    old = save(saver, CheckpointStore(folder), 1.0).outcome(RankGroup())
-    store = CheckpointStore(folder, LocalFiles(at("write", full_disk, bad)))
-    pending = save(saver, store, 2.0, to_delete=[str(old)])
-    try:
-        pending.outcome(RankGroup())
-    except CheckpointError as error:
-        got = type(error).__name__, str(error), old.exists()
-    except RemoteError as error:
-        got = type(error).__name__, str(error), old.exists()
-    else:
-        raise AssertionError("it must fail on every rank")
-    save(saver, CheckpointStore(folder), 3.0).outcome(RankGroup())  # the ranks are still in step
-    saver.close()
-    return got
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("bad", [0, 1])
-def test_its_error_is_that_of_every_rank(tmp_path: Path, bad: int) -> None:
-    results = run_ranks(fails_on, 2, str(tmp_path), bad)
-    assert [name for name, _, _ in results] == ["RemoteError" if rank != bad else "CheckpointError" for rank in (0, 1)]
-    assert all("no space left" in text and kept for _, text, kept in results)
 
 
 def given_up_by(folder: str, who: int) -> str:

@@ -19,7 +19,7 @@ class GarbageCollection(StepGuest):
         at, step, every = self.ctx.position, parts.step, self.ctx.settings.gc_every_n_steps or 1
         if gc.isenabled():
             gc.disable()
-            self.ctx.undo.callback(gc.enable)
+            self.ctx.exit_stack.callback(gc.enable)
 
         def run(batch: Any, batch_idx: int) -> Any:
             before = at.global_step

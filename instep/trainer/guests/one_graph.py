@@ -91,7 +91,7 @@ class OneGraph(StepGuest):
             if captured.replayed:  # else `normal` did the rest too
                 if buffer:
                     log.drain()
-                ctx.window_count += 1
+                ctx.counts.in_window += 1
             return output
 
         return train_recorded
@@ -105,7 +105,7 @@ class OneGraph(StepGuest):
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
         if self._compiled is None:  # else of an earlier epoch: torch would compile a new one anew
             assert config is not None
-            ctx.undo.enter_context(backward_in_graph())
+            ctx.exit_stack.enter_context(backward_in_graph())
             self._compiled = compile_forward_backward(parts.take, config)
         compiled = self._compiled
 
@@ -113,14 +113,14 @@ class OneGraph(StepGuest):
             weight = weigh(batch_idx)
             if not weight:  # what a nan in it would do to the sum is for the plain way
                 return train(batch, batch_idx)
-            if ctx.window_count == 0:
+            if ctx.counts.in_window == 0:
                 zero_grad()
             output, done = compiled(batch, batch_idx, weight)
             if buffer:
                 log.drain()
             if not done:
                 return loss_of(output, ctx)  # None, or an error
-            ctx.window_count += 1
+            ctx.counts.in_window += 1
             return output
 
         return train_compiled

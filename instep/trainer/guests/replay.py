@@ -32,8 +32,7 @@ _ALL_ARRIVE_S = 60.0
 
 
 def silence(trainer: Trainer) -> None:
-    """Take the loggers, the savers and what draws off the Trainer."""
-    trainer._loggers = []
+    """Take the savers and what draws off the Trainer."""
     trainer.callbacks = _silenced(trainer.callbacks)
     trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 

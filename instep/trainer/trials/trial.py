@@ -17,7 +17,7 @@ from instep.distributed import Triggers
 from instep.distributed.out_of_memory import clear_device_cache
 from instep.distributed.rank_zero import from_every_rank
 from instep.errors import DataError, HookError, UsageError
-from instep.trainer.context import Progress, RunContext
+from instep.trainer.context import Ending, Progress, RunContext, StepCounts
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.guests import find_guests
 from instep.trainer.hooks import HookTable
@@ -76,8 +76,8 @@ class Trial:
     @property
     def repeats(self) -> bool:
         """Whether a resumed run calls this hook once more: what was to be found was found before."""
-        run = self._run
-        return run.restore_rest is not None or (run.continues is not None and run.resumed is not None)
+        plan = self._run.resume
+        return plan is not None and plan.continues is not None and not plan.restored
 
     @property
     def optimizer_steps(self) -> int:
@@ -164,10 +164,11 @@ class Trial:
         if ctx.position.epoch_ended:
             ctx.position.next_epoch()
         ctx.position.batch = ctx.position.window_batch = 0
+        ctx.position.epoch_over = False
         ctx.hooks = HookTable(trainer, module, ())
-        ctx.deferred, ctx.validation = [], copy.copy(run.validation)
+        ctx.ending, ctx.validation = Ending(), copy.copy(run.validation)
         ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
-        ctx.window_count = ctx.manual_steps = 0
+        ctx.counts = StepCounts()
         ctx.log = MetricLog("train", run.world_size)
         ctx.log.buffer = NullBuffer()
         if module.automatic_optimization:
@@ -177,7 +178,7 @@ class Trial:
         silent = [SilentLogger() for _ in trainer.loggers]
         vars(trainer).update(
             _ctx=ctx, position=ctx.position, metrics=Metrics(trainer), _log=ctx.log, _loggers=silent,
-            progress=Progress(ctx.position), _epoch_over=False,
+            progress=Progress(ctx.position),
         )  # fmt: skip
         module._log_into(ctx.log.buffer)
         if run.fn == "fit":

@@ -13,7 +13,7 @@ from instep import Callback, DataModule, Trainer
 from instep.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from instep.checkpoint import CheckpointStore
 from instep.errors import SettingError
-from instep.trainer import salvage
+from instep.trainer import run_state
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.trainer.toys import Toy, assert_same, loader, quiet, weights
 
@@ -146,7 +146,7 @@ class FailsOnRank1(Fails):
 
 def on_two_ranks(folder: Path, where: str, strategy: str) -> list[int]:
     warnings.simplefilter("ignore")
-    salvage.ARRIVE_S = 0.5  # the others do not come
+    run_state.ARRIVE_S = 0.5  # the others do not come
     module = FailsOnRank1()
     module.where = where
     trainer = quiet(
