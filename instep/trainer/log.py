@@ -693,7 +693,8 @@ class MetricLog:
                     metrics[name] = ours[name].last = sum(values) / len(values)  # shown, and saved, from now on
         if not metrics:
             return []
-        self.step_values.update({name: value for key, value in metrics.items() for name in ours[key].shown})
+        shown = ((name, value) for key, value in metrics.items() for name in ours[key].shown)
+        self.step_values.update(pair for pair in shown if pair[0] in self.step_values)  # not over an epoch's value
         logged = {name: value for name, value in metrics.items() if ours[name].options.logger is not False}
         return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if ours[name].options.prog_bar})]
 

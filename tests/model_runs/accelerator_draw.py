@@ -64,17 +64,19 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
         worlds: the numbers of ranks that may be drawn.
     """
     ranks = draw(st.sampled_from(worlds))
-    accumulate = draw(sometimes(1, st.integers(2, 4)))
+    # Ranks that end by themselves save and evaluate together with no other.
+    even = ranks == 1 or draw(sometimes(True, st.just(False)))
+    accumulate = draw(sometimes(1, st.integers(2, 4))) if even else 1
     by_hand = ranks == 1 and draw(st.sampled_from((False, False, False, True)))  # a batch that comes again counts there
     scheduler = draw(st.sampled_from((None, "halves", "cycle", "steps", "plateau")))
     steps_by_epoch = scheduler is not None and draw(st.sampled_from((False, False, True)))
     # torch refuses more steps than a cycle has.
     with_optimizer = scheduler in (None, "cycle") or draw(sometimes(True, st.booleans()))
     # The number of ranks may change for data whose place is known in samples, and scripts that skip no batch by number.
-    changes = ranks > 1 and draw(st.sampled_from((False, False, True)))
-    split = ranks > 1 and not changes and draw(st.sampled_from((False, False, True)))
+    changes = even and ranks > 1 and draw(st.sampled_from((False, False, True)))
+    split = even and ranks > 1 and not changes and draw(st.sampled_from((False, False, True)))
     train, val = draw(rank_loaders(ranks, split)), draw(sometimes(None, rank_loaders(ranks, split, first=100)))
-    if changes:
+    if changes or not even:
         train = replace(train, kind="map", claims=None)
     # A window that goes on in the next epoch is lost where a state is saved within it.
     syncs = by_hand or changes or draw(sometimes(True, st.just(False)))
@@ -82,9 +84,6 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
     ahead = ranks == 1 and accumulate == 1 and syncs and not by_hand and draw(sometimes(False, st.just(True)))
     restore_position = True if ahead else draw(st.sampled_from(("auto", "auto", "auto", True, changes)))
     save_at_steps = changes or not syncs or draw(sometimes(True, st.just(by_hand)))
-    # Ranks that end by themselves save and evaluate together with no other.
-    even = ranks == 1 or changes or split or accumulate > 1 or train.kind != "map"
-    even = even or draw(sometimes(True, st.just(False)))
     save_every = draw(st.integers(1, 4)) if changes else draw(st.one_of(st.integers(1, 4), st.none()))
     sets_epoch = not changes and draw(sometimes(False, st.booleans()))
     dispatch = None if split else draw(st.sampled_from((False, True)))

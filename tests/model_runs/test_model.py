@@ -214,6 +214,9 @@ CHOSEN = {
         rate_monitor="step",
         optimization=Optimization(2),
     ),
+    "a late step value beside the value of its epoch": Case(
+        Settings(max_epochs=2, log_every_n_steps=5), Data(4), logs=(Log(on_epoch=True, every=2),)
+    ),
     "together no batch": Case(Settings(max_epochs=1), Data(2), Combined((Data(0, first=100),))),
     "shuffled": Case(Settings(max_epochs=3, limit_train_batches=2), Data(7, 2, shuffle=True), VAL),
 }
@@ -295,11 +298,14 @@ CHOSEN_IN_TURN = {
             VAL,
             checkpoints=Checkpoints(every_n_train_steps=1),
         ),
-        (Process(place=0.9), Process()),
+        (Process(), Process()),
     ),
     "what a finished run shows on its progress bar": (
         Case(
-            Settings(max_epochs=1), Data(2), logs=(Log(prog_bar=True),), checkpoints=Checkpoints(every_n_train_steps=2)
+            Settings(max_epochs=1, log_every_n_steps=0),
+            Data(2),
+            logs=(Log(metric="mean", prog_bar=True),),
+            checkpoints=Checkpoints(),
         ),
         (Process(), Process()),
     ),
@@ -311,15 +317,6 @@ CHOSEN_IN_TURN = {
             checkpoints=Checkpoints(every_n_train_steps=2, save_last=True),
         ),
         (Process(trigger="preempted", asks_place=0.9), Process()),
-    ),
-    "what was logged at the start of an epoch that a save came before": (
-        Case(
-            Settings(max_epochs=2, log_every_n_steps=1),
-            Data(2),
-            logs=(Log("on_train_epoch_start", "b"), Log("on_train_start", "c")),
-            checkpoints=Checkpoints(),
-        ),
-        (Process(trigger="save", place=0.1), Process()),
     ),
 }
 
