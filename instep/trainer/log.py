@@ -693,8 +693,12 @@ class MetricLog:
                     metrics[name] = ours[name].last = sum(values) / len(values)  # shown, and saved, from now on
         if not metrics:
             return []
-        shown = ((name, value) for key, value in metrics.items() for name in ours[key].shown)
-        self.step_values.update(pair for pair in shown if pair[0] in self.step_values)  # not over an epoch's value
+        for (
+            key,
+            value,
+        ) in metrics.items():  # sent late it leaves the epoch's value, but for a mean of ranks
+            names = [name for name in ours[key].shown if name in self.step_values or ours[key].options.sync_dist]
+            self.step_values.update(dict.fromkeys(names, value))
         logged = {name: value for name, value in metrics.items() if ours[name].options.logger is not False}
         return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if ours[name].options.prog_bar})]
 
