@@ -1,5 +1,7 @@
 """`Accelerator`: a handwritten loop over the Trainer's strategies, data, loggers and checkpoints."""
 
+from typing import TYPE_CHECKING
+
 from instep.accelerator.accelerator import Accelerator
 from instep.accelerator.compiling import TorchDynamoPlugin
 from instep.accelerator.exporting import save
@@ -15,7 +17,6 @@ from instep.accelerator.handlers import (
     ProjectConfiguration,
 )
 from instep.accelerator.loader import skip_first_batches
-from instep.accelerator.local_sgd import LocalSGD
 from instep.accelerator.logging import get_logger, tqdm
 from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
 from instep.accelerator.parallelism import ParallelismConfig
@@ -56,4 +57,7 @@ __all__ = [
     "tqdm",
 ]
 
-__getattr__, __dir__ = loads(__name__, {})
+if TYPE_CHECKING:
+    from instep.accelerator.local_sgd import LocalSGD as LocalSGD
+
+__getattr__, __dir__ = loads(__name__, {"LocalSGD": "local_sgd"})

@@ -36,8 +36,9 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.strategies.base import check_cuttable
 from instep.strategies.gradients import parameters_of
-from instep.strategies.materialize import DISPATCHED, check_cuttable
+from instep.strategies.materialize import DISPATCHED
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
@@ -209,8 +210,7 @@ class PreparedRun:
             )
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
-        if not strategy.whole_parameters:
-            check_cuttable(model, strategy.name)
+        check_cuttable(model, strategy)
         if place or (place is None and self._moves and not _is_dispatched(model)):
             strategy.prepare_module(model)
         else:

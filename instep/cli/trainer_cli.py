@@ -24,6 +24,7 @@ from instep import __version__
 from instep.callbacks import Callback
 from instep.checkpoint import LocalFiles
 from instep.cli.completion import complete_subcommand
+from instep.cli.trainer_described import StandIn, described_arguments
 from instep.cli.trainer_parser import (
     AUTOMATIC,
     LRSchedulerOptions,
@@ -46,7 +47,7 @@ from instep.trainer.hooks import is_overridden
 from instep.trainer.settings import reject_unknown, resolve
 from instep.utils.hparams import CLASS_PATH, configured_as
 from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
-from instep.utils.rebuild import StandIn, configured_arguments, described_arguments
+from instep.utils.rebuild import configured_arguments
 from instep.utils.seed import seed_everything
 from instep.utils.warn import warn_user
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from instep.compat import tables
 from instep.compat.adapting import adapt
 from instep.errors import UsageError
 from instep.utils import porting
@@ -144,8 +145,8 @@ def _make(name: str, whole: str) -> Any:
     if target is not None:
         home, _, leaf = target.rpartition(".")
         return adapt(getattr(import_module(home), leaf), __name__, name, leaf, _silently)
-    if name in porting.DEFINED:
-        imports, value = porting.DEFINED[name]
+    if name in tables.DEFINED:
+        imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
         exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
         return made["value"]

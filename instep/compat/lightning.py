@@ -23,6 +23,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from instep.compat import tables
 from instep.compat.adapting import adapt
 from instep.utils import porting
 from instep.utils.warn import warn_user
@@ -51,7 +52,7 @@ class _Finder(MetaPathFinder, Loader):
         if not fullname.startswith(f"{__name__}."):
             return None
         leaf = fullname.rpartition(".")[2]
-        if leaf not in porting.LIGHTNING_MODULES:  # no ModuleNotFoundError: of that `from ... import` loses the text
+        if leaf not in tables.LIGHTNING_MODULES:  # no ModuleNotFoundError: of that `from ... import` loses the text
             raise ImportError(_missing(fullname), name=fullname)
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -75,16 +76,16 @@ def _find(module: str, name: str) -> Any:
         if (name, target) not in _adapted:
             _adapted[name, target] = adapt(getattr(import_module(home), leaf), __name__, name, leaf, _warn)
         return _adapted[name, target]
-    if name in porting.GONE:
-        _warn(name, f"{name} does nothing: leave it out ({porting.GONE[name]})")
+    if name in tables.GONE:
+        _warn(name, f"{name} does nothing: leave it out ({tables.GONE[name]})")
         return lambda *args, **kwargs: None
-    if name in porting.DEFINED:
-        imports, value = porting.DEFINED[name]
+    if name in tables.DEFINED:
+        imports, value = tables.DEFINED[name]
         _warn(name, f"{name}: write `{imports}` and `{name} = {value}`")
         made: dict[str, Any] = {}
         exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
         return made["value"]
-    if name in porting.LIGHTNING_MODULES:
+    if name in tables.LIGHTNING_MODULES:
         return import_module(f"{module}.{name}")
     raise AttributeError(_missing(f"{module}.{name}"))
 

@@ -405,6 +405,25 @@ class Strategy:
         """
 
 
+def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
+    """Refuse a quantized module under a strategy that cuts weights up.
+
+    Raises:
+        SettingError: as above.
+    """
+    if strategy.whole_parameters:
+        return
+    from instep.strategies.quantized_state import quantized_tensors  # late: most strategies leave weights whole
+
+    if quantized_tensors(module):
+        raise SettingError(
+            f"strategy={strategy.name!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
+            "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",
+            field="strategy",
+            got=strategy.name,
+        )
+
+
 def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
     """Return the shape of every entry of a module's `state_dict()`; None for what is no tensor, or has no shape yet."""
     return {

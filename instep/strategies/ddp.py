@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.gradients import parameters_of
-from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.materialize import broadcast_weights, check_offloaded, dispatched_weights
 from instep.strategies.precision import Precision
 from instep.strategies.quantized_state import is_of_torchao, quantized_tensors
 from instep.strategies.step_forward import StepForward
 from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
 from instep.utils.checks import FLAG, above_zero
+
+if TYPE_CHECKING:
+    from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
@@ -184,7 +186,11 @@ class DDPStrategy(Strategy):
                     "DDPStrategy's option", field, [option for option in _TORCH_OPTIONS if option not in _OURS]
                 )
         self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
-        self.local_sgd_plan = LocalSGDPlan.of(self.hook.state) if comm_hook == "post_local_sgd" else None
+        self.local_sgd_plan: LocalSGDPlan | None = None
+        if comm_hook == "post_local_sgd":
+            from instep.strategies.local_sgd import LocalSGDPlan  # late: few runs take it
+
+            self.local_sgd_plan = LocalSGDPlan.of(self.hook.state)
         self.replicas_diverge = self.local_sgd_plan is not None
         if consolidate_optimizer and not zero_redundancy_optimizer:
             raise _wrong("consolidate_optimizer", True, "belongs to zero_redundancy_optimizer=True; leave it out")
@@ -314,7 +320,7 @@ class DDPStrategy(Strategy):
             if len(optimizers) > 1 and self._manual:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
             if self._local_sgd is None or not again:
-                self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers)
+                self._local_sgd = self.local_sgd_plan.start(self.module, optimizers)
             self._local_sgd.attach(ddp)
         self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp

@@ -57,6 +57,10 @@ class LocalSGDPlan:
                 got=state,
             ) from error
 
+    def start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> PostLocalSGD:
+        """Make what follows the plan in a training of a module."""
+        return PostLocalSGD(self, module, optimizers)
+
 
 @torch.no_grad()
 def average_weights(tensors: Iterable[Tensor]) -> None:

@@ -391,21 +391,6 @@ def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             p.data = p.data.clone()
 
 
-def check_cuttable(module: nn.Module, strategy: str) -> None:
-    """Refuse a quantized module under a strategy that cuts weights up.
-
-    Raises:
-        SettingError: as above.
-    """
-    if quantized_tensors(module):
-        raise SettingError(
-            f"strategy={strategy!r} cuts weights up, and the quantized weights of {type(module).__name__} cannot "
-            "be cut: each has scales of its own. Use strategy='ddp', where each rank has the whole model.",
-            field="strategy",
-            got=strategy,
-        )
-
-
 def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
     """Copy the first rank's weights and buffers to every rank. Collective.
 

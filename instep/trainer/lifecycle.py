@@ -27,7 +27,7 @@ from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.state.environment import read_job
 from instep.strategies import Precision
-from instep.strategies.base import sync_batchnorm
+from instep.strategies.base import check_cuttable, sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder
 from instep.trainer.context import Position, RunContext, TrainerStatus
@@ -199,10 +199,7 @@ def _set_up(ctx: RunContext) -> None:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
     awaited = {} if ctx.resume is None else run_state.await_weights(ctx, ctx.resume)
-    if not ctx.strategy.whole_parameters:
-        from instep.strategies.materialize import check_cuttable  # late: most strategies leave weights whole
-
-        check_cuttable(module, ctx.strategy.name)
+    check_cuttable(module, ctx.strategy)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.is_trial:
         module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory

@@ -4,9 +4,6 @@ Where an argument is an object (a backbone, a loss) they hold its class and argu
 can build it again. A checkpoint is a stranger's and must not run code, so no parser sees its texts: a text stays a
 text, or becomes what the argument's type says by the small tables here. A mapping with a `class_path` is built where
 the type admits an object, of a class that `allowed_class` finds.
-
-`TrainerCLI` takes a checkpoint's values as defaults of a parser that builds objects and reads texts as YAML. It gets
-`described_arguments`: the same values with a stand-in for every text.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from argparse import Namespace
 from collections import abc
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from enum import Enum
@@ -251,10 +248,10 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
     for name, value in list(built.items()):
         if of_json and _is_leaf(hints.get(name)):
             with suppress(CheckpointError):  # `load_from_checkpoint` leaves it as it is, too
-                built[name] = _Building().argument(value, hints[name], name, cls)
+                built[name] = Building().argument(value, hints[name], name, cls)
         elif isinstance(value, dict | list | tuple) and _is_structure(hints.get(name)):
             try:
-                built[name] = _Building().argument(value, hints[name], name, cls)
+                built[name] = Building().argument(value, hints[name], name, cls)
             except CheckpointError:
                 raise
             except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
@@ -412,45 +409,14 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {key: value for key, value in saved.items() if key != CLASS_PATH}
     built = configured_class(cls, saved)
-    return _Building().arguments(with_code(built, values), built, "")
+    return Building().arguments(with_code(built, values), built, "")
 
 
-def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
-    """Describe the arguments of a module as defaults for a parser, without any text of the checkpoint.
-
-    Args:
-        cls: the module's class, or a base of the one that was configured.
-        saved: the hyperparameters, with the path of the configured class.
-
-    Returns:
-        The arguments, of which some texts are stand-ins; and what these stand for.
-
-    Raises:
-        CheckpointError: as `configured_arguments`.
-    """
-    describing, built = _Describing(), configured_class(cls, saved)
-    values = {key: value for key, value in saved.items() if key != CLASS_PATH}
-    return describing.arguments(with_code(built, values), built, ""), describing.stand_ins
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """Value that a text in `described_arguments` stands for.
-
-    Args:
-        value: the checkpoint's.
-        is_text: it is a text, for an argument that takes any text.
-    """
-
-    value: Any
-    is_text: bool
-
-
-class _Unfit(ValueError):
+class Unfit(ValueError):
     """A value is not of its argument's type."""
 
 
-class _Building:
+class Building:
     """Builder of arguments from the values of a checkpoint, by the types of the parameters."""
 
     def text(self, text: str) -> Any:
@@ -505,7 +471,7 @@ class _Building:
     def argument(self, value: Any, hint: Any, key: str, owner: type) -> Any:
         try:
             return self.value(value, hint, key, owner)
-        except _Unfit:
+        except Unfit:
             what = f"{type(value).__name__}, {short(repr(value))}"
             raise CheckpointError(
                 f"the checkpoint's {key} is a {what}, which is no {_name(hint)} that a checkpoint may give. Pass "
@@ -516,7 +482,7 @@ class _Building:
         """Build a value as the type of its argument says.
 
         Raises:
-            _Unfit: it is not of this type.
+            Unfit: it is not of this type.
             CheckpointError: it names what a checkpoint may not.
         """
         hint, origin = _bare(hint)
@@ -570,11 +536,11 @@ class _Building:
         for hint in sorted(hints, key=lambda hint: _bare(hint)[0] in _OPEN):
             try:
                 return self.value(value, hint, key, owner)
-            except _Unfit:
+            except Unfit:
                 continue
             except CheckpointError as refusal:
                 error = refusal
-        raise error or _Unfit
+        raise error or Unfit
 
     def spec_arguments(self, value: Mapping[str, Any], named: type, key: str) -> dict[str, Any]:
         parts = [value.get(name) or {} for name in ("init_args", "dict_kwargs")]
@@ -601,7 +567,7 @@ class _Building:
                 except CheckpointError:
                     raise error from None
         if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
-            raise _Unfit
+            raise Unfit
         named = allowed_class(value["class_path"], key)
         returned = get_args(hint)[1:]
         partly = bool(returned) and _is_class(returned[0]) and issubclass(named, returned[0])
@@ -630,7 +596,7 @@ class _Building:
             return origin(made)
         if origin in (abc.Set, abc.MutableSet):
             return set(made)
-        raise _Unfit
+        raise Unfit
 
     def mapping(self, value: dict[Any, Any], hint: Any, origin: type, key: str, owner: type) -> Any:
         if typing.is_typeddict(origin):
@@ -653,7 +619,7 @@ class _Building:
             [field.name for field in dataclasses.fields(origin) if field.init] if is_dataclass(origin) else None
         )
         if fields is None:
-            raise _Unfit
+            raise Unfit
         _same(value.keys() <= set(fields), value)
         hints = _hints(origin)
         made = {name: self.value(inner, hints.get(name, Any), f"{key}.{name}", owner) for name, inner in value.items()}
@@ -680,7 +646,7 @@ class _Building:
             if isinstance(value, str):
                 return self.written(value, kind)
         except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-            raise _Unfit from error
+            raise Unfit from error
         return _same(isinstance(value, kind), value)
 
     def written(self, text: str, kind: Any) -> Any:
@@ -704,39 +670,6 @@ class _Building:
             remote = {"s", "u"}.intersection(getattr(kind, "_mode", ""))
             return kind(_same(not remote, text))
         return self.anything(_same(isinstance(text, kind), text))
-
-
-class _Describing(_Building):
-    """Builder of a parser's defaults from the values of a checkpoint, with stand-ins in the place of texts."""
-
-    def __init__(self) -> None:
-        self.stand_ins: dict[str, StandIn] = {}
-        self._secret = uuid.uuid4().hex  # so that no text of the checkpoint has the name of a stand-in in it
-
-    def _stand_in(self, value: Any, is_text: bool) -> str:
-        name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"
-        self.stand_ins[name] = StandIn(value, is_text)
-        return name
-
-    def text(self, text: str) -> Any:
-        return self._stand_in(text, is_text=True)
-
-    def anything(self, value: Any) -> Any:
-        return self._stand_in(value, is_text=False)
-
-    def open(self, value: Any, key: str, owner: type) -> Any:
-        super().open(value, key, owner)  # refuses what it must
-        plain = value is None or isinstance(value, bool | int | float)
-        return value if plain else self._stand_in(value, is_text=False)
-
-    def configuration(self, value: Any, kind: Any, key: str) -> Any:
-        raise _Unfit
-
-    def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
-        return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}
-
-    def structure(self, cls: type, fields: dict[str, Any]) -> Any:
-        return fields
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -822,13 +755,13 @@ def _bare(hint: Any) -> tuple[Any, Any]:
 
 def _same(fits: bool, value: Any) -> Any:
     if not fits:
-        raise _Unfit
+        raise Unfit
     return value
 
 
 def _found(match: re.Match[str] | None) -> re.Match[str]:
     if match is None:
-        raise _Unfit
+        raise Unfit
     return match
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
+from instep.compat import tables
 from instep.utils import porting
 
 _LINE = 88  # longer lines are broken
@@ -133,8 +134,8 @@ class Names(cst.CSTVisitor):
             return False
         for alias in node.names:
             self.bound[_local(alias)] = f"{module}.{code(alias.name)}"
-            if code(alias.name) in porting.OF_OTHERS and porting.canonical(module) is None:
-                self.plan.todo(node, f"{code(alias.name)}: {porting.OF_OTHERS[code(alias.name)]}")
+            if code(alias.name) in tables.OF_OTHERS and porting.canonical(module) is None:
+                self.plan.todo(node, f"{code(alias.name)}: {tables.OF_OTHERS[code(alias.name)]}")
             if node in self._top:
                 self.have.add(f"{module} {code(alias).rstrip(', ')}")
         return False
@@ -158,14 +159,14 @@ class Names(cst.CSTVisitor):
 
     def visit_Expr(self, node: cst.Expr) -> bool:
         name = self._canonical(node.value.func) if isinstance(node.value, cst.Call) else None
-        if name is None or name.rpartition(".")[2] not in porting.GONE:
+        if name is None or name.rpartition(".")[2] not in tables.GONE:
             return True
         self.plan.new[node] = []
         return False
 
     def visit_Call(self, node: cst.Call) -> bool:
         base = _base(node.func)
-        expression = porting.CALLS.get(self._canonical(node.func) or "")
+        expression = tables.CALLS.get(self._canonical(node.func) or "")
         if expression is None or node.func is base or not isinstance(base, cst.Name):
             return True
         self.plan.new[node] = cst.parse_expression(expression)
@@ -215,7 +216,7 @@ class Names(cst.CSTVisitor):
             self.targets[node] = target
             if node is not base:
                 self.needed[base.value].add(target.rpartition(".")[0])
-        elif name not in porting.MODULES and not (node is base and _definition(name)):
+        elif name not in tables.MODULES and not (node is base and _definition(name)):
             self.leftovers[name].append(node)
             self.kept.add(base.value)
 
@@ -293,9 +294,9 @@ class Names(cst.CSTVisitor):
                     moved[other.rpartition(".")[0]].setdefault(other.rpartition(".")[2])
             elif definition:
                 lines += [*self._new(node, definition[0]), f"{local} = {definition[1]}"]
-            elif name in porting.MODULES:
+            elif name in tables.MODULES:
                 lines += self._modules(node, local, f"from {module} import {code(alias).rstrip(', ')}")
-            elif name in self.leftovers or name.rpartition(".")[2] not in porting.GONE:
+            elif name in self.leftovers or name.rpartition(".")[2] not in tables.GONE:
                 stay.append(alias)
                 if name not in self.leftovers:  # it is imported and not used
                     self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
@@ -402,7 +403,7 @@ def _also(lines: list[int]) -> str:
 
 
 def _definition(name: str) -> tuple[str, str] | None:
-    return porting.DEFINED.get(name.rpartition(".")[2])
+    return tables.DEFINED.get(name.rpartition(".")[2])
 
 
 def _renamed(alias: cst.ImportAlias, new: str) -> cst.ImportAlias:

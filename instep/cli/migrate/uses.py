@@ -16,6 +16,7 @@ from instep.cli.migrate import changes
 from instep.cli.migrate.changes import Change
 from instep.cli.migrate.lifting import guard, lifted
 from instep.cli.migrate.survey import Names, Plan, code
+from instep.compat import tables
 from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
 from instep.utils import porting
@@ -184,7 +185,7 @@ class Uses(cst.CSTVisitor):
                 for change in listed:
                     self._changes.setdefault(change.where, []).append(change)
         if self.is_lightning:
-            self.receivers |= {"trainer": porting.PARAMETERS["trainer"], "self.trainer": porting.PARAMETERS["trainer"]}
+            self.receivers |= {"trainer": tables.PARAMETERS["trainer"], "self.trainer": tables.PARAMETERS["trainer"]}
         plan.module.visit(_Receivers(self))
         several = self.steps_often or _SEVERAL.search(self._script) is not None
         self._counts_otherwise = self.is_lightning and several and _BY_HAND.search(self._script) is not None
@@ -211,8 +212,8 @@ class Uses(cst.CSTVisitor):
             leaf = self._leaf(base.value)
             kind = kind or (leaf if leaf in _KINDS else self.classes.get(code(base.value), ""))
             direct = direct or self.names.targets.get(base.value, "")
-            if leaf in porting.NOT_A_BASE:
-                self.plan.todo(base, f"{node.name.value} derives from {leaf}: {porting.NOT_A_BASE[leaf]}")
+            if leaf in tables.NOT_A_BASE:
+                self.plan.todo(base, f"{node.name.value} derives from {leaf}: {tables.NOT_A_BASE[leaf]}")
         methods = [part for part in node.body.body if isinstance(part, cst.FunctionDef)]
         if kind:
             self.classes[node.name.value] = kind
@@ -255,9 +256,9 @@ class Uses(cst.CSTVisitor):
         if any(_ON_ONE_RANK.search(code(each.decorator)) for each in node.decorators):
             self._one_rank.append(node)
         names = [parameter.name.value for parameter in node.params.params]
-        holds = {name: target for name, target in porting.PARAMETERS.items() if self.is_lightning and name in names}
+        holds = {name: target for name, target in tables.PARAMETERS.items() if self.is_lightning and name in names}
         if self._inside and self._inside[-1] == "Callback" and node.name.value.startswith("on_"):
-            holds |= dict(zip(names[1:3], porting.PARAMETERS.values(), strict=False))
+            holds |= dict(zip(names[1:3], tables.PARAMETERS.values(), strict=False))
         self._parameters.append(holds)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
@@ -328,7 +329,7 @@ class Uses(cst.CSTVisitor):
             name = target.attr.value
             found = getattr(load(owner), name, None)
             if isinstance(found, ReadOnly) or (isinstance(found, property) and found.fset is None):
-                instead = porting.NOT_SET.get(name) or _first_line(found)
+                instead = tables.NOT_SET.get(name) or _first_line(found)
                 self.plan.todo(target, f"{code(target)} cannot be set: {instead}")
             self._change(target, f"{owner.rpartition('.')[2]}.{name} =", value)
 
@@ -361,12 +362,12 @@ class Uses(cst.CSTVisitor):
             self._change(node, name, what=code(node))
         leaf = owner.rpartition(".")[2]
         known = owner != "" and has_attribute(owner, name)
-        if name in porting.ATTRIBUTES_RENAMED and name not in self.names.defined:
-            self.plan.new[node] = node.with_changes(attr=cst.Name(porting.ATTRIBUTES_RENAMED[name]))
-        elif name in porting.ALIASES and code(node) not in self.assigned:
-            self.plan.warns(node, f"{code(node)}: {porting.ALIASES[name]}")
-        elif not known and name in porting.ANYWHERE and self._is_anywhere(node):
-            self.plan.todo(node, f"{code(node)}: {porting.ANYWHERE[name]}")
+        if name in tables.ATTRIBUTES_RENAMED and name not in self.names.defined:
+            self.plan.new[node] = node.with_changes(attr=cst.Name(tables.ATTRIBUTES_RENAMED[name]))
+        elif name in tables.ALIASES and code(node) not in self.assigned:
+            self.plan.warns(node, f"{code(node)}: {tables.ALIASES[name]}")
+        elif not known and name in tables.ANYWHERE and self._is_anywhere(node):
+            self.plan.todo(node, f"{code(node)}: {tables.ANYWHERE[name]}")
         elif owner and not known:
             text = porting.ATTRIBUTES.get(leaf, {}).get(name)
             if text is None and leaf not in _KINDS and code(node) not in self.assigned:
@@ -409,7 +410,7 @@ class Uses(cst.CSTVisitor):
             return
         owner = self._owner(function.value)
         leaf = owner.rpartition(".")[2]
-        method = getattr(load(owner), porting.ATTRIBUTES_RENAMED.get(name, name), None) if owner else None
+        method = getattr(load(owner), tables.ATTRIBUTES_RENAMED.get(name, name), None) if owner else None
         if code(function.value) == "self" and self._own and name in self._own[-1]:
             return
         if leaf == "Accelerator":
@@ -439,7 +440,7 @@ class Uses(cst.CSTVisitor):
         value = node.evaluated_value
         if not isinstance(value, str):
             return
-        for start, text in porting.ENVIRONMENT.items():
+        for start, text in tables.ENVIRONMENT.items():
             if value.startswith(start):
                 self.plan.todo(node, f"{value}: {text}")
         if "lightning_logs" in value:
@@ -476,14 +477,14 @@ class Uses(cst.CSTVisitor):
             if name in dropped and not has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
-            elif key == "Accelerator" and name in porting.INTO_DATALOADER_CONFIG:
+            elif key == "Accelerator" and name in tables.INTO_DATALOADER_CONFIG:
                 into.append(arg)
             elif not has_argument(function, name) and (twice := there & _becomes(key, name)):
                 text = f"{porting.instead_of(key, name)}; already there: {'=, '.join(sorted(twice))}="
                 self.plan.todo(arg, f"{key}({_text(arg)}): {text}")
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
-        limit = min(porting.POSITIONAL.get(key, unnamed), count_positional(function))
+        limit = min(tables.POSITIONAL.get(key, unnamed), count_positional(function))
         if unnamed > limit:
             self.plan.todo(node, f"{key}: name the arguments after number {limit}; instep's differ")
         if into:
@@ -593,7 +594,7 @@ class Uses(cst.CSTVisitor):
         target = self._class(node)
         if not target and isinstance(node, cst.Attribute):
             owner = self._owner(node.value).rpartition(".")[2]
-            target = porting.PARTS.get(owner, {}).get(node.attr.value, "")
+            target = tables.PARTS.get(owner, {}).get(node.attr.value, "")
         return target
 
     def _class(self, node: cst.BaseExpression) -> str:

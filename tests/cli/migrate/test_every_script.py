@@ -15,13 +15,14 @@ import pytest
 
 from instep.cli.migrate.rewrite import migrate
 from instep.cli.migrate.survey import Finding
+from instep.compat import tables
 from instep.utils import porting
 
 HERE = Path(__file__).parent
 MORE = "INSTEP_SCRIPTS"  # folders of scripts and guides of Lightning and Accelerate, with ":" between them
 _ARGUMENTS = {
-    *porting.INTO_DATALOADER_CONFIG,
-    *porting.ATTRIBUTES_RENAMED,
+    *tables.INTO_DATALOADER_CONFIG,
+    *tables.ATTRIBUTES_RENAMED,
     *(name for table in (porting.RENAMED, porting.DROPPED) for names in table.values() for name in names),
     *(name for _, name in porting.VALUES),
     "gather",

@@ -16,6 +16,7 @@ import pytest
 from instep.cli.main import main
 from instep.cli.migrate import uses
 from instep.cli.migrate.rewrite import migrate
+from instep.compat import tables
 from instep.trainer.settings import check_value
 from instep.utils import porting
 from tests.helpers.spawn import run_command
@@ -402,13 +403,13 @@ def test_every_name_has_a_place() -> None:
         for target in moved.values():
             if find_spec(target.partition(".")[0]):  # torchvision may be missing
                 assert uses.load(target) is not None
-    for imports, value in porting.DEFINED.values():
+    for imports, value in tables.DEFINED.values():
         exec(f"{imports}\nvalue = {value}\nif callable(value): value()", {})
-    for owner, parts in porting.PARTS.items():
+    for owner, parts in tables.PARTS.items():
         for part, target in parts.items():
             assert uses.has_attribute(_homes()[owner], part), (owner, part)
             assert uses.load(target) is not None
-    for target in porting.PARAMETERS.values():
+    for target in tables.PARAMETERS.values():
         assert uses.load(target) is not None
 
 
@@ -418,9 +419,9 @@ def test_no_name_that_exists_is_called_missing() -> None:
     assert not (public | moved) & porting.ADVICE.keys() - {"__version__"}
     classes = {target for moved in porting.MOVED.values() for target in moved.values()}
     owners = [target for target in classes if target.startswith("instep.") and isinstance(uses.load(target), type)]
-    for name in porting.ANYWHERE:
+    for name in tables.ANYWHERE:
         assert not any(uses.has_attribute(owner, name) for owner in owners), name
-    for name in porting.ALIASES:
+    for name in tables.ALIASES:
         assert any(uses.has_attribute(owner, name) for owner in owners), name
 
 
@@ -473,7 +474,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
                 )
             except (ImportError, AttributeError, ValueError, TypeError):
                 continue
-            limit = min(porting.POSITIONAL.get(leaf, len(theirs)), uses.count_positional(new))
+            limit = min(tables.POSITIONAL.get(leaf, len(theirs)), uses.count_positional(new))
             if not isinstance(new, type):
                 theirs = [_SAME.get(argument, argument) for argument in theirs]
             same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), limit)

@@ -1,0 +1,78 @@
+"""A checkpoint's hyperparameters as defaults of a parser that builds objects and reads texts as YAML.
+
+No text of the checkpoint reaches that parser: `described_arguments` has a stand-in for every text.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from instep.utils.hparams import CLASS_PATH
+from instep.utils.rebuild import Building, Unfit, configured_class, with_code
+
+
+def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
+    """Describe the arguments of a module as defaults for a parser, without any text of the checkpoint.
+
+    Args:
+        cls: the module's class, or a base of the one that was configured.
+        saved: the hyperparameters, with the path of the configured class.
+
+    Returns:
+        The arguments, of which some texts are stand-ins; and what these stand for.
+
+    Raises:
+        CheckpointError: as `configured_arguments`.
+    """
+    describing, built = _Describing(), configured_class(cls, saved)
+    values = {key: value for key, value in saved.items() if key != CLASS_PATH}
+    return describing.arguments(with_code(built, values), built, ""), describing.stand_ins
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Value that a text in `described_arguments` stands for.
+
+    Args:
+        value: the checkpoint's.
+        is_text: it is a text, for an argument that takes any text.
+    """
+
+    value: Any
+    is_text: bool
+
+
+class _Describing(Building):
+    """Builder of a parser's defaults from the values of a checkpoint, with stand-ins in the place of texts."""
+
+    def __init__(self) -> None:
+        self.stand_ins: dict[str, StandIn] = {}
+        self._secret = uuid.uuid4().hex  # so that no text of the checkpoint has the name of a stand-in in it
+
+    def _stand_in(self, value: Any, is_text: bool) -> str:
+        name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"
+        self.stand_ins[name] = StandIn(value, is_text)
+        return name
+
+    def text(self, text: str) -> Any:
+        return self._stand_in(text, is_text=True)
+
+    def anything(self, value: Any) -> Any:
+        return self._stand_in(value, is_text=False)
+
+    def open(self, value: Any, key: str, owner: type) -> Any:
+        super().open(value, key, owner)  # refuses what it must
+        plain = value is None or isinstance(value, bool | int | float)
+        return value if plain else self._stand_in(value, is_text=False)
+
+    def configuration(self, value: Any, kind: Any, key: str) -> Any:
+        raise Unfit
+
+    def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
+        return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}
+
+    def structure(self, cls: type, fields: dict[str, Any]) -> Any:
+        return fields
