@@ -177,6 +177,6 @@ def resumed(whole: Sequence[Event], first: Sequence[Event]) -> list[Event]:
     start = next((n for n, event in enumerate(begin) if event.name == "on_sanity_check_start"), None)
     if start is not None:
         begin = begin[:start] + [event for event in begin[start:] if event.name == BEFORE]
-    if not ended:  # the epoch's first hook is called again
+    if not ended and rest[0].name != "on_train_end":  # the epoch goes on: its first hook is called again
         begin += [Event(owner, "on_train_epoch_start", (), saved.step, epoch, saved.metrics) for owner in ("C", "M")]
     return begin + rest
