@@ -88,6 +88,7 @@ def fit(ctx: RunContext) -> None:
             check_epoch(ctx)
         end_epoch(ctx, complete)
 
+    at.epoch_over |= at.closed_step == at.global_step  # also where a resumed run has no epoch left to end
     ctx.strategy.average_replicas()
     hooks.call("on_train_end")
     hooks.call("on_fit_end")

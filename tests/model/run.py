@@ -273,6 +273,7 @@ class Run:
         agree_now(self)
         while not self.is_finished():
             self.train_epoch()
+        self.epochs_seen = max(self.epochs_seen, self.epoch + (self.closed == self.step))
         self.both("on_train_end")
         for saver in self.savers:
             saver.after_training(self)

@@ -19,6 +19,7 @@ from tests.model_runs.processes import Process, difference_over_processes, diffe
 VAL = Data(5, 2, first=100)
 EVERY_STEP = Checkpoints(every_n_train_steps=1)
 LISTS = Data(4, 3, kind="list")
+AGAIN = Data(2, kind="again")
 
 CHOSEN = {
     "a tail that is dealt out": (Case(Settings(max_epochs=2), Data(7, 2, shuffle=True), VAL, ranks=3), ()),
@@ -105,6 +106,10 @@ CHOSEN = {
             checkpoints=Checkpoints(),
         ),
         (Process(trigger="stop", asks_place=0.1), Process(ranks=2)),
+    ),
+    "a cut epoch that a run which goes on finds closed": (
+        Case(Settings(max_steps=1, num_sanity_val_steps=0), AGAIN, Data(1, first=100), checkpoints=Checkpoints()),
+        (Process(trigger="preempted", asks_place=0.5), Process()),
     ),
     "iterable data at the end of its epoch": (
         Case(
