@@ -1,7 +1,6 @@
 """Run a script as several processes, on this machine or on several.
 
 The script's own arguments win over these options, these over the config file (`instep config`), that over variables.
-
 Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
 
 Examples:

@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each collective (default: 60)")
     parser.add_argument("--json", action="store_true", help="for programs")
     add_settings(parser)
-    parser.set_defaults(fail=parser.error, module=True, no_python=False, dry_run=False, quiet=False)
+    parser.set_defaults(fail=parser.error, module=True, no_python=False, stands_in=None, dry_run=False, quiet=False)
 
 
 def run(args: argparse.Namespace) -> int:

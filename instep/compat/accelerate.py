@@ -133,7 +133,11 @@ def _find(module: str, name: str) -> Any:
     if f"{inner}.{name}".lstrip(".") in MODULES:
         return import_module(f"{module}.{name}")
     if name not in _found:
-        _found[name] = _make(name, f"accelerate.{inner + '.' if inner else ''}{name}")
+        found = _make(name, f"accelerate.{inner + '.' if inner else ''}{name}")
+        is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # importlib's, for `from ... import`
+        if type(found) is _Missing and not is_import:
+            raise AttributeError(_text(found))
+        _found[name] = found
     return _found[name]
 
 
@@ -163,4 +167,8 @@ class _Missing(type):
     """Type of what Accelerate has and instep has not: a class that nothing is an instance of."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(f"{cls.__doc__}. instep takes the place of accelerate in this program.")
+        raise UsageError(_text(cls))
+
+
+def _text(missing: type) -> str:
+    return f"{missing.__doc__}. instep takes the place of accelerate in this program."

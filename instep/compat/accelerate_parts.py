@@ -31,7 +31,7 @@ from instep.state import GradientState as _GradientState
 from instep.state import PartialState as _PartialState
 from instep.state import process
 from instep.state.runs import active_run, clear_runs
-from instep.strategies import FSDPStrategy
+from instep.strategies import Strategy, resolve_strategy
 
 
 def _adapted(kind: Any) -> Any:
@@ -81,14 +81,13 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
     @property
     def fsdp_plugin(self) -> Any:
         """The plugin by which the models are sharded; None."""
-        plugin = self.plugin
-        return plugin.asked if isinstance(plugin, _PluginStrategy) else None
+        return getattr(self.plugin, "asked_by", None)
 
     @property
     def distributed_type(self) -> Any:
         """Kind of the processes, or FSDP."""
         run = active_run()
-        sharded = run is not None and isinstance(run.plugin, FSDPStrategy)
+        sharded = run is not None and hasattr(run.plugin, "asked_by")
         return ours_state.DistributedType.FSDP if sharded else super().distributed_type
 
 
@@ -227,12 +226,6 @@ class DataLoaderConfiguration:
         return ours.DataLoaderConfiguration(**{name: getattr(self, name) for name in names})
 
 
-class _PluginStrategy(FSDPStrategy):
-    """FSDP as a plugin of Accelerate's asks for it."""
-
-    asked: Any = None
-
-
 @dataclass
 class FullyShardedDataParallelPlugin:
     """Options of FSDP; instep's is FSDP2."""
@@ -254,15 +247,16 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: Sequence[str] | None = None
     min_num_params: int | None = None
 
-    def made(self) -> FSDPStrategy:
-        """Return instep's strategy."""
-        strategy = _PluginStrategy(
-            wrap=self.transformer_cls_names_to_wrap or None,
-            cpu_offload=bool(self.cpu_offload),
-            reshard_after_forward=None if self.reshard_after_forward is None else bool(self.reshard_after_forward),
-            activation_checkpointing=self.activation_checkpointing,
-        )
-        strategy.asked = self
+    def made(self, world_size: int) -> Strategy:
+        """Return instep's strategy, which keeps this plugin as `asked_by`."""
+        options = {
+            "wrap": self.transformer_cls_names_to_wrap or None,
+            "cpu_offload": bool(self.cpu_offload),
+            "reshard_after_forward": None if self.reshard_after_forward is None else bool(self.reshard_after_forward),
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+        strategy = resolve_strategy("fsdp", world_size, options=options)
+        vars(strategy)["asked_by"] = self
         return strategy
 
 
@@ -306,7 +300,7 @@ class Accelerator(_Accelerator):
                     got=value,
                 )
         if fsdp_plugin is not None:
-            kwargs["strategy"] = fsdp_plugin.made()
+            kwargs["strategy"] = fsdp_plugin.made(PartialState().num_processes)
         asked = dataloader_config or DataLoaderConfiguration()
         self._seedable = asked.use_seedable_sampler
         self._data_seed = asked.data_seed
