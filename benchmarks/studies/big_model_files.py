@@ -1,6 +1,6 @@
 """Checkpoints for `big_models.py`, sharded safetensors in float32: causal LMs with random weights, and SmolLM2-135M.
 
-    python benchmarks/big_model_files.py FOLDER large smollm2
+    python benchmarks/studies/big_model_files.py FOLDER large smollm2
 
 A folder that is complete is used again. One shard at a time is in memory.
 """

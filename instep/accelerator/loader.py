@@ -174,9 +174,8 @@ class AcceleratedLoader:
         if not opening.outlasts:
             opening.end()
         done = 0 if place is None else place.batches
-        if (
-            opening.is_empty and place is not None and done and batches in (None, done)
-        ):  # nothing was left of that epoch
+        # Nothing was left of the epoch that was restored.
+        if opening.is_empty and place is not None and done and batches in (None, done):
             self._restored = place.next_epoch()
             if batches is None:
                 yield from self.passes_from(None)

@@ -111,7 +111,6 @@ class States(RunSaver):
             kept = _run_save_hooks(self, weights, writer.folder) if isinstance(writer, Writer) else weights
             _collect(self, kept, optimizers, seed).write(writer)
 
-        self.project.iteration += "iteration" in info
         return self.prepared.step, write, {"kind": KIND, **info}
 
     def own_states(self) -> list[Saved]:
@@ -173,6 +172,7 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
         project, limit, states.goes_on = states.project, states.project.total_limit, True
         keep, known = (None, ()) if limit is None else (KeepNewest(limit), states.own_states())
         states.pending = states.save(None, background=background, keep=keep, known=known, iteration=project.iteration)
+        project.iteration += 1
     return None if background else states.wait()
 
 

@@ -502,7 +502,14 @@ class ModelCheckpoint(Callback):
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
     ) -> None:
-        """Save if the policy keeps the checkpoint, then delete those that it keeps no longer."""
+        """Save if the policy keeps the checkpoint, then delete those that it keeps no longer.
+
+        Args:
+            last: save it without a rank, also where the policy would not keep it.
+            full: never the weights alone.
+            at_once: not beside the training.
+            must: raise an error whatever `on_error` says.
+        """
         self._finish_pending(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
@@ -549,15 +556,18 @@ class ModelCheckpoint(Callback):
         if self._pending is None:
             return
         (pending, new), self._pending = self._pending, None
+        reached, self._position_saved = self._position_saved, None  # until it is known to be there
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  as above
             if pending.path is not None:  # what could not be deleted stays in the list
                 self._record(trainer, pending.path, new)
+                self._drop_deleted(trainer, () if pending.error else pending.dropped)  # else a logger failed after it
             self._fail(trainer, error, must)
         else:
             self._record(trainer, path, new)
             self._drop_deleted(trainer, pending.dropped)
+            self._position_saved = reached
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
         self._last_step_saved, self._last_step_judged, self._position_saved = -1, -1, None

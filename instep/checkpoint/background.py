@@ -38,10 +38,11 @@ _ABORT_S = 5.0  # until a thread has noticed that its group is gone
 
 
 class PendingSave:
-    """Save that is under way. `BackgroundSaver.start` returns it.
+    """Save that is under way or done. `RunSaver.save` and `BackgroundSaver.start` return it.
 
     Attributes:
-        path: the checkpoint's folder, once it was read back and verified; None before.
+        path: the checkpoint's folder, once it is there; None before. In the background, or where it replaces others, it
+            was read back and verified too.
         error: the error that ended the save. Where `path` is set too, the save is good, and an older checkpoint could
             not be deleted.
         background: whether it is carried out beside the training.

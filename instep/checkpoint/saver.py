@@ -1,7 +1,8 @@
 """Saving of one run, the same for Trainer and Accelerator: the folders that it owns, and a save that is one call.
 
-A save collects the run's state, writes it, verifies it, and deletes what the policy keeps no longer: at once, or beside
-the training, but for the collecting. Nothing older is deleted before the new checkpoint has verified.
+A save collects the run's state, writes it, verifies it, and deletes what the policy keeps no longer. It does this at
+once; or it collects at once, and does the rest beside the training. Nothing older is deleted before the new checkpoint
+has verified.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RunSaver(ABC):
                 self._releases[store.root] = weakref.finalize(self, store.lease.release)
 
     def release(self, *roots: Path) -> None:
-        """Give folders back, all by default. Local."""
+        """Release folders, all by default. Local."""
         for root in roots or tuple(self._owned):
             self._owned.pop(root, None)
             if root in self._releases:
@@ -98,9 +99,9 @@ class RunSaver(ABC):
             weights_only: leave out what only a resumed run needs.
             background: copy the state now, and do the rest beside the training. One at a time: the next one waits.
             keep: the policy by which older ones are deleted once this one has verified; None deletes none by policy.
-            known: what it judges, the oldest first: paths in this folder.
+            known: the checkpoints that `keep` chooses from, the oldest first; all in this folder.
             drop: further ones to delete then.
-            keeper: whose books the checkpoint is for: what `newest` asks about.
+            keeper: the callback that asked for this save, as `newest` knows it; None for a save that nobody lists.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         newest = None if keeper is None or weights_only else self.newest
@@ -134,15 +135,13 @@ class RunSaver(ABC):
                 pending = checkpoint.PendingSave()
                 replaced = [(self.store(old.parent), old) for old in paths]
                 pending._carry_out(store, replaced, step, write, **about)
-                if pending.path is not None and pending.error is None:
-                    self._committed(pending.path, weights_only)
             pending.weights_only, pending.keeper, pending.dropped = weights_only, keeper, dropped
         if newest is not None and (pending.background or pending.error is None):
             newest.note(keeper)
         return pending
 
     def finish(self, pending: PendingSave) -> Path:
-        """Wait for a save.
+        """Wait for a save, and show its checkpoint. Collective.
 
         Returns:
             The checkpoint, which has verified where it was saved in the background, or where older ones were deleted.
@@ -150,22 +149,24 @@ class RunSaver(ABC):
         Raises:
             BaseException: the save's error, on all ranks. `pending.path` is set where only a deletion failed.
         """
-        if not pending.background:  # it is done, and shown
-            if pending.error is not None:
-                raise pending.error
-            return cast("Path", pending.path)
         try:
-            with self._saving():
-                path = pending.outcome(RankGroup())
-                self._committed(path, pending.weights_only)
+            with self._saving() if pending.background else nullcontext():
+                if pending.background:
+                    pending.outcome(RankGroup())
+                elif pending.error is not None:
+                    raise pending.error
         except BaseException:
             if self.newest is not None and pending.keeper is not None:
                 self.newest.note(None)
+            if pending.path is not None:  # it counts, although an older one could not be deleted
+                self._committed(pending.path, pending.weights_only)
             raise
+        path = cast("Path", pending.path)
+        self._committed(path, pending.weights_only)
         return path
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the save that is under way end, for so long at most. Local."""
+        """Wait for the save that is under way, for so long at most. Local."""
         saver, self._background = self._background, None
         if saver is not None:
             saver.close(timeout_s)

@@ -11,9 +11,9 @@ from instep.compat import accelerate
 
 def main(words: list[str]) -> None:
     """Put instep in the package's place, then run the script, or the module after -m, with its arguments."""
-    package, *program = words
-    if package != "accelerate":
-        raise SystemExit(f"instep stands in for accelerate only, not for {package!r}")
+    package, *program = words or [""]
+    if package != "accelerate" or program in ([], ["-m"]):
+        raise SystemExit("expected: python -m instep.compat accelerate SCRIPT, or accelerate -m MODULE")
     accelerate.install()
     is_module = program[:1] == ["-m"]
     sys.argv = program[1:] if is_module else program

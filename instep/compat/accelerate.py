@@ -40,14 +40,13 @@ MODULES = frozenset(
         "scheduler", "state", "test_utils", "test_utils.testing", "tracking", "utils", "utils.ao", "utils.bnb",
         "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.environment", "utils.fsdp_utils",
         "utils.imports", "utils.launch", "utils.megatron_lm", "utils.memory", "utils.modeling", "utils.offload",
-        "utils.operations", "utils.other", "utils.random", "utils.torch_xla", "utils.tqdm",
+        "utils.operations", "utils.other", "utils.random", "utils.torch_xla",
         "utils.transformer_engine", "utils.versions",
     )
 )  # fmt: skip
 """Modules of Accelerate."""
 
 _found: dict[str, Any] = {}
-_names: dict[str, ModuleType] = {}
 
 
 def __getattr__(name: str) -> Any:
@@ -107,14 +106,18 @@ class _Metadata(Distribution):
         return Path(path)
 
 
-sys.meta_path.append(_Finder(__name__))
+sys.meta_path.append(_Finder(__name__))  # the modules below this one are no files; it answers for them alone
 
 
 def install() -> None:
-    """Let `import accelerate` in this process find these names; again it does nothing.
+    """Make `import accelerate` find these names in this process; a second call does nothing.
 
     Raises:
         UsageError: accelerate is imported already.
+
+    Example:
+        >>> from instep.compat import accelerate
+        >>> accelerate.install()  # doctest: +SKIP
     """
     if any(isinstance(finder, _Finder) and finder._root == "accelerate" for finder in sys.meta_path):
         return
@@ -143,7 +146,7 @@ def _find(module: str, name: str) -> Any:
 
 def _make(name: str, whole: str) -> Any:
     parts = import_module("instep.compat.accelerate_parts")
-    if name in vars(parts) and not name.startswith("_"):
+    if name in parts.__all__:
         return vars(parts)[name]
     target = porting.successor(f"accelerate.{name}")
     if target is not None:

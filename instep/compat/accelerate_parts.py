@@ -32,6 +32,37 @@ from instep.state import PartialState as _PartialState
 from instep.state import process
 from instep.state.runs import active_run, clear_runs
 from instep.strategies import Strategy, resolve_strategy
+from instep.utils.warn import warn_user
+
+__all__ = [  # what Accelerate's modules have
+    "Accelerator",
+    "AcceleratorState",
+    "DataLoaderConfiguration",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
+    "FullyShardedDataParallelPlugin",
+    "GradientState",
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "PartialState",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SCHEDULER_NAME",
+    "STR_OPERATION_TO_FUNC",
+    "SeedableRandomSampler",
+    "TorchDynamoPlugin",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "check_cuda_p2p_ib_support",
+    "compare_versions",
+    "find_executable_batch_size",
+    "is_peft_model",
+    "is_torch_version",
+    "patch_environment",
+    "should_reduce_batch_size",
+]
 
 
 def _adapted(kind: Any) -> Any:
@@ -122,13 +153,13 @@ class SeedableRandomSampler(RandomSampler):
         """Make the next order that of an epoch."""
         self.epoch = epoch
 
-    def order_of(self, epoch: int, cycle: int) -> list[int]:
+    def _instep_order_of(self, epoch: int, cycle: int) -> list[int]:
         """Return the order of an epoch."""
         self.generator = torch.Generator().manual_seed(self.initial_seed + epoch + cycle)
         return list(RandomSampler.__iter__(self))
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.order_of(self.epoch, 0)
+        yield from self._instep_order_of(self.epoch, 0)
         self.epoch += 1
 
 
@@ -146,7 +177,7 @@ class _DrawnOrder(RandomSampler):
         self.drawn: dict[str, Any] = {"place": None, "state": None}
         """The epoch whose order was drawn last, and the state of the generator before."""
 
-    def order_of(self, epoch: int, cycle: int) -> Sequence[int]:
+    def _instep_order_of(self, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch."""
         return _Order(self, [epoch, cycle])
 
@@ -248,7 +279,12 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def made(self, world_size: int) -> Strategy:
-        """Return instep's strategy, which keeps this plugin as `asked_by`."""
+        """Return instep's strategy, which keeps this plugin as `asked_by`; warn of what has no effect."""
+        names = ("fsdp_version", "transformer_cls_names_to_wrap", "cpu_offload", "reshard_after_forward")
+        others = [field for field in fields(self) if field.name not in (*names, "activation_checkpointing")]
+        left = [field.name for field in others if getattr(self, field.name) != field.default]
+        if left:
+            warn_user(f"FullyShardedDataParallelPlugin({'=, '.join(left)}=) has no effect: instep shards by FSDP2")
         options = {
             "wrap": self.transformer_cls_names_to_wrap or None,
             "cpu_offload": bool(self.cpu_offload),
@@ -327,6 +363,18 @@ class Accelerator(_Accelerator):
         for scheduler in self.schedulers:
             scheduler.repeats = 1 if self.split_batches else self.num_processes
         return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a scheduler step as often as there are processes with each optimizer step."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.repeats = 1 if self.split_batches else self.num_processes
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything prepared, the drawn orders too."""
+        freed = super().free_memory(*objects)
+        self._orders.samplers.clear()
+        return freed
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a loader ready, in the order that torch would draw."""

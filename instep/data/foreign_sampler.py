@@ -18,7 +18,7 @@ class ForeignOrder:
 
     Whatever it draws from the process's generators, or from a generator of its own, is derived from (seed, epoch):
     the order can be drawn again after a resume and is the same on every rank. A sampler that has such an order itself
-    gives it by a method `order_of(epoch, cycle)`.
+    gives it by a method `_instep_order_of(epoch, cycle)`.
 
     Args:
         sampler: a sampler or batch sampler with an end.
@@ -29,7 +29,7 @@ class ForeignOrder:
         self.state_before: StateDict | None = None
 
     def __call__(self, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
-        if order_of := getattr(self.sampler, "order_of", None):
+        if order_of := getattr(self.sampler, "_instep_order_of", None):
             return order_of(epoch, cycle)
         stateful = self.stateful
         if stateful is not None:

@@ -310,7 +310,9 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         # Its generators leave the error with the traceback that they are given.
         _warns(
             "what ends the run",
-            lambda: ctx.exit_stack.__exit__(first and type(first), first, first and first.__traceback__),
+            lambda: ctx.exit_stack.__exit__(
+                None if first is None else type(first), first, None if first is None else first.__traceback__
+            ),
         ),
     ]
     if error is not None:

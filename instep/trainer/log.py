@@ -693,10 +693,7 @@ class MetricLog:
                     metrics[name] = ours[name].last = sum(values) / len(values)  # shown, and saved, from now on
         if not metrics:
             return []
-        for (
-            key,
-            value,
-        ) in metrics.items():  # sent late it leaves the epoch's value, but for a mean of ranks
+        for key, value in metrics.items():  # a value sent late leaves the epoch's; a mean of ranks is always shown
             names = [name for name in ours[key].shown if name in self.step_values or ours[key].options.sync_dist]
             self.step_values.update(dict.fromkeys(names, value))
         logged = {name: value for name, value in metrics.items() if ours[name].options.logger is not False}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import instep.trainer.own_command  # noqa: F401  at once: it keeps the folder that the program was started in
 from instep.callbacks.base import Callback
 from instep.checkpoint.lineage import Line
 from instep.data import DataModule

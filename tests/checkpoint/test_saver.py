@@ -22,6 +22,7 @@ from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import CheckpointStore, KeepNewest, load_weights
 from instep.checkpoint.files import Files
 from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
+from instep.loggers import CSVLogger
 from tests.helpers.spawn import HANG_S, run_ranks
 from tests.trainer.toys import Toy, loader, quiet, weights
 
@@ -165,3 +166,20 @@ def test_an_error_of_one_rank_is_every_ranks(run: Any, background: bool, bad: in
     kinds = ["CheckpointError" if rank == bad else "RemoteError" for rank in (0, 1)]
     assert run_ranks(on_a_full_disk, 2, run, background, tmp_path, bad) == kinds
     assert there(tmp_path) == ["step-00000002-1"]
+
+
+def test_a_logger_that_fails_after_a_save_leaves_the_books_true(run: Any, background: bool, tmp_path: Path) -> None:
+    if run is not by_trainer:
+        pytest.skip("an Accelerator tells no logger of its states")
+
+    class Failing(CSVLogger):
+        def after_save_checkpoint(self, path: Path) -> None:
+            if "step-00000002" in path.name:
+                raise ValueError("the tracker is gone")
+
+    saver = ModelCheckpoint(tmp_path / "made", every_n_train_steps=1, background=background, on_error="warn")
+    with pytest.warns(UserWarning, match="the tracker is gone"):
+        quiet(max_steps=3, logger=Failing(tmp_path), callbacks=[saver], enable_checkpointing=True).fit(Toy(), loader())
+    assert [Path(one.key).exists() for one in saver.saved] == [True] * len(saver.saved)
+    assert Path(saver.best_model_path).exists()
+    assert Path(saver.last_model_path).name == "step-00000003-1"

@@ -168,7 +168,7 @@ class Trial:
         ctx.hooks = HookTable(trainer, module, ())
         ctx.ending, ctx.validation = Ending(), copy.copy(run.validation)
         ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
-        ctx.counts = StepCounts()
+        ctx.counts = StepCounts(updates_at_start=run.counts.updates_at_start)
         ctx.log = MetricLog("train", run.world_size)
         ctx.log.buffer = NullBuffer()
         if module.automatic_optimization:
