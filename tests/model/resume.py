@@ -75,7 +75,7 @@ def find(
     own = [one for one in there if line is not None and line.has(one)]
     if ranks:
         monitor, mode = savers[0].given.monitor, savers[0].given.mode
-        modes = {one.metric[1] for one in own if one.metric[0] == monitor}
+        modes = {one.metric[1] for one in own if one.metric[0] == monitor and one.score is not None}
         mode = mode if len(modes) > 1 else next(iter(modes), mode)
         own = best_first([one for one in own if one.metric == (monitor, mode)], mode)[:1]
     if not own and meant != "auto":

@@ -111,6 +111,17 @@ CHOSEN = {
         Case(Settings(max_steps=1, num_sanity_val_steps=0), AGAIN, Data(1, first=100), checkpoints=Checkpoints()),
         (Process(trigger="preempted", asks_place=0.5), Process()),
     ),
+    "the best of one saver beside what another one was asked to save": (
+        Case(
+            Settings(max_steps=8),
+            Data(11, 2),
+            Data(4, first=100),
+            values=(3.0, 1.0, 3.0, 2.0),
+            checkpoints=Checkpoints(monitor="val", mode="max", save_top_k=0, every_n_epochs=2),
+            second=Checkpoints(monitor="val", save_top_k=2, save_last=True, every_n_train_steps=4),
+        ),
+        (Process(ckpt_path=None, trigger="save", asks_place=0.25), Process(ckpt_path="best")),
+    ),
     "iterable data at the end of its epoch": (
         Case(
             Settings(max_epochs=2, uneven="join"),
