@@ -156,7 +156,8 @@ def _make(name: str, whole: str) -> Any:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
         exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
-        return made["value"]
+        ask = made["value"]
+        return (lambda *args, **kwargs: ask()) if name.endswith("_available") and callable(ask) else ask
     if name.startswith("is_") and name.endswith(("_available", "_version")):
         return lambda *args, **kwargs: False  # of a package or device that instep has no part for
     return _Missing(name, (), {"__doc__": f"{whole}: {porting.advice(whole)}"})

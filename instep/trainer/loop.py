@@ -158,7 +158,7 @@ def prepare_training(ctx: RunContext) -> None:
 
 
 def resume(ctx: RunContext) -> None:
-    """Load a checkpoint's optimizers, position, data and random generators."""
+    """Load a checkpoint's optimizers, schedulers and data; random generators wait for the epoch that goes on."""
     from instep.trainer.run_state import resume_training  # late: only a run needs it
 
     plan, trainer, at = ctx.resume, ctx.trainer, ctx.position

@@ -260,7 +260,7 @@ class Trainer:
             configure_optimizers
             # train_dataloader and val_dataloader, where the module or a datamodule gives the loaders
             on_fit_start
-            # with ckpt_path: optimizers, schedulers, position, data, random generators
+            # with ckpt_path: optimizers, schedulers, data; random generators when the epoch goes on
             if there is a sanity check:
                 on_sanity_check_start
                 validation  # of num_sanity_val_steps batches

@@ -16,6 +16,7 @@ from instep.checkpoint import CheckpointStore
 from instep.loggers import CSVLogger
 from instep.trainer.guests import REPLAY, find_replay
 from instep.utils.private_files import is_own
+from tests.test_public_names import in_new_process
 from tests.trainer.resuming import Augmented, Net
 
 
@@ -148,6 +149,17 @@ def test_otherwise_nothing_changes(tmp_path: Path) -> None:
     assert find_replay() is None
     assert ours.callbacks == callbacks
     assert len(ours.loggers) == 1
+
+
+def test_the_folder_of_the_command_is_where_the_program_began() -> None:
+    in_new_process("""
+import os
+before = os.getcwd()
+from instep import Trainer
+os.chdir("/")
+from instep.trainer import own_command
+assert own_command._STARTED_IN == before
+""")
 
 
 def test_a_checkpoint_keeps_the_command_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
