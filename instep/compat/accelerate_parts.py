@@ -314,7 +314,7 @@ class Accelerator(_Accelerator):
 
     def __init__(
         self,
-        *args: Any,
+        *,
         cpu: bool = False,
         dataloader_config: Any = None,
         deepspeed_plugin: Any = None,
@@ -322,7 +322,6 @@ class Accelerator(_Accelerator):
         megatron_lm_plugin: Any = None,
         rng_types: Any = None,
         kwargs_handlers: Any = None,
-        log_with: Any = None,
         gradient_accumulation_steps: int | None = None,
         gradient_accumulation_plugin: Any = None,
         **kwargs: Any,
@@ -338,17 +337,21 @@ class Accelerator(_Accelerator):
         if fsdp_plugin is not None:
             kwargs["strategy"] = fsdp_plugin.made(PartialState().num_processes)
         asked = dataloader_config or DataLoaderConfiguration()
+        left = [name for name in rng_types or () if str(getattr(name, "value", name)) != "generator"]
+        if left or asked.custom_classes is not None:
+            warn_user(
+                "Accelerator(rng_types=) beyond 'generator', and DataLoaderConfiguration(custom_classes=), "
+                "have no effect in instep: each rank has random numbers of its own, and loaders keep their class"
+            )
         self._seedable = asked.use_seedable_sampler
         self._data_seed = asked.data_seed
         self._orders = _DrawnOrders()
         _Shared.forgotten = False
         steps = gradient_accumulation_steps if gradient_accumulation_plugin is None else None
         super().__init__(
-            *args,
             cpu=None if process.is_held() else cpu or None,
             dataloader_config=asked.made(),
             kwargs_handlers=[handler for handler in kwargs_handlers or () if handler is not None],
-            log_with=log_with,
             gradient_accumulation_steps=steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             **kwargs,
@@ -482,11 +485,9 @@ def check_cuda_p2p_ib_support() -> bool:
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another one."""
-    found = (
-        parse(importlib.metadata.version(library_or_version))
-        if isinstance(library_or_version, str)
-        else (library_or_version)
-    )
+    found = library_or_version
+    if isinstance(found, str):
+        found = parse(importlib.metadata.version(found))
     return _COMPARE[operation](found, parse(requirement_version))
 
 
