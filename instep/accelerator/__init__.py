@@ -60,4 +60,4 @@ __all__ = [
 if TYPE_CHECKING:
     from instep.accelerator.local_sgd import LocalSGD as LocalSGD
 
-__getattr__, __dir__ = loads(__name__, {"LocalSGD": "local_sgd"})
+_, __getattr__, __dir__ = loads(__name__)

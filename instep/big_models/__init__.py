@@ -4,46 +4,6 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME: dict[str, str] = {
-    "AlignDevicesHook": "hooks",
-    "BnbQuantizationConfig": "quantization",
-    "CpuOffload": "hooks",
-    "LayerwiseCastingHook": "hooks",
-    "ModelHook": "hooks",
-    "SequentialHook": "hooks",
-    "TorchAoConfig": "quantization",
-    "UserCpuOffloadHook": "hooks",
-    "add_hook_to_module": "hooks",
-    "align_module_device": "dispatch",
-    "attach_align_device_hook": "hooks",
-    "attach_layerwise_casting_hooks": "hooks",
-    "check_device_map": "device_map",
-    "clean_device_map": "device_map",
-    "compute_module_sizes": "sizes",
-    "cpu_offload": "dispatch",
-    "cpu_offload_with_hook": "dispatch",
-    "disk_offload": "dispatch",
-    "dispatch_model": "dispatch",
-    "dtype_byte_size": "sizes",
-    "find_tied_parameters": "sizes",
-    "get_balanced_memory": "device_map",
-    "get_max_memory": "memory",
-    "has_offloaded_params": "dispatch",
-    "infer_auto_device_map": "device_map",
-    "init_empty_weights": "empty",
-    "init_on_device": "empty",
-    "load_and_quantize_model": "quantization",
-    "load_checkpoint_and_dispatch": "loading",
-    "load_checkpoint_in_model": "loading",
-    "named_module_tensors": "sizes",
-    "prepare_offloaded_training": "training",
-    "prepare_pippy": "pipeline_inference",
-    "remove_hook_from_module": "hooks",
-    "remove_hook_from_submodules": "dispatch",
-    "retie_parameters": "sizes",
-    "set_module_tensor_to_device": "dispatch",
-}
-
 if TYPE_CHECKING:
     from instep.big_models.device_map import check_device_map as check_device_map
     from instep.big_models.device_map import clean_device_map as clean_device_map
@@ -83,6 +43,4 @@ if TYPE_CHECKING:
     from instep.big_models.sizes import retie_parameters as retie_parameters
     from instep.big_models.training import prepare_offloaded_training as prepare_offloaded_training
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)

@@ -5,44 +5,6 @@ from typing import TYPE_CHECKING
 from instep.callbacks.base import Callback
 from instep.utils.imports import loads
 
-_HOME = {
-    "BackboneFinetuning": "guests.finetuning",
-    "BaseFinetuning": "guests.finetuning",
-    "BatchSizeFinder": "guests.batch_size_finder",
-    "BasePredictionWriter": "guests.prediction_writer",
-    "DeviceStatsMonitor": "guests.device_stats_monitor",
-    "EMAWeightAveraging": "guests.weight_averaging",
-    "EarlyStopping": "early_stopping",
-    "EarlyStoppingReason": "early_stopping",
-    "GradientAccumulationScheduler": "guests.gradient_accumulation_scheduler",
-    "GradientMonitor": "guests.gradient_monitor",
-    "ImageSampler": "guests.image_sampler",
-    "LRFinder": "guests.lr_finder",
-    "LambdaCallback": "guests.lambda_callback",
-    "LearningRateFinder": "guests.lr_finder",
-    "LearningRateMonitor": "lr_monitor",
-    "LiveProgressBar": "progress",
-    "ModelCheckpoint": "model_checkpoint",
-    "ModelPruning": "guests.pruning",
-    "ModelSummary": "model_summary",
-    "OnExceptionCheckpoint": "guests.on_exception_checkpoint",
-    "OptunaPruning": "guests.optuna_pruning",
-    "PredictionWriter": "guests.prediction_writer",
-    "ProgressBar": "progress",
-    "QuantizationAwareTraining": "guests.quantization",
-    "ReplicaCheck": "guests.replica_check",
-    "RichModelSummary": "model_summary",
-    "RichProgressBar": "guests.rich_progress",
-    "RichProgressBarTheme": "guests.rich_progress",
-    "SpikeDetection": "guests.spike_detection",
-    "StochasticWeightAveraging": "guests.stochastic_weight_avg",
-    "TQDMProgressBar": "guests.tqdm_progress",
-    "ThroughputMonitor": "guests.throughput_monitor",
-    "Timer": "timer",
-    "WeightAveraging": "guests.weight_averaging",
-    "summarize": "model_summary",
-}
-
 if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
@@ -82,6 +44,6 @@ if TYPE_CHECKING:
     from instep.callbacks.progress import ProgressBar as ProgressBar
     from instep.callbacks.timer import Timer as Timer
 
-__all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+_names, __getattr__, __dir__ = loads(__name__)
 
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__ = ["Callback", *_names]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -4,39 +4,6 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {
-    "BackgroundSaver": "background",
-    "CheckpointInfo": "scan",
-    "CheckpointStore": "store",
-    "FileRecord": "hashing",
-    "KeepAll": "retention",
-    "KeepAny": "retention",
-    "KeepBest": "retention",
-    "KeepEvery": "retention",
-    "KeepNewest": "retention",
-    "LocalFiles": "files",
-    "Manifest": "manifest",
-    "PendingSave": "background",
-    "Reader": "reader",
-    "Resume": "resume",
-    "ResumeReport": "resume",
-    "Retention": "retention",
-    "Saved": "retention",
-    "Shard": "tensors",
-    "StoredTensor": "tensors",
-    "Writer": "writer",
-    "decode": "codec",
-    "encode": "codec",
-    "find_checkpoint": "scan",
-    "is_checkpoint": "scan",
-    "load_weights": "weights",
-    "merge": "weights",
-    "merge_in_parts": "weights",
-    "read_tensors": "tensors",
-    "stored_weights": "weights",
-    "write_tensors": "tensors",
-}
-
 if TYPE_CHECKING:
     from instep.checkpoint.background import BackgroundSaver as BackgroundSaver
     from instep.checkpoint.background import PendingSave as PendingSave
@@ -69,6 +36,4 @@ if TYPE_CHECKING:
     from instep.checkpoint.weights import stored_weights as stored_weights
     from instep.checkpoint.writer import Writer as Writer
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)

@@ -4,18 +4,6 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {
-    "ArgsType": "trainer_cli",
-    "LRSchedulerCallable": "trainer_parser",
-    "LRSchedulerOptions": "trainer_parser",
-    "LRSchedulerTypeTuple": "trainer_parser",
-    "OptimizerCallable": "trainer_parser",
-    "SaveConfigCallback": "trainer_cli",
-    "TrainerArgumentParser": "trainer_parser",
-    "TrainerCLI": "trainer_cli",
-    "instantiate_class": "trainer_parser",
-}
-
 if TYPE_CHECKING:
     from instep.cli.trainer_cli import ArgsType as ArgsType
     from instep.cli.trainer_cli import SaveConfigCallback as SaveConfigCallback
@@ -27,6 +15,4 @@ if TYPE_CHECKING:
     from instep.cli.trainer_parser import TrainerArgumentParser as TrainerArgumentParser
     from instep.cli.trainer_parser import instantiate_class as instantiate_class
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)

@@ -10,22 +10,6 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {
-    "BatchSource": "base",
-    "CombinedLoader": "combined",
-    "DataLoaderConfiguration": "config",
-    "DataModule": "module",
-    "LengthBucketBatchSampler": "lengths",
-    "MixtureSampler": "mixture",
-    "PackedDataset": "lengths",
-    "PreparedLoader": "base",
-    "ShardedBatchSampler": "sampler",
-    "ShardedBatches": "sampler",
-    "prepare_loader": "loader",
-    "resolve_limit": "config",
-    "tune_loader": "tune",
-}
-
 if TYPE_CHECKING:
     from instep.data.base import BatchSource as BatchSource
     from instep.data.base import PreparedLoader as PreparedLoader
@@ -41,6 +25,4 @@ if TYPE_CHECKING:
     from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler
     from instep.data.tune import tune_loader as tune_loader
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)

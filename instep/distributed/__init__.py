@@ -34,7 +34,8 @@ from instep.distributed.triggers import Trigger, Triggers
 from instep.utils.imports import loads
 
 if TYPE_CHECKING:
-    from instep.distributed.replicas import ReplicaDifference, compare_replicas
+    from instep.distributed.replicas import ReplicaDifference as ReplicaDifference
+    from instep.distributed.replicas import compare_replicas as compare_replicas
 
 __all__ = [
     "ReplicaDifference",
@@ -64,4 +65,4 @@ __all__ = [
     "wait_for_everyone",
 ]
 
-__getattr__, __dir__ = loads(__name__, {"ReplicaDifference": "replicas", "compare_replicas": "replicas"})
+_, __getattr__, __dir__ = loads(__name__)

@@ -16,10 +16,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median_low
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -96,14 +97,9 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
     """
     if len(paces) < 2:
         return []
-    usual_s, step_s = _median(pace.busy_s for pace in paces.values()), _median(pace.step_s for pace in paces.values())
+    usual_s = median_low(pace.busy_s for pace in paces.values())
+    step_s = median_low(pace.step_s for pace in paces.values())
     return [rank for rank, pace in paces.items() if pace.busy_s - usual_s > APART * step_s]
-
-
-def _median(values: Iterable[float]) -> float:
-    """Return the median; the lower one of two."""
-    found = sorted(values)
-    return found[(len(found) - 1) // 2]
 
 
 class PaceWatch:
@@ -183,7 +179,7 @@ class PaceWatch:
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:
         slow = paces[rank]
-        usual_s = _median(pace.busy_s for pace in paces.values())
+        usual_s = median_low(pace.busy_s for pace in paces.values())
         data = f", {slow.data_s:.3g} s of that waiting for data" if slow.data_s > slow.work_s / 4 else ""
         text = (
             f"rank {rank} on {slow.host} is slow: in a step of {slow.step_s:.3g} s it works {slow.busy_s:.3g} s{data}, "

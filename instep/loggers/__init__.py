@@ -9,20 +9,6 @@ from instep.loggers.base import Logger
 from instep.utils.imports import loads
 from instep.utils.warn import warn_user
 
-_HOME = {
-    "AimLogger": "aim",
-    "ClearMLLogger": "clearml",
-    "CometLogger": "comet",
-    "CSVLogger": "csv",
-    "DVCLiveLogger": "dvclive",
-    "JSONLinesLogger": "json_lines",
-    "MLFlowLogger": "mlflow",
-    "SwanLabLogger": "swanlab",
-    "TensorBoardLogger": "tensorboard",
-    "TrackioLogger": "trackio",
-    "WandbLogger": "wandb",
-}
-
 if TYPE_CHECKING:
     from instep.loggers.aim import AimLogger as AimLogger
     from instep.loggers.clearml import ClearMLLogger as ClearMLLogger
@@ -36,9 +22,9 @@ if TYPE_CHECKING:
     from instep.loggers.trackio import TrackioLogger as TrackioLogger
     from instep.loggers.wandb import WandbLogger as WandbLogger
 
-__all__ = ["Logger", "register_logger", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+_names, _load, __dir__ = loads(__name__)
 
-_load, __dir__ = loads(__name__, _HOME)
+__all__ = ["Logger", "register_logger", *_names]  # pyright: ignore[reportUnsupportedDunderAll]
 
 NAMES: dict[str, str | type[Logger]] = {
     "aim": "AimLogger",
@@ -103,7 +89,7 @@ def logger_class(name: str) -> type[Logger]:
     Raises:
         SettingError: nobody registered it.
     """
-    known = name if name in _HOME else NAMES.get(name, NAMES.get(name.lower()))
+    known = name if name in _names else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:
         from importlib.metadata import entry_points  # late, as above
 
@@ -135,7 +121,7 @@ def make_logger(name: str, **arguments: Any) -> Logger:
 
 def that_take(kind: str) -> list[str]:
     """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
-    return [name for name in _HOME if _load(name).takes(kind)]
+    return [name for name in _names if _load(name).takes(kind)]
 
 
 Logger._that_take = staticmethod(that_take)

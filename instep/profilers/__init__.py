@@ -8,22 +8,15 @@ from instep.profilers.base import PassThroughProfiler, Profiler
 from instep.profilers.base import ProfilerName as ProfilerName
 from instep.utils.imports import loads
 
-_HOME = {
-    "AdvancedProfiler": "advanced",
-    "PyTorchProfiler": "pytorch",
-    "RunSummary": "run_clock",
-    "SimpleProfiler": "simple",
-}
-
 if TYPE_CHECKING:
     from instep.profilers.advanced import AdvancedProfiler as AdvancedProfiler
     from instep.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
     from instep.profilers.run_clock import RunSummary as RunSummary
     from instep.profilers.simple import SimpleProfiler as SimpleProfiler
 
-__all__ = ["PassThroughProfiler", "Profiler", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+_names, __getattr__, __dir__ = loads(__name__)
 
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__ = ["PassThroughProfiler", "Profiler", *_names]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler:

@@ -14,15 +14,6 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {
-    "Curve": "metrics",
-    "Metrics": "metrics",
-    "MetricsReader": "metrics",
-    "Run": "folder",
-    "RunStatus": "status",
-    "find_runs": "folder",
-}
-
 if TYPE_CHECKING:
     from instep.runs.folder import Run as Run
     from instep.runs.folder import find_runs as find_runs
@@ -31,6 +22,4 @@ if TYPE_CHECKING:
     from instep.runs.metrics import MetricsReader as MetricsReader
     from instep.runs.status import RunStatus as RunStatus
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)

@@ -13,23 +13,13 @@ from instep.strategies.registry import register_strategy, resolve_strategy, stra
 from instep.utils.imports import loads
 
 if TYPE_CHECKING:
-    from instep.strategies.context_parallel import sequence_positions
-    from instep.strategies.ddp import DDPStrategy
-    from instep.strategies.deepspeed import DeepSpeedStrategy
-    from instep.strategies.dp import DataParallelStrategy
-    from instep.strategies.fsdp import FSDPStrategy
-    from instep.strategies.mesh import MeshStrategy
-    from instep.strategies.xla import XLAStrategy
-
-_HOME = {
-    "sequence_positions": "context_parallel",
-    "DDPStrategy": "ddp",
-    "DataParallelStrategy": "dp",
-    "DeepSpeedStrategy": "deepspeed",
-    "FSDPStrategy": "fsdp",
-    "MeshStrategy": "mesh",
-    "XLAStrategy": "xla",
-}
+    from instep.strategies.context_parallel import sequence_positions as sequence_positions
+    from instep.strategies.ddp import DDPStrategy as DDPStrategy
+    from instep.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from instep.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from instep.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from instep.strategies.mesh import MeshStrategy as MeshStrategy
+    from instep.strategies.xla import XLAStrategy as XLAStrategy
 
 __all__ = [
     "PRECISIONS",
@@ -48,4 +38,4 @@ __all__ = [
     "strategy_names",
 ]
 
-__getattr__, __dir__ = loads(__name__, _HOME)
+_, __getattr__, __dir__ = loads(__name__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata
@@ -15,6 +16,7 @@ from typing import Any
 from instep.errors import MissingPackageError
 
 _DISTRIBUTIONS = {"upath": "universal-pathlib"}  # of modules that are not called as what pip installs
+_ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)  # as ruff formats it
 
 
 def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
@@ -131,18 +133,29 @@ def _install(extra: str | None, requirement: str) -> str:
     return f"pip install 'instep[{extra}]'" if extra else f"pip install {requirement}"
 
 
-def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a package's `__getattr__`, which imports a name from its file once, and its `__dir__`.
+def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the face of a package whose names load on first use.
+
+    Each name and its file stand once in the package's `__init__.py`, as `from file import name as name` below
+    `if TYPE_CHECKING:`, where type checkers read them too. So instep needs its sources to run, as torch does.
 
     Args:
         package: the package's `__name__`.
-        home: name -> file, without ending.
+
+    Returns:
+        The names that load on use, for `__all__`; the package's `__getattr__`, which imports a name once; and its
+        `__dir__`.
 
     Example:
         In a package's `__init__.py`::
 
-            __getattr__, __dir__ = loads(__name__, {"Timer": "timer"})
+            if TYPE_CHECKING:
+                from instep.callbacks.timer import Timer as Timer
+
+            __all__, __getattr__, __dir__ = loads(__name__)
     """
+    spec: Any = sys.modules[package].__spec__
+    home = {name: file for file, name in _ON_USE.findall(spec.loader.get_source(package))}
 
     def load(name: str) -> Any:
         if name not in home:
@@ -151,8 +164,8 @@ def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], 
             from instep.utils.porting import no_such_name  # late: only an error reads these tables
 
             raise no_such_name(package, name)
-        value = getattr(import_module(f"{package}.{home[name]}"), name)
+        value = getattr(import_module(home[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted(sys.modules[package].__all__)
+    return sorted(home), load, lambda: sorted(sys.modules[package].__all__)

@@ -69,9 +69,6 @@ def name_of(code: Any) -> str:
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)
     own = f"{home}.{code.__qualname__}"
-    places = (
-        f"torch.nn.functional.{short}",
-        f"torch.{short}",
-        own,
-    )  # some functions of torch do not know where they are
+    # Some functions of torch do not know where they are.
+    places = (f"torch.nn.functional.{short}", f"torch.{short}", own)
     return next((path for path in places if loaded(path) is code), f"<{own}>")

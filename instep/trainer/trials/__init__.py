@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 from instep.utils.imports import loads
 
-_HOME = {"Keeper": "keep", "Trial": "trial"}
-
 if TYPE_CHECKING:
     from instep.trainer.trials.keep import Keeper as Keeper
     from instep.trainer.trials.trial import Trial as Trial
 
-__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-__getattr__, __dir__ = loads(__name__, _HOME)
+__all__, __getattr__, __dir__ = loads(__name__)
