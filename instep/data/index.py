@@ -113,7 +113,8 @@ class IndexLoader(PreparedLoader):
             even = first + (sampler.even_steps if known else len(sampler))
             if self._sizes_of_peers:
                 same = len({size for _, size in self._sizes_of_peers}) == 1
-                even = max(first, min(length // size for length, size in self._sizes_of_peers)) if same else first
+                full = min(length // size for length, size in self._sizes_of_peers)
+                even = max(first, min(even, full)) if same else first
             self._plan = Plan(
                 first,
                 first + len(sampler),

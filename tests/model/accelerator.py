@@ -391,6 +391,10 @@ class Run:
         """Return this rank's batch; None for one that does not count, and may be any."""
         return dealt.batches[self.rank] if dealt.counts[self.rank] else None
 
+    def given(self, batches: list[Dealt]) -> tuple[Batch | None, ...]:
+        """Return this rank's batches of these: with `even_batches=False` it gets none where it has no samples."""
+        return tuple(self.own(dealt) for dealt in batches if self.case.even_batches or dealt.counts[self.rank])
+
     # ---- the scheduler
 
     def step_scheduler(self, steps: int) -> None:
@@ -469,10 +473,10 @@ class Run:
             self.note("peeked", self.own(batches[place.done]) if place.done < len(batches) else None)
         elif act == "evaluate":
             done, left = self.parts(place)
-            self.note("evaluated", tuple(map(self.own, (*left, *done))))
+            self.note("evaluated", self.given([*left, *done]))
         elif act == "evaluate_rest":
             self.warn_if(self.restored is not None and self.restored.done != self.done)
-            self.note("evaluated", tuple(map(self.own, batches[self.done :])))
+            self.note("evaluated", self.given(batches[self.done :]))
         else:
             self.save()
 

@@ -115,11 +115,11 @@ def find_checkpoint(run: Run) -> Saved | None:
 def ask(run: Run) -> None:
     """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
     line = run.line if run.step else None
-    lengths = [len(loader.read(0)) for loader in run.loaders.val or ()]
     for name, of in (("validate", line), ("validate again", None)):
         for meant in run.start.asks:
             try:
                 found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
+                lengths = [len(loader.read(0)) for loader in run.loaders.val or ()]
                 for call in run.case.logs:
                     if "validation" in call.hook and (
                         call.hook in EPOCHS or call.every <= max(lengths, default=call.every)

@@ -94,7 +94,9 @@ def agree_at_batch_end(run: Run) -> bool:
 
 def agree_now(run: Run) -> None:
     """Agree and act: before the first step, and behind an evaluation and an epoch."""
-    act_on(run, run.triggers.agree_now(run.start))
+    agreed = run.triggers.agree_now(run.start)
+    run.is_stopping()  # a verdict of early stopping that waits for no minimum is agreed on too: no later one undoes it
+    act_on(run, agreed)
 
 
 def act_on(run: Run, agreed: tuple[str, ...]) -> None:

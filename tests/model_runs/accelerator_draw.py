@@ -88,8 +88,9 @@ def loops(draw: st.DrawFn, worlds: tuple[int, ...] = (1,)) -> Loop:
     sets_epoch = not changes and draw(sometimes(False, st.booleans()))
     dispatch = None if split else draw(st.sampled_from((False, True)))
     begun = draw(starts(restore_position, (1, ranks) if changes else (ranks,)))
-    if not even:  # a rank that is killed would leave the others waiting
-        begun = tuple(replace(one, batches=None) for one in begun)
+    if not even:  # a rank that is killed would leave the others waiting, and the counter is rank 0's: others have fewer
+        ways = {"count": "range"}
+        begun = tuple(replace(one, batches=None, way=ways.get(one.way, one.way)) for one in begun)
     return Loop(
         starts=begun,
         train=train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.model.checkpoints import Checkpoints
 from tests.model.data import Data
 from tests.model.logs import Log
 from tests.model.run import Case, Settings
+from tests.model.stopping import Stopping
 from tests.model_runs.coverage import admits
 from tests.model_runs.processes import Process, difference_over_processes, differences
 
@@ -28,6 +30,24 @@ CHOSEN = {
     "parts of data of different sizes": (
         Case(Settings(max_epochs=2, accumulate_grad_batches=2), Data(7, 3, kind="parted", parts="chunks"), ranks=2),
         (),
+    ),
+    "parts of different sizes, limited to less than a window": (
+        Case(
+            Settings(max_epochs=2, limit_train_batches=1, accumulate_grad_batches=2), Data(11, kind="parted"), ranks=2
+        ),
+        (),
+    ),
+    "a verdict of early stopping, and a validation that was asked for": (
+        Case(
+            Settings(max_epochs=2, limit_train_batches=1, val_check_interval=1, num_sanity_val_steps=0),
+            Data(6, 2),
+            Data(4, first=100),
+            values=(nan, 1.0, 2.0),
+            stopping=Stopping(mode="max"),
+            checkpoints=Checkpoints(),
+            ranks=2,
+        ),
+        (Process(trigger="validate", asks_place=0.1), Process()),
     ),
     "one rank without data": (
         Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
