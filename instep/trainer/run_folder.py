@@ -48,7 +48,7 @@ from instep.loggers.folders import RUNS, folder_name, is_free, is_run, leads_out
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import writes_checkpoints
-from instep.trainer.weights import check_full, saved_run
+from instep.trainer.weights import saved_run
 from instep.utils.paths import to_path
 from instep.utils.process_id import this_process
 from instep.utils.redact import hide_arguments
@@ -179,11 +179,9 @@ class RunFolder:
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
-        look = f"looking for runs in {self.base}"
         own = None if self._evaluated else self.path
-        versions = [own] if own else on_rank_zero(lambda: self._candidates(only), look)
-        apart = [] if own else on_rank_zero(self._runs_apart, look)
-        for version in [*versions, *apart]:
+        versions = [own] if own else on_rank_zero(lambda: self._candidates(only), f"looking for runs in {self.base}")
+        for version in versions:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
@@ -200,8 +198,6 @@ class RunFolder:
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
-            if version in apart:
-                ctx.trainer._print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
             return found
         if broken is not None:
             raise broken
@@ -239,9 +235,7 @@ class RunFolder:
                     return False
                 if self._logger is None:
                     return folder.parent == self.base.absolute()
-                return folder in self._asked_runs() or (
-                    folder.parent == self._plain_base.absolute() and self._logged_apart(state)
-                )
+                return folder in self._asked_runs()
 
             self.path = folder if on_rank_zero(is_own, f"looking for {folder}") else None
 
@@ -387,36 +381,13 @@ class RunFolder:
         """List the run folders, the newest first: by number and, among a logger's, then by name."""
         return runs_in(self.base, self._logger is not None)
 
-    def _runs_apart(self) -> list[Path]:
-        """List the runs whose logs alone are in this logger's folder: an earlier instep wrote checkpoints elsewhere."""
-        if self._logger is None or not self.base.is_dir() or self._versions():
-            return []
-        found = []
-        for folder in runs_in(self._plain_base, False):
-            with suppress(CheckpointError):
-                store = checkpoint.CheckpointStore(folder / "checkpoints")
-                full = next((info for info in store.scan() if info.kind == "full"), None)
-                if full is not None:
-                    check_full(saved := saved_run(store.read(full.path)))
-                    found += [folder] * self._logged_apart(saved.shared)
-        return found
-
-    def _logged_apart(self, state: dict[str, Any]) -> bool:
-        """Return whether the run of a checkpoint had a folder of this logger, which has logs and no run."""
-        for (kind, _), kept in state["loggers"].items():
-            version = kept.get("version") if isinstance(kept, dict) else None  # one of the user's own may have none
-            if kind == type(self._logger).__name__ and isinstance(version, int | str):
-                folder = (self.base / folder_name(version)).absolute()
-                return self._named in (None, folder) and folder.is_dir() and not is_run(folder)
-        return False
-
     def reached(self, run_id: str) -> int:
         """Return the step that a run is known to have reached, where this is its folder; else 0. Local."""
         return 0 if self.path is None else read_step(self.path, run_id)
 
     def runs_of(self, job: str) -> list[Path]:
         """List the run folders that a job wrote, the newest first."""
-        runs = [*self._versions(), *(() if self._logger is None else runs_in(self._plain_base, False))]
+        runs = self._versions()
         if self._named is not None and self._named not in runs and is_run(self._named):
             runs.insert(0, self._named)
         return [path for path in runs if (read_status(path) or {}).get("job") == job]

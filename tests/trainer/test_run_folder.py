@@ -427,33 +427,6 @@ def test_jobs_that_start_at_once_take_different_folders(tmp_path: Path, monkeypa
     assert sorted(folders) == ["version_3", "version_4"]
 
 
-def test_a_run_of_an_earlier_instep_is_found_where_it_kept_its_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def fit(epochs: int, logger: Any, **how: Any) -> Trainer:
-        trainer = logging_to(logger, epochs, default_root_dir=tmp_path)
-        trainer.fit(LoggingToy(), loader(), **how)
-        return trainer
-
-    class Own(CSVLogger):
-        def state_dict(self) -> dict[str, Any]:
-            return {"rows": 1}  # no version
-
-    unrelated = fit(1, Own())
-    afresh = fit(1, CSVLogger(tmp_path / "other"), ckpt_path="auto")
-    assert afresh.log_dir == str(tmp_path / "other" / "version_0"), "a run that this logger did not log"
-    with monkeypatch.context() as earlier:
-        earlier.setattr(run_folder.RunFolder, "follow", lambda self, loggers: None)
-        old = fit(1, CSVLogger(tmp_path / "logs"))
-    assert (unrelated.log_dir, old.log_dir) == tuple(str(tmp_path / "instep_runs" / f"version_{n}") for n in (0, 1))
-    capsys.readouterr()
-    for epochs in (2, 3):
-        again = fit(epochs, CSVLogger(tmp_path / "logs"), ckpt_path="auto")
-        assert (again.global_step, again.log_dir) == (4 * epochs, old.log_dir)
-        assert "is of an earlier instep" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["version_0"]
-
-
 def on_a_rank(root: Path) -> list[tuple[str | None, int]]:
     """Take a version that is taken, then go on there."""
     ends = []
