@@ -122,7 +122,7 @@ class Logger:
     _is_main: bool = True
     _open: bool = False
     _early: bool = False  # opened before any run
-    _earlier: Path | None = None  # where it wrote then, when the run goes on elsewhere
+    _earlier: Path | None = None  # where it wrote then, when the run goes on elsewhere: that stays there
     _fresh: bool = False  # nothing was in that folder
     _among_others: bool = False  # something was, and the user named it: what is written there stays there
     _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
@@ -327,7 +327,7 @@ class Logger:
             self._run_dir = run_dir
             return
         if early:
-            self._earlier = self._own_log_dir()
+            self._earlier = self._log_dir
         if self._open:
             self.finalize("success")
         self._is_main = is_main
@@ -693,7 +693,7 @@ class Logger:
         if self._open:
             self.finalize("success")
         if self._early:
-            self._early, self._earlier, self._version = False, self._own_log_dir(), self._given_version
+            self._early, self._earlier, self._version = False, self._log_dir, self._given_version
         if self._version is None:
             version = state_dict.get("version")
             kind = type(self).__name__
@@ -810,19 +810,12 @@ class Logger:
         """Return what `experiment` shows."""
         return self
 
-    def _take_along(self, earlier: Path) -> None:
-        """Move what was written before the run from `earlier` to `log_dir`; after `_start`."""
-
     def _discard(self) -> None:
         """Delete what was written before the run; after `_finalize`."""
         if self._fresh and self._log_dir is not None:
             rmtree(self._log_dir, ignore_errors=True)
-            self._remove_if_empty(self._log_dir.parent)  # of a sub_dir, the run folder
-
-    @staticmethod
-    def _remove_if_empty(folder: Path) -> None:
-        with suppress(OSError):  # others write there too
-            folder.rmdir()
+            with suppress(OSError):  # others write there too
+                self._log_dir.parent.rmdir()  # of a sub_dir, the run folder
 
     # ---- the books
 
@@ -861,10 +854,6 @@ class Logger:
         """The run folder that the logger has taken before a run; None where it has not, or another one has its own."""
         taken = self._save_dir is None or (self.runs_dir is not None and not self._among_others)
         return self._run_dir if self._early and taken else None
-
-    def _own_log_dir(self) -> Path | None:
-        """Return where the logger wrote before a run, if all of that is its own and can move."""
-        return None if self._among_others else self._log_dir
 
     def _stays(self, run_dir: Path) -> bool:
         """Return whether a logger that was opened before the run writes into the same folder in it."""
@@ -946,6 +935,9 @@ class Logger:
         self._log_dir = self._rest_dir or self._choose_log_dir(self._run_dir)
         if self._rank and self._rest_dir is None:
             self._log_dir /= f"rank-{self._rank}"
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None and earlier.absolute() != self._log_dir.absolute():
+            warn_user(f"{type(self).__name__} wrote into {earlier} before the run, which goes on in {self._log_dir}")
         self._began_s = self._began_s or time.time()
         self._logged = {} if self._logged is None else self._logged
         is_new = not self._resumed

@@ -9,14 +9,12 @@ from typing import Any
 
 from instep.loggers.appended import AppendedFile
 from instep.loggers.backlog import Record, Row, RowKey
-from instep.loggers.base import Logger
-from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
+from instep.loggers.row_file import RowFileLogger
 from instep.types import PathLike
 from instep.utils.checks import at_least
-from instep.utils.untrusted_files import open_regular
 
 
-class CSVLogger(Logger):
+class CSVLogger(RowFileLogger):
     """Writes metrics into `metrics.csv` of the run folder: one row per call, one column per metric.
 
     The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
@@ -52,8 +50,8 @@ class CSVLogger(Logger):
         <BLANKLINE>
     """
 
-    NAME_HPARAMS_FILE = NAME
-    _writers = frozenset({"_appended"})
+    _FILE = "metrics.csv"
+    _COUNTED = "rows"
 
     def __init__(
         self,
@@ -69,79 +67,34 @@ class CSVLogger(Logger):
         self._flush_steps = check("flush_logs_every_n_steps", flush_logs_every_n_steps)
         self._columns: dict[str, None] = {"step": None}
         self._columns_in_file = 0
-        self._rows_in_file = 0
-        self._rows_to_keep: int | None = None
-        self._later_rows: list[RowKey] = []  # of what came after the checkpoint
-        self._resumed_step = -1  # later rows go on from here; `_last_step` may be of a user's own axis
         self._flushed_step: int | None = None
 
-    @property
-    def path(self) -> Path | None:
-        """The table's path; None before the start."""
-        return None if self._log_dir is None else self._log_dir / "metrics.csv"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the base's state, and the number of rows."""
-        return {**super().state_dict(), "rows": self._rows_in_file}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue below the row of this state."""
-        rows = state_dict.get("rows")
-        if rows is not None and (type(rows) is not int or rows < 0):
-            raise ValueError(f"rows={rows!r:.80}, where a number of rows is expected")
-        super().load_state_dict(state_dict)
-        self._rows_to_keep = rows
-        self._resumed_step = state_dict.get("global_step", self._last_step)
-
     def _start(self) -> None:
-        assert self._log_dir is not None
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._columns = {"step": None}
-        self._columns_in_file = self._rows_in_file = 0
-        self._later_rows = []
-        self._had_rows, self._flushed_step = (0, frozenset()), None
-        path = self._log_dir.absolute() / "metrics.csv"
-        self._appended = AppendedFile(path)  # a folder that cannot be written is an error before the first step
-        with self._appended.turn():
-            if path.stat().st_size:
-                self._take_over(path)
-        self._rows_to_keep = None
+        self._columns, self._columns_in_file, self._flushed_step = {"step": None}, 0, None
+        super()._start()
 
-    def _take_over(self, path: Path) -> None:
-        assert self._appended is not None
-        with open_regular(path) as file:  # the folder may be another's run that goes on
-            text = file.readall().decode()
-        whole = text[: text.rfind("\n") + 1]  # a process killed while writing leaves half a row
-        header, *rows = csv.reader(whole.splitlines(keepends=True)) if whole else [[]]
-        front, later = len(rows), dict[int, list[str]]()
-        if self._rows_to_keep is not None:
-            front = self._rows_to_keep
-            later = {i: row for i, row in enumerate(rows) if i >= front and float(row[0] or 0) <= self._resumed_step}
-            for row in later.values():
-                names = (name for name, cell in zip(header[1:], row[1:], strict=False) if cell)
-                self._later_rows.append(RowKey(float(row[0] or 0), frozenset(names)))
-        kept = [*rows[:front], *later.values()]
-        if len(kept) < len(rows) or whole != text:
-            _write_table(self._appended, header, kept)
+    def _parse(self, content: bytes) -> list[list[str]]:
+        header, *rows = csv.reader(content.decode().splitlines(keepends=True)) if content else [[]]
         self._columns = dict.fromkeys(header) or {"step": None}
         self._columns_in_file = len(header)
-        self._rows_in_file = len(kept)
-        self._had_rows = front, frozenset(later)
+        return rows
 
-    def _kept_rows(self) -> list[RowKey]:
-        return self._later_rows
+    def _step_of(self, row: list[str]) -> float:
+        return float(row[0] or 0)
 
-    def _row_count(self) -> int | None:
-        return None if self._appended is None or self._appended.is_shared else self._rows_in_file
+    def _key_of(self, row: list[str]) -> RowKey:
+        names = (name for name, cell in zip(list(self._columns)[1:], row[1:], strict=False) if cell)
+        return RowKey(self._step_of(row), frozenset(names))
+
+    def _replace(self, rows: list[list[str]]) -> None:
+        assert self._appended is not None
+        _write_table(self._appended, list(self._columns)[: self._columns_in_file], rows)
 
     def _due(self, first: Record, last: Record) -> bool:
         if first.hook != "_log_metrics" or last.hook != "_log_metrics":
             return True
         flushed = first.args[1] if self._flushed_step is None else self._flushed_step
         return abs(last.args[1] - flushed) >= self._flush_steps
-
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._log_rows([Row(metrics, step, self._now_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
         assert self._appended is not None
@@ -173,12 +126,6 @@ class CSVLogger(Logger):
         self._columns = dict.fromkeys(header or ["step"]) | self._columns
         self._columns_in_file = len(header)
 
-    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        assert self._log_dir is not None
-        merge_file(self._log_dir / NAME, params)
-        if metrics:
-            self._log_metrics(metrics, self._step)
-
     def _widen(self, file: AppendedFile, columns: list[str]) -> None:
         rows: list[list[str]] = []
         if self._columns_in_file:
@@ -186,22 +133,6 @@ class CSVLogger(Logger):
                 rows = list(csv.reader(table))[1:]
         _write_table(file, columns, rows)
         self._columns_in_file = len(columns)
-
-    def _finalize(self, status: str) -> None:
-        assert self._log_dir is not None
-        assert self._appended is not None
-        self._appended.close()
-        ensure_file(self._log_dir / NAME)
-
-    def _take_along(self, earlier: Path) -> None:
-        assert self._log_dir is not None
-        move_file(earlier / NAME, self._log_dir)
-        path = earlier / "metrics.csv"
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                step = row.pop("step")
-                self._log_metrics({name: float(text) for name, text in row.items() if text}, int(float(step)))
-        path.unlink()
 
 
 def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:

@@ -478,11 +478,6 @@ class LoggerSide:
             if logger._LOCAL or isinstance(error, _MISTAKES):
                 raise logger._error("start", error) from error
             raise
-        earlier, logger._earlier = logger._earlier, None
-        if earlier is not None and earlier != logger._log_dir:
-            logger._take_along(earlier)
-            logger._remove_if_empty(earlier)
-            logger._remove_if_empty(earlier.parent)
         self._left_over = self._backlog.take_over(self._keep, logger._row_count())
 
     def _keep(self, record: Record) -> bool:

@@ -83,13 +83,6 @@ def ensure_file(path: Path) -> None:
         merge_file(path, {})
 
 
-def move_file(path: Path, folder: Path) -> None:
-    """Add the hyperparameters of a YAML file, if it is there, to those of the folder, and delete it."""
-    if path.exists():
-        merge_file(folder / path.name, _read(path))
-        path.unlink()
-
-
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists() or path.is_symlink():  # a stranger's link would bring in what it leads to
         return {}

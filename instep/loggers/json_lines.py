@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.loggers.appended import AppendedFile, check_no_link
+from instep.loggers.appended import check_no_link
 from instep.loggers.backlog import Row, RowKey
-from instep.loggers.base import Logger
-from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
+from instep.loggers.row_file import RowFileLogger
 from instep.types import PathLike
 from instep.utils.atomic import replace
-from instep.utils.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-FILE = "metrics.jsonl"
 
-
-class JSONLinesLogger(Logger):
+class JSONLinesLogger(RowFileLogger):
     """Writes one line of JSON for each call into `metrics.jsonl` of the run folder, as soon as it comes.
 
     A line of metrics is `{"step": 50, "time": 1763900000.0, "loss": 0.5}`: the place on the x-axis, seconds since 1970,
@@ -50,9 +45,8 @@ class JSONLinesLogger(Logger):
         0.5
     """
 
-    _writers = frozenset({"_appended"})
-
-    NAME_HPARAMS_FILE = NAME
+    _FILE = "metrics.jsonl"
+    _COUNTED = "lines"
 
     def __init__(
         self,
@@ -62,63 +56,27 @@ class JSONLinesLogger(Logger):
         **options: Any,
     ) -> None:
         super().__init__(save_dir, name, version, **options)
-        self._lines = 0
-        self._lines_to_keep: int | None = None
-        self._later_rows: list[RowKey] = []  # of what came after the checkpoint
-        self._resumed_step = -1
 
-    @property
-    def path(self) -> Path | None:
-        """The file's path; None before the start."""
-        return None if self._log_dir is None else self._log_dir / FILE
+    def _parse(self, content: bytes) -> list[bytes]:
+        return content.splitlines(keepends=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the base's state, and the number of lines."""
-        return {**super().state_dict(), "lines": self._lines}
+    def _step_of(self, row: bytes) -> float:
+        try:
+            step = json.loads(row)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return math.inf  # no line of ours
+        return step if isinstance(step, int | float) else math.inf
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue below the line of this state."""
-        lines = state_dict.get("lines")
-        if lines is not None and (type(lines) is not int or lines < 0):
-            raise ValueError(f"lines={lines!r:.80}, where a number of lines is expected")
-        super().load_state_dict(state_dict)
-        self._lines_to_keep = lines
-        self._resumed_step = state_dict.get("global_step", self._last_step)
+    def _key_of(self, row: bytes) -> RowKey:
+        values: dict[str, Any] = json.loads(row)
+        if "kind" in values and isinstance(values.get("name"), str):
+            return RowKey(values["step"], frozenset({f"_log_{values['kind']}:{values['name']}"}))
+        return RowKey(values["step"], frozenset(values) - {"step", "time"})
 
-    def _start(self) -> None:
-        assert self._log_dir is not None
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        path, self._lines = self._log_dir.absolute() / FILE, 0
-        self._had_rows, self._later_rows = (0, frozenset()), []
-        self._appended = AppendedFile(path)
-        with self._appended.turn():
-            if path.stat().st_size:
-                self._take_over(path)
-        self._lines_to_keep = None
-
-    def _take_over(self, path: Path) -> None:
+    def _replace(self, rows: list[bytes]) -> None:
         assert self._appended is not None
-        with open_regular(path) as file:  # the folder may be another's run that goes on
-            content = file.readall()
-        whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a line
-        lines = whole.splitlines(keepends=True)
-        front, later = len(lines), dict[int, bytes]()
-        if self._lines_to_keep is not None:
-            front = self._lines_to_keep
-            later = {i: line for i, line in enumerate(lines) if i >= front and _step(line) <= self._resumed_step}
-            self._later_rows = [_key(line) for line in later.values()]
-        kept = [*lines[:front], *later.values()]
-        if len(kept) < len(lines) or whole != content:
-            with self._appended.replacing() as part:
-                part.write_bytes(b"".join(kept))
-        self._lines = len(kept)
-        self._had_rows = front, frozenset(later)
-
-    def _kept_rows(self) -> list[RowKey]:
-        return self._later_rows
-
-    def _row_count(self) -> int | None:
-        return None if self._appended is None or self._appended.is_shared else self._lines
+        with self._appended.replacing() as part:
+            part.write_bytes(b"".join(rows))
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         self._append([(step, self._now_s, values)])
@@ -131,22 +89,13 @@ class JSONLinesLogger(Logger):
         ]
         with self._appended.turn():
             self._appended.append("".join(lines).encode("utf-8", "backslashreplace"))  # half a surrogate, as in JSON
-        self._lines += len(rows)
+        self._rows_in_file += len(rows)
 
     def _log_rows(self, rows: list[Row]) -> None:
         # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
         self._append(
             [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
         )
-
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._log_rows([Row(metrics, step, self._now_s)])
-
-    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        assert self._log_dir is not None
-        merge_file(self._log_dir / NAME, params)
-        if metrics:
-            self._log_metrics(metrics, self._step)
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         self._write(step, {"kind": "text", "name": name, "value": text})
@@ -179,42 +128,8 @@ class JSONLinesLogger(Logger):
             replace(file, content)
         self._write(step, {"kind": kind, "name": name, "value": [f"media/{file.name}" for file in files]})
 
-    def _finalize(self, status: str) -> None:
-        assert self._log_dir is not None
-        assert self._appended is not None
-        self._appended.close()
-        ensure_file(self._log_dir / NAME)
-
-    def _take_along(self, earlier: Path) -> None:
-        assert self._log_dir is not None
-        assert self._appended is not None
-        move_file(earlier / NAME, self._log_dir)
-        with open_regular(earlier / FILE) as file:
-            lines = file.readall().splitlines(keepends=True)
-        self._appended.append(b"".join(lines))
-        self._lines += len(lines)
-        (earlier / FILE).unlink()
-        if (earlier / "media").is_dir():
-            (earlier / "media").rename(self._log_dir / "media")
-
 
 def _number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _key(line: bytes) -> RowKey:
-    """Return the key of the record that became a line."""
-    row: dict[str, Any] = json.loads(line)
-    if "kind" in row and isinstance(row.get("name"), str):
-        return RowKey(row["step"], frozenset({f"_log_{row['kind']}:{row['name']}"}))
-    return RowKey(row["step"], frozenset(row) - {"step", "time"})
-
-
-def _step(line: bytes) -> float:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return math.inf  # no line of ours
-    return step if isinstance(step, int | float) else math.inf

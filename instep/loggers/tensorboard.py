@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import socket
 import time
 from itertools import count
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from instep.loggers.appended import AppendedFile
 from instep.loggers.backlog import Record, Row
 from instep.loggers.base import Logger, numbered
-from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file, move_file
+from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file
 from instep.types import PathLike
 from instep.utils.checks import FLAG, above_zero
 from instep.utils.imports import require
@@ -307,9 +306,3 @@ class TensorBoardLogger(Logger):
             if self._summary_writer is not None:
                 self._summary_writer.close()
                 self._summary_writer = None
-
-    def _take_along(self, earlier: Path) -> None:
-        assert self._log_dir is not None
-        move_file(earlier / NAME, self._log_dir)
-        for file in earlier.glob("events.out.tfevents.*"):
-            shutil.move(file, self._log_dir / file.name)

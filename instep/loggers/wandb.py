@@ -163,6 +163,7 @@ class WandbLogger(Logger):
         if self._early and self._run is not None:
             self._config = dict(self._run.config)
         super().load_state_dict(state_dict)
+        self._earlier = None  # the configuration is taken over
         if self._project is None:
             self._project = state_dict.get("project")
 
