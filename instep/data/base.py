@@ -78,6 +78,11 @@ class BatchSource(ABC):
         """Number of the epoch's batches, limit applied; None when unknown. A resumed pass ends at the same number."""
         return self.plan.total
 
+    @property
+    def epoch_batches(self) -> int | None:
+        """Number of a whole epoch's batches. One that goes on after other ranks may have fewer, in `num_batches`."""
+        return self.num_batches
+
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
         """Go to the beginning of an epoch, unless a state of this epoch was loaded that no pass has used yet."""
         if not (self._pending and (epoch, cycle) == (self.epoch, self.cycle)):

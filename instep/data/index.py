@@ -125,6 +125,11 @@ class IndexLoader(PreparedLoader):
             )
         return self._plan
 
+    @property
+    def epoch_batches(self) -> int | None:
+        moved = self.sampler.cursor % self.sampler.per_step  # the steps of other ranks end elsewhere
+        return self.sampler.steps_of(self.sampler.end) if moved else self.num_batches
+
     def _enter(self, epoch: int, cycle: int) -> None:
         super()._enter(epoch, cycle)
         self.sampler.set_epoch(*((0, 0) if self.frozen else (epoch, cycle)))

@@ -112,8 +112,11 @@ class ShardedSampler(ABC):
     @property
     def steps(self) -> int:
         """Steps from the cursor to the end, of the rank that has most."""
-        left = max(0, self.end - self.cursor)
-        return left // self.per_step if self.drop_last else -(-left // self.per_step)
+        return self.steps_of(max(0, self.end - self.cursor))
+
+    def steps_of(self, units: int) -> int:
+        """Return the steps in which the ranks take so many units."""
+        return units // self.per_step if self.drop_last else -(-units // self.per_step)
 
     def __len__(self) -> int:
         steps = self.steps

@@ -463,7 +463,7 @@ def validation_interval(ctx: RunContext) -> int | None:
     Raises:
         SettingError: the interval does not fit the training data.
     """
-    interval, batches = ctx.settings.val_check_interval, ctx.source.num_batches
+    interval, batches = ctx.settings.val_check_interval, ctx.source.epoch_batches
     if isinstance(interval, int):
         if batches is not None and interval > batches and ctx.settings.check_val_every_n_epoch is not None:
             raise SettingError(
@@ -506,7 +506,7 @@ def waits_for_end(ctx: RunContext) -> bool:
 
     Data without a trusted length may end before the number of batches that it has claimed.
     """
-    plan, batches = ctx.validation, ctx.source.num_batches
+    plan, batches = ctx.validation, ctx.source.epoch_batches
     if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
         return plan.at_epoch_end
     return plan.next_batch <= batches

@@ -49,6 +49,10 @@ CHOSEN = {
         ),
         (Process(trigger="validate", asks_place=0.1), Process()),
     ),
+    "an epoch in which more ranks have fewer batches than a validation waits for": (
+        Case(Settings(max_epochs=2, val_check_interval=2), Data(11, 4), VAL, checkpoints=EVERY_STEP),
+        (Process(place=0.6), Process(ranks=2)),
+    ),
     "one rank without data": (
         Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
         (),
