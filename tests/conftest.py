@@ -101,7 +101,7 @@ def _missing() -> dict[str, str | None]:
         "slurm": slurm.missing(),
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
         "browser": browser.missing(),
-        "plots": None if all(map(find_spec, ("plotext", "plotly", "matplotlib"))) else "instep[plots] is not installed",
+        "plots": None if find_spec("matplotlib") else "instep[plots] is not installed",
         "onnx": None if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else "instep[onnx] is not installed",
         "optuna": None if find_spec("optuna") else "optuna is not installed: pip install instep[optuna]",
         "recipes": None if all(map(find_spec, _RECIPES)) else "instep[recipes] or timm is not installed",

@@ -54,7 +54,6 @@ COMMANDS: dict[Command, str] = {
     ("runs", "ls"): "runs with their state, how far they came, and why they ended",
     ("runs", "show"): "what a run is or was doing, what ended it, and how it goes on",
     ("runs", "compare"): "hyperparameters that differ, and where the metrics ended",
-    ("runs", "plot"): "curves in the terminal, as a picture or as HTML",
     ("runs", "sync"): "send what trackers did not take",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,50 +61,6 @@ def test_compare_shows_what_differs(two: Path, capsys: pytest.CaptureFixture[str
     assert "1 hyperparameter the same in all" in shown
 
 
-def test_plot_gives_the_points_and_says_what_is_missing(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = said(capsys, "plot", two, "-m", "loss", "--json")
-    assert answer["metrics"]["loss"]["version_1"] == {"x": [1, 2], "y": [0.5, 0.25]}
-    assert answer["metrics"]["loss"]["version_0"] == {"x": [1, 2], "y": [0.5, 1e-5]}
-    assert "no run has a metric 'los'" in said(capsys, "plot", two, "-m", "los", code=1)
-    newest = two / "version_1" / "metrics.jsonl"
-    newest.write_text('{"step": 1, "time": 5.0, "loss": 0.5}\n')
-    assert "version_0: its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=1)
-    assert "its name ends with .png" in said(capsys, "plot", two, "-o", "x.doc", code=1).lower()
-
-
-@pytest.mark.plots
-@pytest.mark.parametrize("ending", ["png", "html", "svg"])
-def test_plot_writes_files_in_which_no_name_is_markup(
-    two: Path, ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evil = "</script><script>alert(1)</script><b>$\\frac"
-    (two / "version_0/metrics.csv").write_text(f"step,{evil}\n1,0.5\n2,1e-5\n")
-    out = two / f"out.{ending}"
-    assert "1 metric of 1 run" in said(capsys, "plot", two / "version_0", "-o", out)
-    data = out.read_bytes()
-    assert {"png": b"\x89PNG", "html": b"<html>", "svg": b"<?xml"}[ending] in data[:40]
-    assert b"<script>alert" not in data
-
-
-@pytest.mark.plots
-def test_plot_draws_in_a_terminal_and_letters_where_there_is_no_colour(
-    two: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = said(capsys, "plot", two, "-m", "loss")
-    assert "loss by step" in shown
-    assert "\x1b" not in shown
-    assert {"a version_0", "b version_1"} == set(shown.splitlines()[-1].split("  "))
-
-
-def test_a_missing_package_is_named_with_its_pip_command(
-    two: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in ("plotext", "plotly", "plotly.subplots", "matplotlib"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for words in ((), ("-o", "x.png"), ("-o", "x.html")):
-        assert "pip install 'instep[plots]'" in said(capsys, "plot", two, *words, code=1)
-
-
 def test_show_of_a_crash_says_what_it_did_the_cause_by_rank_and_how_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,32 +116,3 @@ def test_show_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert "broken: model.safetensors differs from what was written" in said(capsys, "show", run, "--verify")
-
-
-@pytest.mark.plots
-def test_values_at_the_ends_of_float_are_drawn(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (two / "version_0/metrics.csv").write_text(
-        "step,a,b,c,d\n1,1e308,5e-324,nan,1\n2,-1e308,1,nan,1\n1e300,1,2,inf,1\n"
-    )
-    for words in ((), ("--log",), ("-o", two / "x.png"), ("-o", two / "x.html")):
-        said(capsys, "plot", two / "version_0", "-m", "a,b,c,d", *words)
-
-
-@pytest.mark.plots
-@pytest.mark.browser
-@pytest.mark.parametrize("phone", [False, True])
-def test_the_page_shows_the_curves_without_a_network(
-    two: Path, phone: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.helpers.browser import browse
-
-    out = two / "out.html"
-    said(capsys, "plot", two, "-m", "loss", "-o", out)
-    with browse() as browser:
-        page = browser.open(out.as_uri(), phone=phone)
-        for text in ("version_0", "version_1", "loss"):
-            page.get_by_text(text, exact=True).first.wait_for()
-        assert page.locator(".scatterlayer path.js-line").count() == 2
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        assert browser.errors == []
-        assert set(browser.asked) == {out.as_uri()}

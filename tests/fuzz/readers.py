@@ -410,8 +410,6 @@ def _runs(folder: Path, rng: Random) -> int:
                 ["runs", "show", ".", "--json"],
                 ["runs", "compare", ".", "--all"],
                 ["runs", "compare", ".", "--json"],
-                ["runs", "plot", ".", "--json", "--points", "10"],
-                ["runs", "plot", ".", "--json", "--x", "time", "-m", "loss", "--log"],
             )
         )
     )

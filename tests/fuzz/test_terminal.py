@@ -85,14 +85,14 @@ def commands(place: dict[str, str]) -> list[list[str]]:
     files = [place[name] for name in ("good", "lying", "odd", "config", "script", "runs", "named")]
     one_path = (
         ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "show"], ["runs", "ls"], ["runs", "show"],
-        ["runs", "compare"], ["runs", "plot"], ["runs", "sync"], ["replay"], ["migrate"],
+        ["runs", "compare"], ["runs", "sync"], ["replay"], ["migrate"],
         ["config", "show", "--config-file"], ["config", "validate", "--config-file"], ["merge-weights"], ["slurm"],
         ["tune-loader"], ["launch", "--config-file"], ["fit", "--config"],
     )  # fmt: skip
     found = [[*command, file] for command in one_path for file in files]
     found += [[*command, f"{place['root']}/{name}"] for command in one_path for name in some]
     found += [["estimate-memory", file] for file in files[1:3]]  # other names are looked for in the hub
-    found += [["runs", what, place["runs"], "-m", name] for what in ("plot", "compare", "show") for name in some]
+    found += [["runs", what, place["runs"], "-m", name] for what in ("compare", "show") for name in some]
     for file in files[:3]:
         found += [["checkpoint", "diff", file, place["good"]], ["merge-weights", file, f"{place['root']}/out"]]
         found += [["checkpoint", "convert", file, f"{place['root']}/{some[0]}"], ["checkpoint", "show", file, "--json"]]
