@@ -77,7 +77,7 @@ class CombinedLoader(BatchSource):
             other and gives (batch, batch_idx, dataloader_idx).
 
     Attributes:
-        flattened: the loaders given, as a list. Set it to a list of as many others to put those in their places.
+        flattened: the loaders given, as a list.
         limits: most batches of each loader: a number for all, a list with one each, or None. The pass is as long as
             with loaders cut so; "sequential" goes on to the next loader. A Trainer's limits hold besides.
 
@@ -101,7 +101,8 @@ class CombinedLoader(BatchSource):
         self._places = _places(iterables, self._loaders)
         if not self._loaders:
             raise DataError("CombinedLoader got no loader: give at least one, in a dict, list or tuple")
-        self._refuse_none()
+        if any(loader is None for loader in self._loaders):
+            raise DataError("CombinedLoader got None in place of a loader: leave it out of the collection")
         self._sources: list[BatchSource] = []
         self._limits: list[int | float] | None = None
         self._limit: int | None = None
@@ -143,20 +144,8 @@ class CombinedLoader(BatchSource):
 
     @property
     def flattened(self) -> list[Any]:
-        """The user's own loaders, in order; may be set to as many others."""
+        """The user's own loaders, in order."""
         return list(self._loaders)
-
-    @flattened.setter
-    def flattened(self, loaders: list[Any]) -> None:
-        if len(loaders) != len(self._loaders):
-            raise DataError(
-                f"Mismatch in flattened length ({len(loaders)}) and existing length ({len(self._loaders)}): give as "
-                "many loaders as there are, or make another CombinedLoader"
-            )
-        self.reset()
-        self._loaders, self._sources, self._tracks = list(loaders), [], []
-        self._refuse_none()
-        self.iterables = map_leaves(self._loaders.__getitem__, self._places)
 
     @property
     def limits(self) -> list[int | float] | None:
@@ -196,10 +185,6 @@ class CombinedLoader(BatchSource):
         self.close()
         if self._tracks:
             self._enter(self.epoch, self.cycle)
-
-    def _refuse_none(self) -> None:
-        if any(loader is None for loader in self._loaders):
-            raise DataError("CombinedLoader got None in place of a loader: leave it out of the collection")
 
     # ---- what the loop reads
 
