@@ -1,8 +1,13 @@
-"""What `save_state` keeps and how `load_state` finds it again: by name, never by order."""
+"""What `save_state` keeps and how `load_state` finds it again: by name, never by order.
+
+What is alike with a Trainer: checkpoint/test_saver.py and checkpoint/test_run_state.py.
+"""
 
 from __future__ import annotations
 
+import json
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +34,7 @@ from instep.errors import (
 from instep.state import PartialState
 from instep.utils import atomic
 from tests.accelerator.loops import Net, sgd
-from tests.helpers.spawn import RanksFailed, run_ranks
+from tests.helpers.spawn import RanksFailed, run_command, run_ranks
 
 
 class Other(Net):
@@ -122,10 +127,15 @@ def test_an_optimizer_of_another_kind_is_left_out_where_that_was_asked_for(make:
     assert not optimizer.optimizer.state
 
 
-def test_registered_objects_come_back_by_name(make: Any, tmp_path: Path) -> None:
+def test_registered_objects_come_back_by_name_as_they_were(make: Any, tmp_path: Path) -> None:
     first = make()
-    first.register_for_checkpointing(Counter(3), other=Counter(4))
-    first.save_state(tmp_path / "state")
+    saved = Counter(3)
+    first.register_for_checkpointing(saved, other=Counter(4))
+    assert first.save_state(tmp_path / "state", background=True) is None
+    saved.count = 99
+    assert first.wait_for_saves() == tmp_path / "state-1"
+    assert first.wait_for_saves() is None
+    first._states.close()
     second = make()
     plain, other = Counter(), Counter()
     second.register_for_checkpointing(other=other)
@@ -136,23 +146,20 @@ def test_registered_objects_come_back_by_name(make: Any, tmp_path: Path) -> None
     assert (plain.count, other.count) == (3, 4)
     with pytest.raises(SettingError, match="no state_dict"):
         second.register_for_checkpointing(object())
+
+
+def test_one_call_refuses_two_objects_of_one_name(make: Any, tmp_path: Path) -> None:
+    accelerator, one = make(), Counter()
+    for objects, named in (((one, Counter()), {}), ((one,), {"Counter": Counter()})):
+        with pytest.raises(SettingError, match=r"two objects are registered as 'Counter'\. Name them"):
+            accelerator.register_for_checkpointing(*objects, **named)
+    accelerator.register_for_checkpointing(one, one, other=one)  # one object is no second one
     with pytest.raises(SettingError, match="Name them"):
-        second.register_for_checkpointing(Counter())
-
-
-@pytest.mark.parametrize(
-    ("objects", "named"),
-    [((Counter(1), Counter(2)), {}), ((Counter(1),), {"Counter": Counter(2)}), ((Counter(), Counter(), Counter()), {})],
-)
-def test_one_call_refuses_two_objects_of_one_name(make: Any, objects: Any, named: Any, tmp_path: Path) -> None:
-    accelerator = make()
-    with pytest.raises(SettingError, match=r"two objects are registered as 'Counter'\. Name them"):
-        accelerator.register_for_checkpointing(*objects, **named)
-    accelerator.register_for_checkpointing(objects[0], objects[0], other=objects[0])  # one object is no second one
+        accelerator.register_for_checkpointing(Counter())
     accelerator.save_state(tmp_path / "state")
 
 
-def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
+def test_hooks_see_and_change_what_is_saved_until_they_are_removed(make: Any, tmp_path: Path) -> None:
     accelerator = make()
     model = accelerator.prepare(Net())
     seen: list[Any] = []
@@ -163,7 +170,9 @@ def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
         (folder / "config").mkdir()
         (folder / "config" / "notes.txt").write_text("mine")
 
-    remove = accelerator.register_save_state_pre_hook(leave_out)
+    saving = accelerator.register_save_state_pre_hook(leave_out)
+    with pytest.raises(UsageError, match="writes files itself"):
+        accelerator.save_state(background=True)
     path = accelerator.save_state(tmp_path / "state")
     assert seen == [[model]]
     assert "layers.0.bias" not in load_weights(path)
@@ -172,13 +181,16 @@ def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
     notes.write_text("damaged")
     with pytest.raises(CorruptCheckpointError, match=r"notes.txt has 7 bytes instead of 4"):
         accelerator.load_state(path)
-    remove()
+    saving()  # as its `remove`
     path = accelerator.save_state(tmp_path / "state")
     assert path.name == "state-2"
     assert "layers.0.bias" in load_weights(path)
-    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(folder))
+    loading = accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(folder))
     accelerator.load_state(tmp_path / "state")
-    assert seen[-1] == path
+    loading.remove()
+    saving.remove()  # a second time does nothing
+    accelerator.load_state(tmp_path / "state")
+    assert seen == [[model], path]
 
 
 @pytest.mark.parametrize("popped", [[0], [1], [1, 0]])
@@ -457,33 +469,6 @@ def test_a_place_per_process_does_not_fit_another_number_of_them(tmp_path: Path)
     assert "Resume with 2 processes" in text
 
 
-def resume_at(folder: Path, save: bool) -> list[float]:
-    accelerator = Accelerator(cpu=True)
-    model = Net(0.0)
-    loader = DataLoader(TensorDataset(torch.arange(24).float()), 12 // accelerator.num_processes // 2, shuffle=True)
-    torch.manual_seed(1)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
-    if not save:
-        accelerator.load_state(folder / "state")
-    seen: list[float] = []
-    for (x,) in loader:
-        step(accelerator, model, optimizer)
-        seen += accelerator.gather_for_metrics(x).tolist()
-        if save and len(seen) == 12:
-            accelerator.save_state(folder / "state")
-            break
-    accelerator.free_memory()
-    return seen
-
-
-@pytest.mark.dist
-def test_another_number_of_processes_goes_on_in_the_same_data(tmp_path: Path) -> None:
-    [first, _] = run_ranks(resume_at, 2, tmp_path, True)
-    rest = resume_at(tmp_path, False)
-    assert sorted(first + rest) == [float(i) for i in range(24)]
-    assert run_ranks(resume_at, 2, tmp_path, False)[0] == rest
-
-
 def test_a_second_run_in_one_folder_saves_and_loads_its_own_states(make: Any, tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=1)
 
@@ -513,20 +498,6 @@ def test_a_second_run_in_one_folder_saves_and_loads_its_own_states(make: Any, tm
     assert not saved[1].exists(), "the same run goes on, with one state to keep"
 
 
-def test_hooks_are_removed_by_their_handles(make: Any, tmp_path: Path) -> None:
-    accelerator = make()
-    accelerator.prepare(Net())
-    called: list[str] = []
-    saving = accelerator.register_save_state_pre_hook(lambda *_: called.append("save"))
-    loading = accelerator.register_load_state_pre_hook(lambda *_: called.append("load"))
-    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
-    saving.remove()
-    loading()  # as it was
-    loading.remove()
-    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
-    assert called == ["save", "load"]
-
-
 def test_automatic_states_are_found_by_their_number(make: Any, tmp_path: Path) -> None:
     config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, iteration=3)
     accelerator = make(project_config=config)
@@ -540,3 +511,41 @@ def test_automatic_states_are_found_by_their_number(make: Any, tmp_path: Path) -
         assert counter.count == number
     with pytest.raises(CheckpointNotFoundError, match="checkpoint_9"):
         accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_9")
+
+
+ENDS = """
+import sys, torch
+from instep import Accelerator
+from instep.accelerator import ProjectConfiguration
+project = ProjectConfiguration(project_dir=sys.argv[1], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+accelerator.prepare(torch.nn.Linear(1, 1))
+accelerator.save_state()
+"""
+
+
+def released(folder: Path) -> list[bool]:
+    return [json.loads(path.read_text())["released"] for path in (folder / "checkpoints").glob(".lease-*")]
+
+
+def test_a_program_that_ends_gives_the_folder_back(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-c", ENDS, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 1
+    assert released(tmp_path) == [True]
+
+
+def test_the_folder_is_given_back_and_taken_again(make: Any, tmp_path: Path) -> None:
+    accelerator = make(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator.prepare(Net())
+    accelerator.save_state()
+    accelerator.save_state(background=True)
+    accelerator.free_memory()
+    assert released(tmp_path) == [False], "what is under way owns it"
+    accelerator.wait_for_saves()
+    accelerator.free_memory()
+    assert released(tmp_path) == [True]
+    accelerator.prepare(Net())
+    accelerator.save_state()
+    assert released(tmp_path) == [False]
+    accelerator._states.close()

@@ -211,10 +211,7 @@ def test_the_users_own_save_comes_after_it(tmp_path: Path, monkeypatch: pytest.M
 # ---- exact
 
 
-CASES = {
-    "plain": Case(every_n_train_steps=2, background=True),
-    "windows": Case(every_n_train_steps=1, accumulate=3, background=True),
-}
+WINDOWS = Case(every_n_train_steps=1, accumulate=3, background=True)  # of 6 batches an epoch: in it, and at its end
 
 
 def resumes(case: Case, root: str) -> list[str]:
@@ -237,15 +234,11 @@ def resumes(case: Case, root: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_going_on_from_each_ends_the_same(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    steps = 18 if case.accumulate == 1 else 6
-    assert resumes(case, str(tmp_path)) == [f"{steps // (case.every_n_train_steps or 1)} found"]
+def test_going_on_from_each_ends_the_same(tmp_path: Path) -> None:
+    assert resumes(WINDOWS, str(tmp_path)) == ["6 found"]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_going_on_with_two_ranks_ends_the_same(tmp_path: Path) -> None:
-    results = run_ranks(resumes, 2, CASES["windows"], str(tmp_path))
-    assert results == [["3 found"]] * 2
+    assert run_ranks(resumes, 2, WINDOWS, str(tmp_path)) == [["3 found"]] * 2

@@ -80,29 +80,6 @@ def test_an_exception_on_one_rank_fails_the_save_on_all(tmp_path: Path, bad: int
     assert [there for _, _, there in results] == [["step-00000001-1"]] * 2
 
 
-def disk_full_on_rank_one(folder: str) -> str:
-    store, rank = join(folder)
-
-    def trace(operation: str, path: Path, detail: Any) -> None:
-        if rank == 1 and operation == "write":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    store = CheckpointStore(folder, LocalFiles(trace))
-    try:
-        store.save(1, writes(1.0))
-    except (CheckpointError, RemoteError) as error:
-        assert store.scan() == []
-        assert left_over(store) == []
-        return str(error)
-    raise AssertionError("the save must fail on every rank")
-
-
-def test_a_full_disk_on_one_rank_is_known_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(disk_full_on_rank_one, 2, str(tmp_path)):
-        assert "rank-1.safetensors: No space left on device" in text
-        assert "Free some space" in text
-
-
 def commit_fails(folder: str) -> str:
     store, rank = join(folder)
 

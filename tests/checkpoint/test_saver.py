@@ -1,12 +1,13 @@
 """One save is one call: collected, written, verified, ranked, and only then older ones are deleted.
 
 By a Trainer and by an Accelerator, at once and beside the training: all through `instep/checkpoint/saver.py`. Fit and
-script save after each of four steps.
+script save after each of four steps, in a folder that is theirs until they end.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from instep.accelerator import ProjectConfiguration
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import CheckpointStore, KeepNewest, load_weights
 from instep.checkpoint.files import Files
-from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
+from instep.checkpoint.lease import Lease
+from instep.errors import CheckpointError, CorruptCheckpointError, FolderInUseError, LeaseLostError, RemoteError
 from instep.loggers import CSVLogger
 from tests.helpers.spawn import HANG_S, run_ranks
 from tests.trainer.toys import Toy, loader, quiet, weights
@@ -60,7 +62,7 @@ def by_hand(root: Path, keep: int, background: bool, act: Act = int) -> Weights:
             seen[step] = weights(module)
             act(step)
             accelerator.save_state(background=background)
-        accelerator.wait_for_saves()
+        accelerator.end_training()  # which waits for the last one
     finally:
         accelerator._states.pending = None
         accelerator._states.close()
@@ -127,10 +129,11 @@ def test_a_failed_save_leaves_the_one_before_and_shows_at_the_next_call(
 ) -> None:
     trace(monkeypatch, full_disk)
     steps: list[int] = []
-    with pytest.raises(CheckpointError, match="no space left"):
+    with pytest.raises(CheckpointError, match=r"no space left(.|\n)*Free some space"):
         run(tmp_path, 1, background, steps.append)
     assert steps[-1] == (4 if background else 3)
     assert there(tmp_path) == ["step-00000002-1"]
+    assert not list((tmp_path / "checkpoints").glob(".saving-*")), "nothing half is left"
 
 
 def test_a_checkpoint_counts_although_an_older_one_cannot_be_deleted(
@@ -150,22 +153,72 @@ def test_a_checkpoint_counts_although_an_older_one_cannot_be_deleted(
     assert not CheckpointStore(tmp_path / "checkpoints").verify("step-00000003-1")
 
 
-def on_a_full_disk(run: Any, background: bool, root: Path, bad: int) -> str:
+# ---- the folder
+
+
+def leases(root: Path) -> list[Path]:
+    return list((root / "checkpoints").glob(".lease-*"))
+
+
+def test_the_folder_of_another_run_is_refused_until_it_has_ended(run: Any, background: bool, tmp_path: Path) -> None:
+    theirs, steps = Lease.take(tmp_path / "checkpoints", "theirs"), []
+    with pytest.raises(FolderInUseError, match="run theirs"):
+        run(tmp_path, 1, background, steps.append)
+    assert steps == ([] if run is by_trainer else [1]), "a fit finds it before its first step"
+    assert not there(tmp_path)
+    theirs.release()
+    run(tmp_path, 1, background)
+    assert [json.loads(path.read_text())["released"] for path in leases(tmp_path)] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:what an earlier run left")  # it is not swept either
+def test_who_lost_the_folder_saves_nothing_more(run: Any, background: bool, tmp_path: Path) -> None:
+    def take_over(step: int) -> None:
+        if step == 3:
+            [path] = leases(tmp_path)
+            content = {**json.loads(path.read_text()), "id": "another", "run_id": "theirs"}
+            (tmp_path / "theirs").write_text(json.dumps(content))
+            (tmp_path / "theirs").rename(path.with_name(".lease-00000009"))
+
+    with pytest.raises(LeaseLostError, match="run theirs"):
+        run(tmp_path, 9, background, take_over)
+    assert there(tmp_path) in (["step-00000001-1", "step-00000002-1"], ["step-00000001-1"][:background])
+    assert json.loads((tmp_path / "checkpoints" / ".lease-00000009").read_text())["id"] == "another"
+
+
+@pytest.mark.filterwarnings("ignore:what an earlier run left")  # it is not swept either
+def test_a_folder_that_vanished_is_an_error_and_not_made_again(run: Any, background: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(CheckpointError, match=str(folder)):
+        run(tmp_path, 1, background, lambda step: step == 3 and folder.rename(tmp_path / "away"))
+    assert not there(tmp_path)
+
+
+# ---- ranks
+
+
+def on_two_ranks(run: Any, background: bool, root: Path, bad: int) -> list[str]:
+    """Save in a folder of another run, then on a disk that is full for one rank; the errors."""
+    kinds = []
     with pytest.MonkeyPatch.context() as patch:
         trace(patch, lambda operation, path: path.endswith(f"rank-{bad:05d}.json") and full_disk(operation, path))
-        try:
-            run(root, 1, background)
-        except (CheckpointError, RemoteError) as error:
-            return type(error).__name__
-    return "nothing"
+        for folder in (root / "theirs", root):
+            try:
+                run(folder, 1, background)
+            except (CheckpointError, RemoteError) as error:
+                kinds.append(type(error).__name__)
+    return kinds
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_of_one_rank_is_every_ranks(run: Any, background: bool, bad: int, tmp_path: Path) -> None:
-    kinds = ["CheckpointError" if rank == bad else "RemoteError" for rank in (0, 1)]
-    assert run_ranks(on_a_full_disk, 2, run, background, tmp_path, bad) == kinds
-    assert there(tmp_path) == ["step-00000002-1"]
+    theirs = Lease.take(tmp_path / "theirs" / "checkpoints", "theirs")
+    full = ["CheckpointError" if rank == bad else "RemoteError" for rank in (0, 1)]
+    kinds = [["FolderInUseError", full[0]], ["RemoteError", full[1]]]
+    assert run_ranks(on_two_ranks, 2, run, background, tmp_path, bad) == kinds
+    assert (there(tmp_path / "theirs"), there(tmp_path)) == ([], ["step-00000002-1"])
+    theirs.release()
 
 
 def test_a_logger_that_fails_after_a_save_leaves_the_books_true(run: Any, background: bool, tmp_path: Path) -> None:

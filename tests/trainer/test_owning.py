@@ -1,9 +1,8 @@
-"""A fit owns the folders that it saves in, from before it resumes until its end."""
+"""A fit owns the folders that it saves in, from before it resumes until its end; see also checkpoint/test_saver.py."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from instep import Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint.lease import Lease
-from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+from instep.errors import FolderInUseError
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -25,14 +24,8 @@ def released(folder: Path) -> list[bool]:
     return [json.loads(path.read_text())["released"] for path in folder.glob(".lease-*")]
 
 
-def test_another_run_in_the_folder_is_found_before_the_first_step(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    theirs = Lease.take(kept, "theirs")
-    module = Toy()
-    with pytest.raises(FolderInUseError, match="run theirs"):
-        trainer_in(tmp_path, ModelCheckpoint(kept)).fit(module, loader())
-    assert module.seen == []
-    theirs.release()
+def test_savers_of_one_run_share_its_folder_and_give_it_back(tmp_path: Path) -> None:
+    kept, module = tmp_path / "kept", Toy()
     trainer = trainer_in(tmp_path, ModelCheckpoint(kept), ModelCheckpoint(kept, every_n_train_steps=2, save_top_k=-1))
     trainer.fit(module, loader())
     assert released(kept) == [True]
@@ -54,43 +47,3 @@ def test_the_same_command_twice_at_once(saved: bool, tmp_path: Path) -> None:
     trainer.fit(Toy(), loader(), ckpt_path="auto")
     assert trainer.log_dir == str(tmp_path / "instep_runs" / ("version_0" if saved else "version_1"))
     assert released(Path(trainer.log_dir) / "checkpoints") == [True]
-
-
-class Acts(Toy):
-    """Does something to its folder after the second step."""
-
-    act: Any
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 2:
-            self.act()
-
-
-def acts(act: Any) -> Toy:
-    module = Acts()
-    module.act = act
-    return module
-
-
-@pytest.mark.filterwarnings("ignore:what an earlier run left")  # it is not swept either
-def test_who_lost_the_folder_saves_nothing_more(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-
-    def take_over() -> None:
-        (path,) = kept.glob(".lease-*")
-        path.rename(path.with_name(".lease-00000009"))
-        content = json.loads((kept / ".lease-00000009").read_text())
-        (kept / ".lease-00000009").write_text(json.dumps({**content, "id": "another", "run_id": "theirs"}))
-
-    with pytest.raises(LeaseLostError, match="run theirs"):
-        trainer_in(tmp_path, ModelCheckpoint(kept)).fit(acts(take_over), loader())
-    assert not list(kept.glob("step-*"))
-    assert json.loads((kept / ".lease-00000009").read_text())["id"] == "another"
-
-
-@pytest.mark.filterwarnings("ignore:what an earlier run left")  # it is not swept either
-def test_a_folder_that_vanished_is_an_error_and_not_made_again(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    with pytest.raises(CheckpointError, match="kept"):
-        trainer_in(tmp_path, ModelCheckpoint(kept)).fit(acts(lambda: shutil.rmtree(kept)), loader())
-    assert not list(kept.glob("step-*"))
