@@ -61,7 +61,7 @@ test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, campaign
 	@echo 'Left out: the benchmarks in miniature, campaigns of kills, and what needs deepspeed, Hydra, ray, transformers, bitsandbytes, datasets, litdata, a C++ compiler, the packages of the recipes, SLURM, MPI, a browser or a notebook kernel (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
-	$(PYTEST) -m extras
+	$(PYTEST) -m extras tests
 
 docs: $(VENV)/.dev  ## build the site into docs/_build/html: a warning or a dead link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

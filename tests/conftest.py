@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -58,6 +62,24 @@ def _freeze_modules() -> None:
 @pytest.hookimpl
 def pytest_collection_finish() -> None:
     _freeze_modules()
+
+
+@pytest.hookimpl
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Look for examples of docstrings in test modules alone: programs and helpers here have none, and load slowly."""
+    others = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "__init__"))
+    return True if others else None
+
+
+@pytest.hookimpl
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load this worker's part of all test modules first: a fresh clone is then compiled once, not by each worker."""
+    worker, config = os.environ.get("PYTEST_XDIST_WORKER", ""), session.config
+    if worker and config.args == config.getini("testpaths"):
+        count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker[2:]) :: count]:
+            with suppress(BaseException):  # collecting shows it
+                import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 @pytest.fixture(scope="session")

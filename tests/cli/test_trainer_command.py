@@ -13,7 +13,6 @@ from instep.cli.trainer_command import dotted, is_run
 from instep.errors import SettingError
 from tests.helpers.spawn import Finished, run_command
 from tests.helpers.warm import warm_python
-from tests.launch.digits_job import STEPS
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 CONSOLE_SCRIPT = "import sys\nfrom instep.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
@@ -22,6 +21,8 @@ CONFIG = REPO / "examples" / "digits.yaml"
 
 def words(folder: Path, *more: str) -> list[str]:
     """`fit` of the example, as tests/launch/digits_job.py trains it."""
+    from tests.launch.digits_job import STEPS  # late: loads scikit-learn
+
     settings = {
         "accelerator": "cpu",
         "max_steps": STEPS,

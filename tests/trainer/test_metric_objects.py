@@ -15,11 +15,13 @@ from instep.errors import LogError
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import Toy, quiet
 
-torchmetrics = pytest.importorskip("torchmetrics")
-classification = pytest.importorskip("torchmetrics.classification")
-regression = pytest.importorskip("torchmetrics.regression")
-
 TRAIN, FIRST, SECOND = [1.0, 2.0, 3.0, 6.0], [10.0, 20.0, 30.0, 40.0, 50.0], [7.0, 8.0, 100.0]
+
+
+def metrics() -> Any:
+    import torchmetrics  # late: takes longer to load than torch, and is not needed to collect tests
+
+    return torchmetrics
 
 
 def mean(values: list[float]) -> float:
@@ -36,7 +38,7 @@ class Sharing(TrainModule):
     def __init__(self, metric: Any = None, **log_in: Any) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.metric = torchmetrics.MeanMetric() if metric is None else metric
+        self.metric = metrics().MeanMetric() if metric is None else metric
         self.log_in = log_in
         self.by_hand: list[float] = []
 
@@ -98,7 +100,7 @@ def test_an_object_and_what_is_made_of_it_are_both_right() -> None:
         module.log("sum", module.metric + module.lowest)
 
     module = Sharing(validation=log)
-    module.lowest = torchmetrics.MinMetric()
+    module.lowest = metrics().MinMetric()
     module.validation_step = lambda batch, batch_idx: (module.lowest.update(batch), module.count("validation", batch))
     assert measured(module, numbers(FIRST)) == {"a": 30.0, "twice": 60.0, "lowest": 10.0, "sum": 40.0}
 
@@ -126,7 +128,7 @@ def test_callbacks_may_watch_any_name_of_an_object(tmp_path: Any) -> None:
 def test_an_object_that_logs_step_values_alone_begins_anew_in_each_epoch() -> None:
     counts: list[int] = []
     module = Sharing(
-        torchmetrics.CatMetric(),
+        metrics().CatMetric(),
         training=lambda module: (counts.append(len(module.metric.value)), module.log("x", module.metric)),
     )
     quiet(max_epochs=3).fit(module, numbers(TRAIN))
@@ -134,12 +136,13 @@ def test_an_object_that_logs_step_values_alone_begins_anew_in_each_epoch() -> No
 
 
 def test_a_group_of_a_collection_is_reset_where_one_of_it_is_logged() -> None:
-    kinds = [classification.BinaryRecall(), classification.BinaryPrecision(), classification.BinaryF1Score()]
+    binary = metrics().classification
+    kinds = [binary.BinaryRecall(), binary.BinaryPrecision(), binary.BinaryF1Score()]
 
     class Model(Toy):
         def __init__(self) -> None:
             super().__init__()
-            self.all = torchmetrics.MetricCollection(kinds)
+            self.all = metrics().MetricCollection(kinds)
 
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.all.update(batch[:, 0], batch[:, 1].int())
@@ -158,11 +161,11 @@ def test_a_group_of_a_collection_is_reset_where_one_of_it_is_logged() -> None:
 @pytest.mark.parametrize(
     ("metric", "value"),
     [
-        (torchmetrics.MeanMetric, mean),
-        (torchmetrics.SumMetric, sum),
-        (torchmetrics.MinMetric, min),
-        (lambda: torchmetrics.MeanMetric() * 2, lambda values: 2 * mean(values)),
-        (lambda: torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), 2), lambda values: mean(values[-2:])),
+        (lambda: metrics().MeanMetric(), mean),
+        (lambda: metrics().SumMetric(), sum),
+        (lambda: metrics().MinMetric(), min),
+        (lambda: metrics().MeanMetric() * 2, lambda values: 2 * mean(values)),
+        (lambda: metrics().wrappers.Running(metrics().MeanMetric(), 2), lambda values: mean(values[-2:])),
     ],
     ids=["mean", "sum", "min", "composition", "running"],
 )
@@ -198,7 +201,7 @@ def test_states_that_cannot_be_added_up_are_right_for_each_loader() -> None:
     class Model(Toy):
         def __init__(self) -> None:
             super().__init__()
-            self.metric = regression.PearsonCorrCoef()
+            self.metric = metrics().regression.PearsonCorrCoef()
 
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.metric.update(batch[:, 0], batch[:, 1])
@@ -236,7 +239,7 @@ def test_a_composition_counts_apart_in_each_stage() -> None:
         return lambda module: module.log(name, module.metric * module.other, **options)
 
     module = Sharing(training=log("train", **ON_EPOCH), validation=log("val"))
-    module.other = torchmetrics.MaxMetric()
+    module.other = metrics().MaxMetric()
     module.forward_pre = module.layer.register_forward_hook(lambda *_: module.other.update(module.metric.mean_value))
     trainer = quiet(max_epochs=2, val_check_interval=2)
     trainer.fit(module, numbers(TRAIN), numbers(FIRST))
@@ -257,13 +260,13 @@ def test_what_training_has_counted_can_be_read_in_validations_hooks() -> None:
 
 def test_an_object_that_is_not_logged_is_the_programs_own() -> None:
     reads: list[int] = []
-    module = Sharing(torchmetrics.SumMetric(), train_end=lambda module: reads.append(int(module.metric.compute())))
+    module = Sharing(metrics().SumMetric(), train_end=lambda module: reads.append(int(module.metric.compute())))
     quiet(max_epochs=2, num_sanity_val_steps=0).fit(module, numbers(TRAIN), numbers(FIRST))
     assert reads == [int(sum(TRAIN + FIRST)) * times for times in (1, 2)]
 
 
 def test_what_was_counted_before_the_fit_counts_in_validation() -> None:
-    module = Sharing(torchmetrics.SumMetric(), validation=logs("val"))
+    module = Sharing(metrics().SumMetric(), validation=logs("val"))
     module.training_step = lambda batch, batch_idx: module.loss(batch)
     module.metric.update(1000.0)  # such as the real images that generated ones are compared with
     trainer = quiet(max_epochs=1, num_sanity_val_steps=0)
@@ -312,7 +315,7 @@ def test_a_run_saved_within_a_validation_resumes_to_the_same_values(when: str, t
 
 def two_ranks() -> tuple[dict[str, float], dict[str, float], list[float]]:
     module = Sharing(training=logs("train", "t2", **ON_EPOCH), validation=logs("val", "v2"), test=logs("x", "y"))
-    module.cat = torchmetrics.CatMetric()
+    module.cat = metrics().CatMetric()
     module.on_test_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: (
         module.cat.update(batch),
         module.log("sum", module.metric + module.metric),
@@ -369,7 +372,7 @@ def test_an_object_without_a_state_is_for_one_loader_and_one_stage() -> None:
 
 def test_two_objects_under_one_name_are_an_error() -> None:
     def log(module: Any) -> None:
-        fresh = torchmetrics.MeanMetric()
+        fresh = metrics().MeanMetric()
         fresh.update(1.0)
         module.log("x", fresh)
 
@@ -381,7 +384,7 @@ def test_two_objects_under_one_name_are_an_error() -> None:
 
 def test_an_object_may_change_from_epoch_to_epoch() -> None:
     module = Sharing(validation=logs("x"))
-    module.on_validation_epoch_start = lambda: setattr(module, "metric", torchmetrics.MeanMetric())
+    module.on_validation_epoch_start = lambda: setattr(module, "metric", metrics().MeanMetric())
     assert measured(module, numbers(FIRST)) == {"x": 30.0}
     trainer = quiet(max_epochs=3)
     trainer.fit(module, numbers(TRAIN), numbers(FIRST))
