@@ -41,13 +41,6 @@ MOVED = {
             )
         },
         "Tqdm": "instep.callbacks.guests.tqdm_progress.Tqdm",
-        **{
-            name: f"instep.callbacks.guests.rich_progress.{name}"
-            for name in (
-                "BatchesProcessedColumn", "CustomBarColumn", "CustomTimeColumn", "MetricsTextColumn",
-                "ProcessingSpeedColumn",
-            )
-        },
         "QuantizationAwareTraining": "instep.callbacks.QuantizationAwareTraining",
         "_LRFinder": "instep.callbacks.LRFinder",
         "PyTorchLightningPruningCallback": "instep.callbacks.OptunaPruning",
@@ -186,6 +179,10 @@ ADVICE = {
     **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
     "from_compiled": "use Trainer(compile='module'), or give it what torch.compile(module) returned",
     "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",
+    **dict.fromkeys(
+        ("BatchesProcessedColumn", "CustomBarColumn", "CustomTimeColumn", "MetricsTextColumn", "ProcessingSpeedColumn"),
+        "override RichProgressBar.configure_columns, and return rich's own columns there",
+    ),
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
     "SingleDeviceStrategy": 'use strategy="single_device"',

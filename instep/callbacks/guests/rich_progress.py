@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.progress_bar import ProgressBar as RichBar
 from rich.style import Style
 from rich.text import Text
 
@@ -62,76 +61,34 @@ class RichProgressBarTheme:
     metrics_format: str = ".3f"
 
 
-class CustomBarColumn(BarColumn):
-    """A bar, which moves to and fro where the data have no length."""
-
-    def render(self, task: Task) -> RichBar:
-        return RichBar(
-            total=task.total,
-            completed=task.completed,
-            width=None if self.bar_width is None else max(1, self.bar_width),
-            pulse=task.total is None,
-            animation_time=task.get_time(),
-            style=self.style,
-            complete_style=self.complete_style,
-            finished_style=self.finished_style,
-            pulse_style=self.pulse_style,
-        )
-
-
-class _Styled(ProgressColumn):
-    def __init__(self, style: str | Style) -> None:
-        self.style = style
-        super().__init__()
-
-
-class BatchesProcessedColumn(_Styled):
-    """Batches done, and how many there are."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}", style=self.style)
-
-
-class CustomTimeColumn(_Styled):
-    """Time, and time left."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        times = (task.finished_time if task.finished else task.elapsed, task.time_remaining)
-        texts = ["-:--:--" if time_s is None else str(timedelta(seconds=int(time_s))) for time_s in times]
-        return Text(" • ".join(texts), style=self.style)
-
-
-class ProcessingSpeedColumn(_Styled):
-    """Batches per second."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed or 0:.2f}it/s", style=self.style)
-
-
-class MetricsTextColumn(_Styled):
-    """The metrics, behind the bar of the training.
+class _Texts(ProgressColumn):
+    """A column of texts in one style.
 
     Args:
-        bar: the bar whose theme holds.
+        style: of the theme.
+        text: makes a task's text.
     """
 
-    def __init__(self, bar: RichProgressBar) -> None:
-        super().__init__(bar.theme.metrics)
-        self._bar = bar
-        self._metrics: Mapping[str, Any] = {}
-
-    def update(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics to show."""
-        self._metrics = metrics
+    def __init__(self, style: str | Style, text: Callable[[Task], str]) -> None:
+        self._style, self._text = style, text
+        super().__init__()
 
     def render(self, task: Task) -> Text:
-        if task.id != self._bar.train_progress_bar_id:
-            return Text()
-        theme = self._bar.theme
-        texts = [f"{name}: {_formatted(value, theme.metrics_format)}" for name, value in self._metrics.items()]
-        return Text(theme.metrics_text_delimiter.join(texts), justify="left", style=self.style)
+        return Text(self._text(task), style=self._style)
+
+
+def _batches(task: Task) -> str:
+    return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
+
+
+def _times(task: Task) -> str:
+    """Write the time, and the time left."""
+    times = (task.finished_time if task.finished else task.elapsed, task.time_remaining)
+    return " • ".join("-:--:--" if time_s is None else str(timedelta(seconds=int(time_s))) for time_s in times)
+
+
+def _speed(task: Task) -> str:
+    return f"{task.speed or 0:.2f}it/s"
 
 
 def _formatted(value: Any, spec: str) -> str:
@@ -152,11 +109,6 @@ class _Bars(View):
 
     def __rich_console__(self, console: Console, options: Any) -> Iterable[Any]:
         yield self.progress.get_renderable()
-
-
-def _length(total: int | float) -> int | float | None:
-    """Return what rich takes for a number of batches: None where there is no end."""
-    return total if math.isfinite(total) else None
 
 
 class RichProgressBar(LiveProgressBar):
@@ -197,18 +149,11 @@ class RichProgressBar(LiveProgressBar):
         self.progress: Progress | None = None
         self._refresh_rate = refresh_rate
         self._console_options = dict(console_kwargs or {})
-        self._metrics_column: MetricsTextColumn | None = None
-        self._forget_bars()
+        self._metrics: Mapping[str, Any] = {}
+        self._tasks: dict[str, TaskID] = {}  # by stage, as `trainer.progress` names it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "progress": None, "_metrics_column": None}
-
-    def _forget_bars(self) -> None:
-        self.train_progress_bar_id: TaskID | None = None
-        self.val_sanity_progress_bar_id: TaskID | None = None
-        self.val_progress_bar_id: TaskID | None = None
-        self.test_progress_bar_id: TaskID | None = None
-        self.predict_progress_bar_id: TaskID | None = None
+        return {**super().__getstate__(), "progress": None}
 
     @property
     def refresh_rate(self) -> float:
@@ -223,32 +168,32 @@ class RichProgressBar(LiveProgressBar):
     @property
     def train_progress_bar(self) -> Task:
         """Rich's task of the training."""
-        return self._task(self.train_progress_bar_id)
+        return self._task("train")
 
     @property
     def val_sanity_check_bar(self) -> Task:
         """Rich's task of the sanity check."""
-        return self._task(self.val_sanity_progress_bar_id)
+        return self._task("sanity")
 
     @property
     def val_progress_bar(self) -> Task:
         """Rich's task of the validation."""
-        return self._task(self.val_progress_bar_id)
+        return self._task("validate")
 
     @property
     def test_progress_bar(self) -> Task:
         """Rich's task of the test."""
-        return self._task(self.test_progress_bar_id)
+        return self._task("test")
 
     @property
     def predict_progress_bar(self) -> Task:
         """Rich's task of the prediction."""
-        return self._task(self.predict_progress_bar_id)
+        return self._task("predict")
 
-    def _task(self, number: TaskID | None) -> Task:
+    def _task(self, stage: str) -> Task:
         assert self.progress is not None, "the run has not begun"
-        assert number is not None, "this stage has not begun"
-        return self.progress.tasks[number]
+        assert stage in self._tasks, "this stage has not begun"
+        return self.progress.tasks[self._tasks[stage]]
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
         """Return the metrics to show; override to change them. Runs in the bar's thread: must not touch a device."""
@@ -258,37 +203,46 @@ class RichProgressBar(LiveProgressBar):
         """Return rich's columns; override to choose others. The metrics stand behind them."""
         return [
             TextColumn("[progress.description]{task.description}"),
-            CustomBarColumn(
+            BarColumn(
                 complete_style=self.theme.progress_bar,
                 finished_style=self.theme.progress_bar_finished,
                 pulse_style=self.theme.progress_bar_pulse,
             ),
-            BatchesProcessedColumn(style=self.theme.batch_progress),
-            CustomTimeColumn(style=self.theme.time),
-            ProcessingSpeedColumn(style=self.theme.processing_speed),
+            _Texts(self.theme.batch_progress, _batches),
+            _Texts(self.theme.time, _times),
+            _Texts(self.theme.processing_speed, _speed),
         ]
+
+    def _metrics_text(self, task: Task) -> str:
+        """Write the metrics, which stand behind the bar of the training."""
+        if task.id != self._tasks.get("train"):
+            return ""
+        texts = [f"{name}: {_formatted(value, self.theme.metrics_format)}" for name, value in self._metrics.items()]
+        return self.theme.metrics_text_delimiter.join(texts)
 
     # ---- bars of the stages: made at their start, and set by the thread and at their end
 
     def _open(self, trainer: Trainer, module: TrainModule) -> None:
-        self._forget_bars()
-        self._metrics_column = MetricsTextColumn(self)
+        self._tasks, self._metrics = {}, {}
+        metrics = _Texts(self.theme.metrics, self._metrics_text)
         # It is never started: the live view's screen draws what it renders. So its console is not used.
-        console = Console(file=io.StringIO())
-        self.progress = Progress(*self.configure_columns(trainer), self._metrics_column, console=console)
+        self.progress = Progress(*self.configure_columns(trainer), metrics, console=Console(file=io.StringIO()))
         super()._open(trainer, module)
 
-    def _add(self, description: str, total: int | float) -> TaskID | None:
+    def _begin(self, stage: str, text: str, batches: int | float) -> None:
+        """Show a stage's bar from its start; one that is there begins anew."""
         if self.progress is None or self._thread is None:
-            return None
-        return self.progress.add_task(self._styled(description), total=_length(total))
+            return
+        text = f"[{self.theme.description}]{text}" if self.theme.description else text
+        total = batches if math.isfinite(batches) else None  # which rich takes for no end
+        if stage in self._tasks:
+            self.progress.reset(self._tasks[stage], total=total, description=text, visible=True)
+        else:
+            self._tasks[stage] = self.progress.add_task(text, total=total)
 
-    def _styled(self, description: str) -> str:
-        return f"[{self.theme.description}]{description}" if self.theme.description else description
-
-    def _set(self, number: TaskID | None, done: int, **changed: Any) -> None:
-        if number is not None and self.progress is not None:
-            self.progress.update(number, completed=done, **changed)
+    def _set(self, stage: str | None, done: int, **changed: Any) -> None:
+        if stage in self._tasks and self.progress is not None:
+            self.progress.update(self._tasks[stage], completed=done, **changed)
 
     def _get_train_description(self, current_epoch: int) -> str:
         last = self.trainer.max_epochs
@@ -297,71 +251,48 @@ class RichProgressBar(LiveProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_train_epoch_start(trainer, module)
-        total, text = self.total_train_batches, self._get_train_description(trainer.current_epoch)
-        if self.train_progress_bar_id is None:
-            self.train_progress_bar_id = self._add(text, total)
-        elif self.progress is not None:
-            number, text = self.train_progress_bar_id, self._styled(text)
-            self.progress.reset(number, total=_length(total), description=text, visible=True)
+        self._begin("train", self._get_train_description(trainer.current_epoch), self.total_train_batches)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_train_epoch_end(trainer, module)
-        self._set(self.train_progress_bar_id, trainer.progress.outer_batch)
+        self._set("train", trainer.progress.outer_batch)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_validation_start(trainer, module)
         self.reset_dataloader_idx_tracker()
-        if self.is_disabled:
-            return
-        total = self.total_val_batches_current_dataloader
-        if trainer.sanity_checking:
-            self.val_sanity_progress_bar_id = self._add(self.sanity_check_description, total)
-        elif self.val_progress_bar_id is None:
-            self.val_progress_bar_id = self._add(self.validation_description, total)
-        elif self.progress is not None:
-            self.progress.reset(self.val_progress_bar_id, total=_length(total), visible=True)
+        sanity = trainer.sanity_checking
+        text = self.sanity_check_description if sanity else self.validation_description
+        self._begin("sanity" if sanity else "validate", text, self.total_val_batches_current_dataloader)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        number = self.val_sanity_progress_bar_id if trainer.sanity_checking else self.val_progress_bar_id
+        stage = "sanity" if trainer.sanity_checking else "validate"
         done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # of the last loader
-        self._set(number, done, total=total, visible=self._run == "validate")
+        self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_test_start(trainer, module)
         self.reset_dataloader_idx_tracker()
-        if self.is_enabled:
-            self.test_progress_bar_id = self._add(self.test_description, self.total_test_batches_current_dataloader)
+        self._begin("test", self.test_description, self.total_test_batches_current_dataloader)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._set(self.test_progress_bar_id, trainer.progress.eval_batch, total=trainer.progress.eval_total)
+        self._set("test", trainer.progress.eval_batch, total=trainer.progress.eval_total)
         super().on_test_end(trainer, module)
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_predict_start(trainer, module)
         self.reset_dataloader_idx_tracker()
-        if self.is_enabled:
-            total = self.total_predict_batches_current_dataloader
-            self.predict_progress_bar_id = self._add(self.predict_description, total)
+        self._begin("predict", self.predict_description, self.total_predict_batches_current_dataloader)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._set(self.predict_progress_bar_id, trainer.progress.eval_batch, total=trainer.progress.eval_total)
+        self._set("predict", trainer.progress.eval_batch, total=trainer.progress.eval_total)
         super().on_predict_end(trainer, module)
 
     def _read(self, trainer: Trainer, module: TrainModule) -> View | None:
         view = super()._read(trainer, module)
-        if view is None or self.progress is None or self._metrics_column is None:
+        if view is None or self.progress is None:
             return view
-        self._metrics_column.update(view.metrics)
-        stage, done = trainer.progress.stage, trainer.progress.batch
-        if stage == "train":
-            self._set(self.train_progress_bar_id, done)
-        else:
-            numbers = {
-                "sanity": self.val_sanity_progress_bar_id,
-                "validate": self.val_progress_bar_id,
-                "test": self.test_progress_bar_id,
-                "predict": self.predict_progress_bar_id,
-            }
-            self._set(numbers.get(stage or ""), done, total=trainer.progress.total)
+        self._metrics = view.metrics
+        progress = trainer.progress
+        self._set(progress.stage, progress.batch, **({} if progress.stage == "train" else {"total": progress.total}))
         return _Bars(view.lines, view.metrics, view.best, view.facts, view.curve, progress=self.progress)

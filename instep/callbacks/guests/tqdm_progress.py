@@ -53,6 +53,21 @@ class Tqdm(_tqdm):
         return text.ljust(_DIGITS, "0")
 
 
+def _bar(name: str, about: str) -> Any:
+    """Make the property of a bar that its stage makes; it may be set."""
+
+    def get(self: TQDMProgressBar) -> Tqdm:
+        bar = getattr(self, name)
+        if bar is None:
+            raise TypeError(f"The `{type(self).__name__}.{name}` reference has not been set yet: its stage makes it.")
+        return bar
+
+    def put(self: TQDMProgressBar, bar: Tqdm) -> None:
+        setattr(self, name, bar)
+
+    return property(get, put, doc=about)
+
+
 class TQDMProgressBar(ProgressBar):
     """A progress bar of tqdm on stdout.
 
@@ -105,46 +120,10 @@ class TQDMProgressBar(ProgressBar):
 
     # ---- the bars
 
-    @property
-    def train_progress_bar(self) -> Tqdm:
-        """The bar of training, from its start on."""
-        return self._there(self._train_progress_bar, "_train_progress_bar")
-
-    @train_progress_bar.setter
-    def train_progress_bar(self, bar: Tqdm) -> None:
-        self._train_progress_bar = bar
-
-    @property
-    def val_progress_bar(self) -> Tqdm:
-        """The bar of the sanity check or validation."""
-        return self._there(self._val_progress_bar, "_val_progress_bar")
-
-    @val_progress_bar.setter
-    def val_progress_bar(self, bar: Tqdm) -> None:
-        self._val_progress_bar = bar
-
-    @property
-    def test_progress_bar(self) -> Tqdm:
-        """The bar of the test."""
-        return self._there(self._test_progress_bar, "_test_progress_bar")
-
-    @test_progress_bar.setter
-    def test_progress_bar(self, bar: Tqdm) -> None:
-        self._test_progress_bar = bar
-
-    @property
-    def predict_progress_bar(self) -> Tqdm:
-        """The bar of the prediction."""
-        return self._there(self._predict_progress_bar, "_predict_progress_bar")
-
-    @predict_progress_bar.setter
-    def predict_progress_bar(self, bar: Tqdm) -> None:
-        self._predict_progress_bar = bar
-
-    def _there(self, bar: Tqdm | None, name: str) -> Tqdm:
-        if bar is None:
-            raise TypeError(f"The `{type(self).__name__}.{name}` reference has not been set yet: its stage makes it.")
-        return bar
+    train_progress_bar = _bar("_train_progress_bar", "The bar of training, from its start on.")
+    val_progress_bar = _bar("_val_progress_bar", "The bar of the sanity check or validation.")
+    test_progress_bar = _bar("_test_progress_bar", "The bar of the test.")
+    predict_progress_bar = _bar("_predict_progress_bar", "The bar of the prediction.")
 
     @property
     def refresh_rate(self) -> int:
