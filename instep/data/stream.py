@@ -261,13 +261,9 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not self.loader:  # a data set: its state does not know of an iterator that is at its end
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        if not state["ahead"] and self._length is not None and self._limit < self._length:
-            return  # cut by a limit: the loader would go on in the middle, and the next epoch begins anew
-        self._open()
-        for _ in range(max(1, state["ahead"])):
-            if self._pull() is _END:
-                break
-        else:  # a loader to which the end of an epoch is the next one's beginning: there it is to stand
+        self._open()  # where the pass has not asked for the end, the next one begins behind an iterator that was left
+        ended = any(self._pull() is _END for _ in range(state["ahead"]))
+        if state["ahead"] and not ended:  # the end of an epoch is the next one's beginning: there it is to stand
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None
 
@@ -294,10 +290,13 @@ class StreamLoader(PreparedLoader):
 
             cause = explain(error, self._started)
             self.close()
+            self._iterator = None
             if cause is not None:
                 raise cause from error
             raise
         finally:
+            if self._iterator is not None and self.stateful is self.loader:  # it may be asked for after the pass
+                self._snapshots[self._pulled] = self._state_now() or {}
             self._iterator = None
             if not self._keeps_workers:
                 end_workers(self._started)

@@ -53,6 +53,15 @@ CHOSEN = {
         Case(Settings(max_epochs=2, val_check_interval=2), Data(11, 4), VAL, checkpoints=EVERY_STEP),
         (Process(place=0.6), Process(ranks=2)),
     ),
+    "a limit, and data that goes on where the epoch before has left it": (
+        Case(
+            Settings(max_epochs=4, limit_train_batches=1),
+            Data(8, 2, kind="again"),
+            VAL,
+            checkpoints=Checkpoints(monitor="val"),
+        ),
+        (Process(place=0.9), Process()),
+    ),
     "one rank without data": (
         Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
         (),
