@@ -68,6 +68,17 @@ class LearningRateMonitor(Callback):
         if logging_interval != "epoch":  # of this object, not of the class: others have no call at every step
             self.on_train_batch_start = self._before_batch
 
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._logged_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step whose rates were logged last."""
+        return {"logged_step": self._logged_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step whose rates were logged last, which a resumed run does not log again."""
+        self._logged_step = int(state_dict["logged_step"])
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise SettingError(
@@ -95,7 +106,6 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = dict.fromkeys(f"{name}-momentum" for name in names)
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
-        self._logged_step = -1
 
     def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass's
@@ -105,7 +115,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.logging_interval != "step" and not trainer.progress.outer_batch:  # else it is resumed within the epoch
+        if self.logging_interval != "step" and not trainer.position.inside:  # else it is resumed within the epoch
             self._log(trainer, "epoch")
 
     def _log(self, trainer: Trainer, interval: str) -> None:

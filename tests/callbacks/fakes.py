@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from instep.loggers import Logger
-from instep.trainer.context import TrainerFn, TrainerState
+from instep.trainer.context import Position, TrainerFn, TrainerState
 
 
 @dataclass
@@ -54,6 +54,7 @@ class FakeTrainer:
     logged_metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
     progress: FakeProgress = field(default_factory=FakeProgress)
+    position: Position = field(default_factory=Position)
     global_step: int = 0
     current_epoch: int = 0
     global_rank: int = 0

@@ -23,18 +23,7 @@ METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "op
 """Methods of the module that are no hooks: an error of what they log comes at the end of the step, so none is drawn."""
 
 
-def logs_rates_again(case: Case) -> bool:
-    """Return whether a resume may log the rates of a step again: behind a batch in which no optimizer stepped."""
-    manual, steps = case.optimization.manual, case.optimization.optimizers
-    return (
-        case.rate_monitor not in (None, "epoch")
-        and case.checkpoints is not None
-        and manual is not None
-        and 1 not in manual.every[:steps]
-    )
-
-
-KNOWN: dict[str, Callable[[Case], bool]] = {"rates of one step that a resume logs again": logs_rates_again}
+KNOWN: dict[str, Callable[[Case], bool]] = {}
 """Defects that are open: their numbers in the list of defects, and which runs show them."""
 
 
