@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a command of its own")
     parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--as", dest="stands_in", choices=["accelerate"], help="let instep take the place of this package in SCRIPT"
+        "--as", dest="stands_in", choices=["accelerate", "fabric"], help="let instep stand in for it in SCRIPT"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="do not say which config file was found")

@@ -1,5 +1,5 @@
 """Other packages' names, for scripts that were not ported yet."""
 
-from instep.compat import accelerate, lightning
+from instep.compat import accelerate, fabric, lightning
 
-__all__ = ["accelerate", "lightning"]
+__all__ = ["accelerate", "fabric", "lightning"]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-
-from instep.compat import accelerate
+from importlib import import_module
 
 
 def main(words: list[str]) -> None:
     """Put instep in the package's place, then run the script, or the module after -m, with its arguments."""
     package, *program = words or [""]
-    if package != "accelerate" or program in ([], ["-m"]):
-        raise SystemExit("expected: python -m instep.compat accelerate SCRIPT, or accelerate -m MODULE")
-    accelerate.install()
+    if package not in ("accelerate", "fabric") or program in ([], ["-m"]):
+        raise SystemExit("expected: python -m instep.compat accelerate|fabric SCRIPT, or accelerate|fabric -m MODULE")
+    import_module(f"instep.compat.{package}").install()
     is_module = program[:1] == ["-m"]
     sys.argv = program[1:] if is_module else program
     if is_module:

@@ -16,19 +16,16 @@ Example:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from instep.compat import tables
 from instep.compat.adapting import adapt
+from instep.compat.door import NameFinder, defined
 from instep.utils import porting
 from instep.utils.warn import warn_user
 
-__path__: list[str] = []  # a package, whose modules `_Finder` makes
+__path__: list[str] = []  # a package, whose modules the finder makes
 
 _warned: set[str] = set()
 _adapted: dict[tuple[str, str], Any] = {}  # by Lightning's name, and instep's with its module
@@ -36,34 +33,6 @@ _adapted: dict[tuple[str, str], Any] = {}  # by Lightning's name, and instep's w
 
 def __getattr__(name: str) -> Any:
     return _find(__name__, name)
-
-
-class _Names(ModuleType):
-    """Module of Lightning: `pytorch.callbacks` and so on."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _find(self.__name__, name)
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Maker of the modules below this one, which are names only."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(f"{__name__}."):
-            return None
-        leaf = fullname.rpartition(".")[2]
-        if leaf not in tables.LIGHTNING_MODULES:  # no ModuleNotFoundError: of that `from ... import` loses the text
-            raise ImportError(_missing(fullname), name=fullname)
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Names(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(_Finder())  # asked last, and of this module's own names only
 
 
 def _find(module: str, name: str) -> Any:
@@ -82,9 +51,7 @@ def _find(module: str, name: str) -> Any:
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         _warn(name, f"{name}: write `{imports}` and `{name} = {value}`")
-        made: dict[str, Any] = {}
-        exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
-        return made["value"]
+        return defined(name)
     if name in tables.LIGHTNING_MODULES:
         return import_module(f"{module}.{name}")
     raise AttributeError(_missing(f"{module}.{name}"))
@@ -102,3 +69,14 @@ def _warn(what: str, text: str) -> None:
     if what not in _warned:
         _warned.add(what)
         warn_user(f"instep.compat.lightning: {text}", FutureWarning)
+
+
+sys.meta_path.append(  # asked last, and of this module's own names only
+    NameFinder(
+        {__name__: "lightning"},
+        _find,
+        lambda module: module.rpartition(".")[2] in tables.LIGHTNING_MODULES,
+        # no ModuleNotFoundError: of that `from ... import` loses the text
+        lambda fullname: ImportError(_missing(fullname), name=fullname),
+    )
+)

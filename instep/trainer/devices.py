@@ -64,14 +64,14 @@ def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Setti
     return settings
 
 
-def launch(settings: Settings, count: int) -> NoReturn:
-    """Become the agent of `count` ranks that run this program again, and exit as they end."""
+def launch(settings: Settings, count: int, command: tuple[str, ...] | None = None) -> NoReturn:
+    """Become the agent of `count` ranks that run this program again, or a command, and exit as they end."""
     # Late: only a launch pays for it.
     from instep.launch import hydra
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes
 
-    command, told = hydra.join_job(this_command())
+    command, told = hydra.join_job(command or this_command())
     if (folder := hydra.started_in()) is not None:
         os.chdir(folder)
     env = told | as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there

@@ -1,0 +1,191 @@
+"""The finder of modules that hold another package's names, and what puts them in the package's place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from instep.compat import tables
+from instep.errors import UsageError
+from instep.utils import porting
+
+
+class Names(ModuleType):
+    """A module whose names a function finds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)["__loader__"].find(self.__name__, name)
+
+
+class NameFinder(MetaPathFinder, Loader):
+    """Maker of the modules of a package of names.
+
+    Args:
+        roots: what the modules are imported by -> the other package's name for it.
+        find: returns what a module has under a name; raises AttributeError.
+        has: whether the other package has a module, by its whole name there.
+        missing: makes the error for a module that it has not.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, str],
+        find: Callable[[str, str], Any],
+        has: Callable[[str], bool],
+        missing: Callable[[str], ImportError],
+    ) -> None:
+        self.roots = dict(roots)
+        self.find, self._has, self._missing = find, has, missing
+
+    def their_name(self, fullname: str) -> str | None:
+        """Return the other package's name for a module; None for one that is none of these."""
+        for root, theirs in self.roots.items():
+            if fullname == root or fullname.startswith(f"{root}."):
+                return theirs + fullname[len(root) :]
+        return None
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        theirs = self.their_name(fullname)
+        if theirs is None:
+            return None
+        if fullname not in self.roots and not self._has(theirs):
+            raise self._missing(fullname)
+        return ModuleSpec(fullname, self, origin="instep", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Names(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = __file__
+
+
+class Door(NameFinder):
+    """Finder that can take the place of a package in this process.
+
+    Args:
+        home: instep's module of the names.
+        package: the distribution that is stood in for.
+        version: the version whose names these are.
+        roots: the import names that it takes over, as in `NameFinder`.
+        has: as in `NameFinder`.
+        make: returns what stands for a name, by its whole name in the package; None where there is nothing.
+        others: packages that import it, for an error.
+    """
+
+    def __init__(
+        self,
+        home: str,
+        package: str,
+        version: str,
+        roots: Mapping[str, str],
+        has: Callable[[str], bool],
+        make: Callable[[str], Any],
+        others: str,
+    ) -> None:
+        super().__init__({home: next(iter(roots.values()))}, self.find_name, has, self._no_module)
+        self.package, self.version = package, version
+        self._taken, self._make, self._others = dict(roots), make, others
+        self._found: dict[str, Any] = {}
+        sys.meta_path.append(self)  # modules below `home` are no files; it answers for them alone
+
+    @property
+    def installed(self) -> bool:
+        """Whether it has the package's place."""
+        return self.package in self.roots
+
+    def install(self) -> None:
+        """Take the package's place in this process; a second call does nothing.
+
+        Raises:
+            UsageError: the package is imported already.
+        """
+        if self.installed:
+            return
+        if any(root in sys.modules for root in self._taken):
+            raise UsageError(
+                f"{self.package} is imported already, so instep cannot take its place. Call install() before the first "
+                f"import of {self.package}, or of a package that imports it ({self._others}); or "
+                f"`instep launch --as`."
+            )
+        self.roots.update(self._taken)
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ in self._taken:
+            vars(module)["__version__"] = self.version
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
+        """Yield the distribution that packages ask for the version."""
+        if self.installed and context.name == self.package:
+            yield _Metadata(self.package, self.version)
+
+    def find_name(self, module: str, name: str) -> Any:
+        """Return what a module has under a name, made when it is first asked for."""
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        whole = f"{self.their_name(module)}.{name}"
+        if self._has(whole):
+            return import_module(f"{module}.{name}")
+        if whole not in self._found:
+            made = self._make(whole)
+            if made is None:
+                made = _Missing(name, (), {"advice": f"{whole}: {self._advice(whole)}."})
+                is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # importlib's, for `from ... import`
+                if not is_import:
+                    raise AttributeError(made.advice)
+            self._found[whole] = made
+        return self._found[whole]
+
+    def _advice(self, whole: str) -> str:
+        canonical = porting.canonical(whole) or whole
+        return f"{porting.advice(canonical)}. instep takes the place of {self.package} in this program"
+
+    def _no_module(self, fullname: str) -> ImportError:
+        return ModuleNotFoundError(
+            f"{fullname} is not there: {self._advice(self.their_name(fullname) or fullname)}", name=fullname
+        )
+
+
+class _Metadata(Distribution):
+    """The metadata of the package that is stood in for."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self._text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+def defined(name: str) -> Any:
+    """Return the small value or function that a script can make itself, made; None where there is none."""
+    if name not in tables.DEFINED:
+        return None
+    imports, value = tables.DEFINED[name]
+    made: dict[str, Any] = {}
+    exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
+    return made["value"]
+
+
+def silently(key: str, text: str) -> None:
+    """Leave out what `instep migrate` would say: this program is run as it is."""
+
+
+class _Missing(type):
+    """Type of what the package has and instep has not: a class that nothing is an instance of."""
+
+    advice: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(cls.advice)

@@ -1,0 +1,96 @@
+"""Lightning Fabric's names for instep's classes, in place of the package `lightning` in one program.
+
+`instep launch --as fabric script.py` puts them there, or `install()` before the first import of lightning. They are
+`lightning.fabric`, `lightning_fabric` and `from lightning import Fabric`; what such a program imports of
+`lightning.pytorch` is what `instep.compat.lightning` has. Nothing is written to the disk, and an installed Lightning is
+not loaded. A name that instep has no counterpart for can be imported; using it is an error that says what to do.
+
+Example:
+    >>> from instep.compat.fabric import Fabric
+    >>> from instep.compat.fabric.strategies import DDPStrategy
+    >>> DDPStrategy.__mro__[1]
+    <class 'instep.strategies.ddp.DDPStrategy'>
+"""
+
+from __future__ import annotations
+
+import subprocess
+from importlib import import_module
+from typing import Any
+
+from instep.compat import tables
+from instep.compat.adapting import adapt
+from instep.compat.door import Door, defined, silently
+from instep.launch.command import this_command
+from instep.utils import porting
+
+__path__: list[str] = []  # a package, whose modules `_door` makes
+
+VERSION = "2.6.0"
+"""The version of Lightning whose names these are."""
+
+MODULES = frozenset(
+    (
+        "accelerator", "amp", "bitsandbytes", "checkpoint_io", "cloud_io", "cluster_environment", "collective",
+        "connector", "consolidate_checkpoint", "cpu", "csv_logs", "cuda", "device_dtype_mixin", "double", "dp", "half",
+        "init", "launcher", "load", "logger", "mps", "multiprocessing", "registry", "single_xla", "subprocess_script",
+        "testing", "throughput", "torch_collective", "wrappers", "xla_fsdp",
+    )
+)  # fmt: skip
+"""Last words of the names of Fabric's modules, beside those in `tables.LIGHTNING_MODULES`."""
+
+
+def __getattr__(name: str) -> Any:
+    return _door.find(__name__, name)
+
+
+def install() -> None:
+    """Make `import lightning` and `import lightning_fabric` find these names in this process; once.
+
+    Raises:
+        UsageError: lightning is imported already.
+
+    Example:
+        >>> from instep.compat import fabric
+        >>> fabric.install()  # doctest: +SKIP
+    """
+    _door.install()
+
+
+def command() -> tuple[str, ...]:
+    """Return the arguments of Python that run this program again, with these names where it has them."""
+    words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
+    return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
+
+
+def _has(module: str) -> bool:
+    """Return True if Lightning has a module of that whole name: each of its words is one of a module's."""
+    return all(word in MODULES or word in tables.LIGHTNING_MODULES for word in module.split(".")[1:])
+
+
+def _make(whole: str) -> Any:
+    parent, _, name = whole.rpartition(".")
+    parts = import_module("instep.compat.fabric_parts")
+    ours = vars(parts).get(name)
+    if ours is not None and (parent == "lightning" or parent.startswith("lightning.fabric")):
+        return ours
+    target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"lightning.{name}")
+    if target is not None:
+        home, _, leaf = target.rpartition(".")
+        return adapt(getattr(import_module(home), leaf), __name__, name, leaf, silently)
+    if ours is not None:
+        return ours
+    if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
+        return name.startswith("_TORCH_GREATER")  # instep needs a torch that is newer than those asked for
+    return defined(name)
+
+
+_door = Door(
+    __name__,
+    "lightning",
+    VERSION,
+    {"lightning.fabric": "lightning.fabric", "lightning_fabric": "lightning.fabric", "lightning": "lightning"},
+    _has,
+    _make,
+    "litgpt, torchmetrics",
+)
