@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers import browser, gpu, slurm
+from tests.helpers.warm import use_warm_python, warm_python
 
 settings.register_profile("instep", deadline=None, derandomize=True, database=None)
 settings.load_profile("instep")
@@ -69,6 +70,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Look for examples of docstrings in test modules alone: programs and helpers here have none, and load slowly."""
     others = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "__init__"))
     return True if others else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start one server of warm processes for all workers of xdist."""
+    node.workerinput["warm_python"] = warm_python()
+
+
+@pytest.hookimpl
+def pytest_configure(config: pytest.Config) -> None:
+    """Use that server in a worker."""
+    given = getattr(config, "workerinput", {})
+    if "warm_python" in given:
+        use_warm_python(given["warm_python"])
 
 
 @pytest.hookimpl

@@ -25,13 +25,19 @@ _KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
 
 def warm_python() -> str:
-    """The executable. Its server is started on first use and ends with this process."""
+    """The executable. Its server is started on first use and ends with the process that started it."""
     global _executable
     if not hasattr(os, "pidfd_open"):  # Linux alone has it
         return sys.executable
     if _executable is None:
         _executable = _start_server()
     return _executable
+
+
+def use_warm_python(executable: str) -> None:
+    """Take the executable of another process, whose server serves this one too."""
+    global _executable
+    _executable = executable
 
 
 _executable: str | None = None
@@ -49,17 +55,19 @@ def _start_server() -> str:
     with open(executable, "w") as file:
         file.write(f'#!/bin/sh\nexec {sys.executable} -I -S {__file__} {address} "$@"\n')
     os.chmod(executable, 0o700)
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.warm", "serve", address, executable],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
+    listener = socket.socket(socket.AF_UNIX)  # whoever asks before the server has loaded all waits for it here
+    listener.bind(address)
+    listener.listen(64)
+    with listener:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.warm", "serve", str(listener.fileno()), executable],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+        )
     assert server.stdin is not None
-    assert server.stdout is not None
-    with server.stdout:
-        assert server.stdout.readline(), "the server did not start; what it said stands above"
     atexit.register(server.wait)
     atexit.register(server.stdin.close)  # the one before this one
     return executable
@@ -117,8 +125,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 _Programs = dict[int, tuple[int, socket.socket]]  # pid and client, by the descriptors of the process and of the client
 
 
-def serve(address: str) -> dict[str, Any]:
-    """Fork a process for each request; returns it in the process that is to be the program."""
+def serve(listening: int) -> dict[str, Any]:
+    """Fork a process for each request on a socket; returns it in the process that is to be the program."""
     import gc
     import importlib
 
@@ -129,10 +137,7 @@ def serve(address: str) -> dict[str, Any]:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that a program's collections do not copy these pages
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
-    print("listening", flush=True)
+    listener = socket.socket(fileno=listening)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(0, selectors.EVENT_READ)
@@ -247,7 +252,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.executable = sys.argv[3]  # some modules keep it
         _own_path = [path for path in sys.path if path not in ("", os.getcwd())]
-        asked = serve(sys.argv[2])
+        asked = serve(int(sys.argv[2]))
         main = become(asked)
         if asked["words"][0] == "-m":
             import runpy
