@@ -205,7 +205,9 @@ def test_the_guide_names_options_that_are_there() -> None:
 
 
 def test_the_digits_have_the_same_weights(tmp_path: Path) -> None:
-    assert main(["launch", "--cpu", "--devices", "2", *job(tmp_path / "out.json")]) == 0
+    launch = ["-m", "instep", "launch", "--cpu", "--devices", "2", *job(tmp_path / "out.json")]
+    done = run_command([warm_python(), *launch])
+    assert done.returncode == 0, done.stderr
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
 
 

@@ -46,6 +46,7 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
     """`instep replay` in this process and the test's folder; the program that it runs is a process of its own."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.delenv("DIARY", raising=False)
     monkeypatch.chdir(tmp_path)

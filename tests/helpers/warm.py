@@ -62,12 +62,14 @@ def _start_server() -> str:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.warm", "serve", str(listener.fileno()), executable],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # as programs have: whether stdout can seek is found out when Python starts
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             pass_fds=[listener.fileno()],
         )
     assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdout.close()
     atexit.register(server.wait)
     atexit.register(server.stdin.close)  # the one before this one
     return executable
@@ -132,7 +134,8 @@ def serve(listening: int) -> dict[str, Any]:
 
     from tests.helpers.spawn import PRELOADED
 
-    for name in (*PRELOADED, "instep.cli.main", "instep.launch.engine"):
+    digits = "sklearn.datasets"  # of the program that all ways to launch start
+    for name in (*PRELOADED, "instep.cli.main", "instep.launch.engine", digits):
         if name != "pytest":  # under which a program would not start ranks of its own
             importlib.import_module(name)
     gc.collect()
