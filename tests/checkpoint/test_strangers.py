@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import io
 import json
 import os
 import pickle
-import tracemalloc
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from instep.checkpoint import CheckpointStore, load_weights, merge
-from instep.checkpoint.foreign import pickles
-from instep.checkpoint.foreign.pickles import Record, read_pickle
+from instep.checkpoint.foreign.pickles import Record, read_pickle, records_in
 from instep.checkpoint.hashing import digest, hash_file
 from instep.cli.main import main
 from instep.errors import CheckpointError, CorruptCheckpointError
@@ -161,30 +162,90 @@ def test_a_pickle_makes_records_alone() -> None:
     value = read_pickle(pickle.dumps({"p": Path("a"), "t": (1, 2.5, None), "s": {b"x"}}, protocol=4))
     assert type(value["p"]) is Record
     assert (value["t"], value["s"]) == ((1, 2.5, None), {b"x"})
-    shared: Any = ()
-    for _ in range(60):
-        shared = (shared, shared)
-    with pytest.raises(ValueError, match="too deep or too many times"):
-        read_pickle(pickle.dumps([shared]))
-    with pytest.raises(ValueError, match="a key of too many parts"):
-        read_pickle(pickle.dumps([shared]).replace(b"]", b"}", 1).replace(b"a.", b"K\x01s."))
+    [made, keyed] = read_pickle(b"\x80\x02](cos\nsystem\n)\x81}U\x01aK\x01sb}(U\x01bK\x02ue.")
+    assert (made.name, made.args, made.state, keyed) == ("os.system", (), {"a": 1}, {"b": 2})
 
 
-def test_a_shared_part_of_a_pickle_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kB that name the same list again and again once took seconds, and as many nested tuples gigabytes."""
-    looked: list[int] = []
-    inner: Any = pickles._inner
-    monkeypatch.setattr(pickles, "_inner", lambda value: looked.append(len(inner(value))) or inner(value))
-    part = list(range(900))
-    value = read_pickle(pickle.dumps([part] * 900))
-    assert value == [part] * 900
-    assert sum(looked) <= 4 * (900 + 900)
-    tuples = b"\x80\x04)" + b"q\x00h\x00\x86" * 5000 + b"."
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="too deep or too many times"):
-        read_pickle(tuples)
-    assert tracemalloc.get_traced_memory()[1] < 3_000_000
-    tracemalloc.stop()
+_happened: list[Any] = []
+
+
+class Watched:
+    """What a pickle would use, if it could: each way to it is written down."""
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+        _happened.append(("new", args, keywords))
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        _happened.append(state)
+
+    @staticmethod
+    def run(*args: Any) -> None:
+        _happened.append(args)
+
+
+_NAME = f"c{__name__}\nWatched\n".encode()
+_NESTED = f"\x8c{chr(len(__name__))}{__name__}\x8c\x0bWatched.run\x93".encode("latin1")
+_TUPLES = b")" + b"\x85" * 10**6
+HOSTILE = {
+    "reduce": _NAME + b")R.",
+    "reduce of a nested name": _NESTED + b")R.",
+    "reduce of what was made": _NAME + b")R)R.",
+    "reduce of a text": b"U\x05printU\x01a\x85R.",
+    "reduce of a persistent id": _NAME + b"Q)R.",
+    "newobj": _NAME + b")\x81.",
+    "newobj of what was made": _NAME + b")R)\x81.",
+    "newobj of a list": b"])\x81.",
+    "newobj with keywords": _NAME + b")}\x92.",
+    "obj": b"(" + _NAME + b"o.",
+    "inst": f"(i{__name__}\nWatched\n.".encode(),
+    "state": _NAME + b")R}U\x01aK\x01sb.",
+    "state of a name": _NAME + b"}U\x01aK\x01sb.",
+    "state of a dict": b"}}U\x09__class__" + _NAME + b"sb.",
+    "slots of a dict": b"}N}U\x09__class__" + _NAME + b"s\x86b.",
+    "slots of a list": b"]N}U\x06append" + _NAME + b"s\x86b.",
+    "slots of what was made": _NAME + b")RN}U\x0c__setstate__" + _NAME + b"s\x86b}b.",
+    "slots of a persistent id": b"NQN}U\x04name" + _NAME + b"s\x86b.",
+    "extension": b"\x82\xf0)R.",
+    "long extension": b"\x84\xf0\x00\x00\x00)R.",
+    "buffer": b"\x97.",
+    "read-only buffer": b"C\x01a\x98.",
+    "bytearray": b"\x96\x00\x00\x00\x00\x00\x01\x00\x00.",
+    "memo": b"Nr\xff\xff\xff\x7f.",
+    "memo that is not there": b"h\x01.",
+    "import": b"cantigravity\nfly\n)R.",
+    "items of a name": _NAME + b"U\x01aK\x01s.",
+    "entries of a text": b"U\x01aK\x01a.",
+    "key without a value": b"}(K\x01u.",
+    "key that is a list": b"}]K\x01s.",
+    "deep key": b"}" + _TUPLES + b"K\x01s.",
+    "deep keys": b"}(" + _TUPLES + b"K\x01u.",
+    "deep key of a whole dict": b"(" + _TUPLES + b"K\x01d.",
+    "deep member": b"\x8f(" + _TUPLES + b"\x90.",
+    "deep frozen member": b"(" + _TUPLES + b"\x91.",
+    "deep": _TUPLES + b".",
+    "more than there is": b"00.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_that_a_pickle_names_is_run_imported_or_changed(name: str, tmp_path: Path) -> None:
+    copyreg.add_extension(__name__, "Watched", 240)
+    copyreg._extension_cache[240] = Watched  # type: ignore[attr-defined]  # as after the first use of it
+    sys.modules.pop("antigravity", None)
+    before = dict(vars(Watched))
+    try:
+        with contextlib.suppress(Exception):
+            assert all(type(record) is Record for record in records_in(read_pickle(b"\x80\x05" + HOSTILE[name])))
+        (tmp_path / ".metadata").write_bytes(b"\x80\x05" + HOSTILE[name])
+        with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
+            load_weights(tmp_path)
+    finally:
+        copyreg.remove_extension(__name__, "Watched", 240)
+    assert not _happened
+    assert dict(vars(Watched)) == before
+    assert "antigravity" not in sys.modules
 
 
 # ---- files of torch.save

@@ -175,7 +175,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
         return ()
     values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
     if not list_of(count)(values):
-        raise ValueError(f"{str(values)[:80]} is no size")
+        raise ValueError(f"a {type(values).__name__} that is no size")
     return tuple(values)
 
 

@@ -273,5 +273,5 @@ def _are_plain_keys(args: Any) -> bool:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no number of elements")
+        raise ValueError(f"a {type(value).__name__} that is no number of elements")
     return value
