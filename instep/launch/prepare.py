@@ -25,12 +25,14 @@ from instep.state.secret import (
     HOW_TO_GIVE,
     JOB_SECRET,
     JOB_SECRET_FILE,
+    NO_SECRET,
     Secret,
     given_secret,
     make_secret,
     write_secret,
 )
 from instep.utils.env import as_variables
+from instep.utils.warn import warn_user
 
 # Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
 # the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
@@ -178,18 +180,27 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 def secret_of(spec: LaunchSpec) -> Secret:
     """Return the job's secret: a new one on one node, on several the one that the user gives.
 
+    Where there is none, node 0 makes one and prints how the others get it. Other nodes go without, after a warning.
+
     Raises:
-        SettingError: there is none, or it is unfit.
+        SettingError: the given one is unfit.
     """
     if spec.num_nodes == 1:
         return make_secret()
-    secret = given_secret(file=spec.secret_file)
-    if secret is None:
-        raise SettingError(
-            f"num_nodes={spec.num_nodes}: the agents have no secret by which they know each other: {HOW_TO_GIVE}",
-            field="job_secret_file",
+    given = given_secret(file=spec.secret_file)
+    if given is not None:
+        return given
+    if spec.rdzv_backend == "static" and spec.node_rank == 0:
+        made = make_secret()
+        sys.stderr.write(
+            "instep: this job has no secret, so node 0 has made one. On each other node, run this line before "
+            f"`instep launch`:\nexport {JOB_SECRET}={made.text()}\n"
         )
-    return secret
+        sys.stderr.flush()
+        return made
+    line = " If node 0 has printed a line with one, run it here: else they do not meet." if spec.node_rank else ""
+    warn_user(f"{NO_SECRET}{line} To close them, {HOW_TO_GIVE}.")
+    return Secret(b"")
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:

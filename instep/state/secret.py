@@ -7,7 +7,8 @@ belongs: nothing is unpickled or believed that does not verify.
 | who starts the ranks                       | the secret                                                       |
 |--------------------------------------------|------------------------------------------------------------------|
 | our agent, on one node                     | a random one for each job, in a file of the agent's folder       |
-| our agents, on several nodes               | INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE; an error without it |
+| our agents, on several nodes               | INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE; else node 0 makes   |
+|                                            | one and prints it, and other nodes have none, with a warning     |
 | torchrun, srun, mpirun ... on one node     | the same; else one of this user and machine, in a private folder |
 | torchrun, srun, mpirun ... on several ones | the same; else none, with a warning                              |
 """
@@ -40,6 +41,7 @@ HOW_TO_GIVE = (
     f"make one by `openssl rand -hex 32` and set {JOB_SECRET} to it on every node, or {JOB_SECRET_FILE} to a file of "
     f"mode 0600 that holds it ({JOB_SECRET}={TRUSTED_NETWORK} says that nobody else reaches the job's network)"
 )
+NO_SECRET = "this job has no secret: whoever reaches its ports can run code in it."
 MAC_BYTES = 32
 _LEAST_CHARACTERS = 16
 _MOST_BYTES = 16 << 20  # of a value in a store
@@ -159,7 +161,7 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
     if _is_one_node(environment, environ):
         return _secret_of_user(environ)
     if environment.rank == 0:
-        warn_user(f"this job has no secret: whoever reaches its ports can run code in it. {HOW_TO_GIVE}.")
+        warn_user(f"{NO_SECRET} To close them, {HOW_TO_GIVE}.")
     return Secret(b"")
 
 

@@ -19,7 +19,7 @@ import pytest
 from instep.errors import SettingError, UsageError
 from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
-from instep.launch.prepare import job_environment
+from instep.launch.prepare import job_environment, secret_of
 from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command, without_greetings
 from tests.helpers.warm import warm_python
 from tests.launch.ways import SECRET
@@ -150,9 +150,38 @@ def test_ranks_find_the_secret_in_a_private_file_and_not_in_their_environment(
     assert not os.environ.keys() & {"INSTEP_JOB_SECRET_FILE", "INSTEP_MEETING_FILE"}
 
 
-def test_several_nodes_without_a_secret_do_not_start() -> None:
-    with pytest.raises(SettingError, match=r"num_nodes=2: the agents have no secret.*openssl rand -hex 32"):
-        run(LaunchSpec(1, ("x.py",), num_nodes=2, master_port=1))
+def _secretless(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INSTEP_JOB_SECRET", "INSTEP_JOB_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_first_of_several_nodes_makes_a_secret_and_prints_the_line_that_sets_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _secretless(monkeypatch)
+    made = secret_of(LaunchSpec(1, ("x.py",), num_nodes=2, master_port=1)).text()
+    assert len(made) == 64
+    assert f"\nexport INSTEP_JOB_SECRET={made}\n" in capfd.readouterr().err
+    assert "INSTEP_JOB_SECRET" not in os.environ
+    monkeypatch.setenv("INSTEP_JOB_SECRET", made)
+    assert secret_of(LaunchSpec(1, ("x.py",), num_nodes=2, node_rank=1, master_port=1)).text() == made
+    assert secret_of(LaunchSpec(1, ("x.py",), num_nodes=2, master_port=1)).text() == made
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"node_rank": 1, "master_port": 1}, "If node 0 has printed a line"),
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "h:1", "run_id": "r"}, "To close them, make one"),
+    ],
+)
+def test_other_nodes_without_a_secret_warn_of_what_is_open(
+    spec: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _secretless(monkeypatch)
+    with pytest.warns(UserWarning, match=rf"no secret: whoever reaches its ports can run code in it.*{says}"):
+        assert secret_of(LaunchSpec(1, ("x.py",), num_nodes=2, **spec)).text() == "none"
 
 
 def test_arguments_arrive_as_they_are(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
@@ -455,6 +484,36 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
     assert [job.stdout.splitlines() for job in done] == [
         [f"rank {node} of 2 node {node} {again}" for again in (False, True)] for node in (0, 1)
     ]
+
+
+def test_the_line_that_the_first_node_prints_lets_the_other_one_in(tmp_path: Path) -> None:
+    both = {"num_nodes": 2, "master_port": free_port(), "run_id": "job"}
+    code = "say(rank, os.environ['WORLD_SIZE'])"
+    none = {**LAUNCHED, "INSTEP_JOB_SECRET": None, "INSTEP_JOB_SECRET_FILE": None}
+    with ExitStack() as stack:
+        first = stack.enter_context(start_command(_agent(tmp_path, code, nproc=1, node_rank=0, **both), env=none))
+        assert first.stderr is not None
+        line = next(line for line in first.stderr if line.startswith("export "))
+        name, _, value = line.removeprefix("export ").strip().partition("=")
+        command = _agent(tmp_path, code, nproc=1, node_rank=1, **both)
+        second = stack.enter_context(start_command(command, env={**none, name: value}))
+        done = [finish(process) for process in (first, second)]
+    assert [job.returncode for job in done] == [0, 0], done
+    assert [job.stdout for job in done] == ["0 2\n", "1 2\n"]
+    assert all(value not in job.stderr for job in done)
+
+
+def test_a_node_without_the_secret_of_the_first_one_is_told_how_to_get_it(tmp_path: Path) -> None:
+    both = {"num_nodes": 2, "master_port": free_port(), "run_id": "job"}
+    none = {**LAUNCHED, "INSTEP_JOB_SECRET": None, "INSTEP_JOB_SECRET_FILE": None}
+    with ExitStack() as stack:
+        for node in (0, 1):
+            command = _agent(tmp_path, "pass", nproc=1, node_rank=node, **both)
+            agent = stack.enter_context(start_command(command, env=none))
+        done = finish(agent)
+    assert done.returncode == 1
+    assert "was not signed with this job's secret" in done.stderr
+    assert "If node 0 has printed a line" in done.stderr
 
 
 def _together(folder: Path, code: str, merged: Path, **spec: Any) -> tuple[list[int], str]:
