@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.utils.hparams import CLASS_PATH
-from instep.utils.rebuild import Building, Unfit, configured_class, with_code
+from instep.utils.rebuild import Building, configured_class, with_code
 
 
 def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
@@ -67,9 +67,6 @@ class _Describing(Building):
         super().open(value, key, owner)  # refuses what it must
         plain = value is None or isinstance(value, bool | int | float)
         return value if plain else self._stand_in(value, is_text=False)
-
-    def configuration(self, value: Any, kind: Any, key: str) -> Any:
-        raise Unfit
 
     def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
         return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}

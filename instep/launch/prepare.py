@@ -21,16 +21,7 @@ from instep.health.error_report import AGENT_PID
 from instep.launch.spec import LaunchSpec
 from instep.state.environment import JOB_ID, MIN_NODES, RESTART, read_job
 from instep.state.launchers import MEETING_FILE
-from instep.state.secret import (
-    HOW_TO_GIVE,
-    JOB_SECRET,
-    JOB_SECRET_FILE,
-    NO_SECRET,
-    Secret,
-    given_secret,
-    make_secret,
-    write_secret,
-)
+from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, NO_SECRET, Secret, given_secret, make_secret, write_secret
 from instep.utils.env import as_variables
 from instep.utils.warn import warn_user
 
@@ -47,6 +38,9 @@ os.execv(sys.argv[4], sys.argv[4:])
 """
 
 
+_SECRET_MADE = (
+    "instep: node 0 has made a secret for this job. On each other node, run this line before `instep launch`:"
+)
 _FOLDER, _HELD = "instep-agent-", "held"
 
 _SYSTEM = Path("/sys/devices/system")
@@ -187,20 +181,14 @@ def secret_of(spec: LaunchSpec) -> Secret:
     """
     if spec.num_nodes == 1:
         return make_secret()
-    given = given_secret(file=spec.secret_file)
-    if given is not None:
-        return given
-    if spec.rdzv_backend == "static" and spec.node_rank == 0:
-        made = make_secret()
-        sys.stderr.write(
-            "instep: this job has no secret, so node 0 has made one. On each other node, run this line before "
-            f"`instep launch`:\nexport {JOB_SECRET}={made.text()}\n"
-        )
-        sys.stderr.flush()
-        return made
-    line = " If node 0 has printed a line with one, run it here: else they do not meet." if spec.node_rank else ""
-    warn_user(f"{NO_SECRET}{line} To close them, {HOW_TO_GIVE}.")
-    return Secret(b"")
+    secret = given_secret(file=spec.secret_file)
+    if secret is None and spec.rdzv_backend == "static" and spec.node_rank == 0:
+        secret = make_secret()
+        sys.stderr.write(f"{_SECRET_MADE}\nexport {JOB_SECRET}={secret.text()}\n")
+    elif secret is None:
+        warn_user(f"{NO_SECRET} If node 0 has printed a line that sets one, run it here, or they do not meet.")
+        secret = Secret(b"")
+    return secret
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:

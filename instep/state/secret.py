@@ -41,7 +41,7 @@ HOW_TO_GIVE = (
     f"make one by `openssl rand -hex 32` and set {JOB_SECRET} to it on every node, or {JOB_SECRET_FILE} to a file of "
     f"mode 0600 that holds it ({JOB_SECRET}={TRUSTED_NETWORK} says that nobody else reaches the job's network)"
 )
-NO_SECRET = "this job has no secret: whoever reaches its ports can run code in it."
+NO_SECRET = f"this job has no secret: whoever reaches its ports can run code in it. To close them, {HOW_TO_GIVE}."
 MAC_BYTES = 32
 _LEAST_CHARACTERS = 16
 _MOST_BYTES = 16 << 20  # of a value in a store
@@ -110,8 +110,7 @@ def not_ours(what: str) -> DistributedError:
     """Make the error about something that was not signed with this job's secret."""
     return DistributedError(
         f"{what} was not signed with this job's secret, and is not read. Either the secret differs between the nodes: "
-        f"{HOW_TO_GIVE}; or a stranger has written to a port of this job, and it should run where others cannot reach "
-        f"its ports."
+        f"{HOW_TO_GIVE}; or a stranger has written to a port of the job: run it where others cannot reach its ports."
     )
 
 
@@ -161,7 +160,7 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
     if _is_one_node(environment, environ):
         return _secret_of_user(environ)
     if environment.rank == 0:
-        warn_user(f"{NO_SECRET} To close them, {HOW_TO_GIVE}.")
+        warn_user(NO_SECRET)
     return Secret(b"")
 
 

@@ -296,12 +296,25 @@ def test_a_file_of_torch_save_fits_its_size(change: Any, ending: str, tmp_path: 
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "out")]) == 1
 
 
-def test_tensors_are_no_larger_than_what_is_stored_of_them(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1).expand(2, 3)}, tmp_path / "small.pt")
-    assert load_weights(tmp_path / "small.pt")["a"].shape == (2, 3)
-    torch.save({"a": torch.ones(1).expand(2**14, 2**14)}, tmp_path / "large.pt")
-    with pytest.raises(CorruptCheckpointError, match=r"larger than what is stored of them. Save expanded"):
-        load_weights(tmp_path / "large.pt")
+def test_expanded_tensors_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1).expand(2, 3)}, tmp_path / "x.pt")
+    assert load_weights(tmp_path / "x.pt")["a"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_no_tensor_reaches_beyond_its_storage(zipped: bool, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(4)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    of_four, of_a_thousand = b"QK\x00K\x04\x85", b"QK\x00M\xe8\x03\x85"
+    content = (tmp_path / "x.pt").read_bytes()
+    assert content.count(of_four) == 1
+    if zipped:
+        torch_file(
+            tmp_path / "x.pt", {"a": torch.ones(4)}, lambda name, data: (data.replace(of_four, of_a_thousand), 0)
+        )
+    else:
+        (tmp_path / "x.pt").write_bytes(content.replace(of_four, of_a_thousand))
+    with pytest.raises(CorruptCheckpointError, match=r"is not a whole file of torch\.save"):
+        load_weights(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,22 @@ def test_dataclasses_come_back_as_what_the_arguments_say(tmp_path: Path):
     assert Among.load_from_checkpoint(tmp_path / "b" / "saved", config=None, name="o").hparams.name == "o"
 
 
-def test_omegaconf(tmp_path: Path):
+def refuses(cls: Any, path: Path, name: str, mine: Any) -> None:
+    """Whether only the program makes such an argument."""
+    with pytest.raises(
+        CheckpointError, match=rf"^the checkpoint's {name}[.\w]* is a .*Pass {name}=\.\.\. to load_from"
+    ):
+        cls.load_from_checkpoint(path)
+    assert cls.load_from_checkpoint(path, **{name: mine}).hparams[name] == mine
+
+
+class Typed(Toy):
+    def __init__(self, cfg: Any, args: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create({"net": {"width": 3}, "twice": "${net.width}", "sizes": [1, 2]})
     expected = {"net": {"width": 3}, "twice": 3, "sizes": [1, 2]}
@@ -105,70 +120,65 @@ def test_omegaconf(tmp_path: Path):
     loaded = Among.load_from_checkpoint(saved(tmp_path / "b", Among(None, config)))
     assert loaded.nested == expected
     assert loaded.nested.net.width == 3
-
-    class Typed(Toy):
-        def __init__(self, cfg: omegaconf.DictConfig, sizes: omegaconf.ListConfig | None = None) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    Typed.__init__.__annotations__["cfg"] = omegaconf.DictConfig
     module = Typed(config, config.sizes)
     assert module.hparams.cfg is config  # as it was, with its interpolations
-    assert plain(module.hparams) == {"lr": 0.1, "cfg": expected, "sizes": [1, 2]}  # what loggers get
-    typed = Typed.load_from_checkpoint(saved(tmp_path / "c", module))
-    assert isinstance(typed.hparams.cfg, omegaconf.DictConfig)
-    assert typed.hparams.cfg.net.width == 3
-    with pytest.raises(CheckpointError, match="interpolation of OmegaConf"):
-        with_structures(Typed, {"cfg": {"a": [{"b": "x${oc.env:HOME}"}]}})
-    with pytest.raises(CheckpointError, match="interpolation of OmegaConf"):
-        with_structures(Typed, {"cfg": {"${oc.env:HOME}": 1}})
+    assert plain(module.hparams) == {"lr": 0.1, "cfg": expected, "args": [1, 2]}  # what loggers get
+    path = saved(tmp_path / "c", module)
+    for name, kind in (("cfg", omegaconf.DictConfig), ("args", omegaconf.ListConfig)):
+        monkeypatch.setattr(Typed.__init__, "__annotations__", {name: kind | None})
+        refuses(Typed, path, name, config.sizes)
 
 
-def test_pydantic_and_namespaces(tmp_path: Path):
+def test_pydantic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pydantic = pytest.importorskip("pydantic", minversion="2.0")
 
-    class Inner(pydantic.BaseModel):
-        width: int = 3
-        where: Path = Path("a")
-
-    class Model(pydantic.BaseModel):
-        inner: Inner
-        mode: Mode = Mode.SLOW
-        sizes: tuple[int, ...] = pydantic.Field((1, 2), alias="the_sizes")
-
     class Imports(pydantic.BaseModel):
-        inner: list[Inner | None] = []
-        fn: dict[str, pydantic.ImportString[Any]] = {}
+        fn: Any = pydantic.Field(default=None)
 
-    class Around(pydantic.BaseModel):
-        imports: Imports | None = None
+    Imports.__annotations__["fn"] = pydantic.ImportString
+    Imports.model_rebuild(force=True)
 
-    class Typed(Toy):
-        def __init__(self, cfg, args=None, many=()):
-            super().__init__()
-            self.save_hyperparameters()
+    @pydantic.dataclasses.dataclass
+    class Of:
+        fn: int = 1
 
-    Typed.__init__.__annotations__ = {"cfg": Model, "args": Namespace, "many": list[Inner]}
-    cfg, args = Model(inner=Inner(width=5, where=Path("b")), mode=Mode.FAST), Namespace(a=1, net={"b": 2})
-    module = Typed(cfg, args, [Inner(width=7)])
-    assert module.hparams.cfg is cfg
+    @dataclass
+    class Around:
+        of: Any = None
+
+    Around.__init__.__annotations__["of"] = Of
+    sys.modules.pop("antigravity", None)
+    url = pydantic.HttpUrl("http://a/")
+    values = [
+        (Imports, Imports()),
+        (Of, Of()),
+        (Around, Around(Of())),
+        (list[Imports], [Imports()]),
+        (pydantic.HttpUrl, url),
+    ]
+    for number, (kind, value) in enumerate(values):
+        module = Typed(value)
+        path = saved(tmp_path / str(number), module)
+        monkeypatch.setattr(Typed.__init__, "__annotations__", {"cfg": kind})
+        refuses(Typed, path, "cfg", value)
+        with pytest.raises(CheckpointError, match=r"Pass cfg=\.\.\."):
+            Typed.from_pretrained(module.save_pretrained(tmp_path / f"m{number}"))
+    for kind, value in ((Imports, {"fn": "antigravity"}), (Around, {"of": {"fn": "antigravity"}})):
+        monkeypatch.setattr(Typed.__init__, "__annotations__", {"cfg": kind})
+        with pytest.raises(CheckpointError, match=r"Pass cfg=\.\.\."):
+            with_structures(Typed, {"cfg": value})
+    assert "antigravity" not in sys.modules
+
+
+def test_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    args = Namespace(a=1, net={"b": 2})
+    module = Typed(None, args)
     assert module.hparams.args is args
-    assert plain(module.hparams)["cfg"] == {"inner": {"width": 5, "where": "b"}, "mode": "FAST", "sizes": [1, 2]}
-    by_checkpoint = Typed.load_from_checkpoint(saved(tmp_path, module))
-    for loaded in (by_checkpoint, Typed.from_pretrained(module.save_pretrained(tmp_path / "m"))):
-        assert loaded.hparams.cfg == cfg
+    path = saved(tmp_path, module)
+    monkeypatch.setattr(Typed.__init__, "__annotations__", {"args": Namespace | None})
+    for loaded in (Typed.load_from_checkpoint(path), Typed.from_pretrained(module.save_pretrained(tmp_path / "m"))):
         assert loaded.hparams.args == args
         assert loaded.hparams.args.net.b == 2
-        assert loaded.hparams.many == [Inner(width=7)]
-    with pytest.raises(CheckpointError, match="is no Model"):
-        with_structures(Typed, {"cfg": {"inner": {"width": "wide"}}})
-
-    sys.modules.pop("colorsys", None)
-    for kind, value in ((Imports, {"fn": {"a": "colorsys"}}), (Around, {"imports": {"fn": {"a": "colorsys"}}})):
-        Typed.__init__.__annotations__["cfg"] = kind
-        with pytest.raises(CheckpointError, match="ImportString"):
-            with_structures(Typed, {"cfg": value})
-    assert "colorsys" not in sys.modules
 
 
 def test_a_datamodule_comes_back_with_its_state(tmp_path: Path):
@@ -306,7 +316,7 @@ def test_what_the_class_does_not_say_is_asked_for(name: str, tmp_path: Path):
         (Keeps.load_from_checkpoint, path),
         (Keeps.from_pretrained, module.save_pretrained(tmp_path / "m")),
     ):
-        with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*: pass value=\.\.\. to load"):
+        with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*[.:] [Pp]ass value=\.\.\. to load"):
             load(where)
         assert load(where, value=value).value is value
 
@@ -392,12 +402,18 @@ class Points(Toy):
         self.save_hyperparameters()
 
 
-def test_namedtuples_are_saved_as_tuples_and_come_back_where_the_class_says_so(tmp_path: Path):
+def test_namedtuples_are_saved_as_tuples_and_asked_for_where_the_class_says_so(tmp_path: Path):
     module = Points(Point(1, nn.ReLU), (Point(2),), [Point(3)])
     path = saved(tmp_path, module)
-    for loaded in (Points.load_from_checkpoint(path), Points.from_pretrained(module.save_pretrained(tmp_path / "m"))):
-        assert (loaded.hparams.first, loaded.hparams.rest) == (Point(1, nn.ReLU), (Point(2),))
-        assert type(loaded.hparams.first) is type(loaded.hparams.rest[0]) is Point
+    for load, where in (
+        (Points.load_from_checkpoint, path),
+        (Points.from_pretrained, module.save_pretrained(tmp_path / "m")),
+    ):
+        with pytest.raises(CheckpointError, match=r"^the checkpoint's first is a .*no Point.* Pass first=\.\.\."):
+            load(where)
+        with pytest.raises(CheckpointError, match=r"^the checkpoint's rest is a .* Pass rest=\.\.\."):
+            load(where, first=Point(1))
+        loaded = load(where, first=Point(1, nn.ReLU), rest=(Point(2),))
         assert [tuple(one) for one in loaded.hparams.free] == [(3, None)]
 
 

@@ -1,15 +1,13 @@
 """Files of torch.save, held against their own table of contents before torch reads them.
 
-`torch.load(weights_only=True)` calls no code that a file names, but believes its numbers: a deflated record grows a
-thousandfold, a storage may be longer than its record, a call of `bytearray` asks for any amount of memory. So what the
-file says of itself must fit its size first: torch stores records as they are, and each storage in a record of its own.
+`torch.load(weights_only=True)` calls no code that a file names, but believes its numbers: of a storage that is longer
+than its record it reads what lies behind it in memory. So what the file says of itself must fit its size first: torch
+stores records as they are, and each storage in a record of its own.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import os
 import pickle
 import struct
 import tarfile
@@ -26,7 +24,6 @@ from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-_GREW = 128 * 2**20  # bytes by which expanded tensors may be larger, all together, than what is stored of them
 _SMALL_BYTES = 2**16  # of the version, the byte order and the like
 _PICKLE_BYTES = 2**29  # of the part without tensors
 _ITEM_BYTES = {
@@ -37,21 +34,12 @@ _ITEM_BYTES = {
     "ComplexDouble": 16,
 }
 _MODULES = ("torch", "torch.storage", "torch.cuda")
-_PLAIN = ("collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set")
 _WITH_ATTRIBUTES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
 _MAKES_TENSORS = ("torch", "torch._tensor", "torch._utils", "torch.cuda", "torch.nn.parameter", "torch.sparse")
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _END = struct.Struct("<4s4H2LH")  # of a zip file: the place of its directory, last in the file
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
-
-
-class _Clipped(io.BufferedReader):
-    """Open file that gives no more bytes than it has: a length in a pickle would be allocated before it is read."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def read_torch_file(path: Path) -> Any:
@@ -68,7 +56,7 @@ def read_torch_file(path: Path) -> Any:
         reading(path, "is not a whole file of torch.save"),
         files_of(path).fetched(path, False) as (local, _),
         open_regular(local) as raw,
-        _Clipped(raw) as file,
+        io.BufferedReader(raw) as file,
     ):
         return load_torch(file, path)
 
@@ -184,7 +172,6 @@ def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]
         Bytes of each storage that is used.
     """
     used: dict[str, int] = {}
-    grew = 0
     for record in records_in(value):
         if record.name == "":
             key, nbytes = _storage(record.args)
@@ -193,11 +180,7 @@ def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]
             used[key] = max(nbytes, used.get(key, 0))
         elif record.args is not None:
             _check_state(record.name, record.state)
-            grew += _check_call(record.name, record.args)
-    if grew > _GREW:
-        raise ValueError(
-            f"its tensors are {grew:,} bytes larger than what is stored of them. Save expanded tensors as .contiguous()"
-        )
+            _check_call(record.name, record.args)
     return used
 
 
@@ -216,37 +199,19 @@ def _item_bytes(kind: Any) -> int:
     return size
 
 
-def _check_call(name: str, args: Any) -> int:
-    """Refuse a call that asks for memory by a number; by how many bytes its tensor exceeds its storage."""
+def _check_call(name: str, args: Any) -> None:
+    """Refuse calls by which torch makes something else than tensors of the file's storages."""
     module, _, function = name.rpartition(".")
     if name in _WITH_ATTRIBUTES:
         _check_attributes(args[3] if len(args) > 3 else None)
-    if function == "_rebuild_from_type_v2":
-        inner, values = args[0], args[2]
-        if type(inner) is not Record or not inner.name.startswith("torch._utils._rebuild_"):
-            raise ValueError("a tensor of a kind that is not known")
-        return _check_call(inner.name, values)
-    if module == "torch._utils" and (function.startswith("_rebuild_tensor") or function == "_rebuild_qtensor"):
-        return _growth(*args)
+    inner = args[0] if function == "_rebuild_from_type_v2" else None
+    if inner is not None and (type(inner) is not Record or not inner.name.startswith("torch._utils._rebuild_")):
+        raise ValueError("a tensor of a kind that is not known")
     makes_memory = function.endswith(("Tensor", "Storage")) and module.startswith("torch")
     if args and (makes_memory or (function == "bytearray" and type(args[0]) not in (str, bytes, Record))):
         raise ValueError(f"a call of {name} with a size")
     if function == "encode" and args[1:] != ("latin1",):
         raise ValueError(f"a call of {name} for another encoding than latin1")
-    if name in _PLAIN and args and not _are_plain_keys(args):
-        raise ValueError(f"a call of {name} with something else than plain keys")
-    return 0
-
-
-def _growth(storage: Any, _offset: Any, sizes: Any, strides: Any, *more: Any) -> int:
-    if type(storage) is not Record or storage.name != "" or type(sizes) is not tuple or type(strides) is not tuple:
-        raise ValueError("a tensor without a storage or sizes")
-    for stride in strides:
-        _count(stride)
-    dtypes = [vars(torch).get(record.name.removeprefix("torch.")) for record in more if type(record) is Record]
-    widths = [dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)]
-    width = max(widths, default=_item_bytes(storage.args[1]))
-    return max(0, math.prod(map(_count, sizes)) * width - _storage(storage.args)[1])
 
 
 def _check_state(name: str, state: Any) -> None:
@@ -263,12 +228,6 @@ def _check_attributes(state: Any) -> None:
     for part in state if type(state) is tuple else (state,):
         if part is not None and (type(part) is not dict or any(hasattr(torch.nn.Parameter, str(key)) for key in part)):
             raise ValueError("attributes of a tensor that stand before its own")
-
-
-def _are_plain_keys(args: Any) -> bool:
-    keys = args[0] if len(args) == 1 and type(args[0]) is list else None
-    keys = [key[0] if type(key) is list and len(key) == 2 else key for key in keys or ()]
-    return len(args) == 1 and all(type(key) in (str, int, bool, float, bytes, type(None)) for key in keys)
 
 
 def _count(value: Any) -> int:
