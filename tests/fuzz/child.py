@@ -23,11 +23,10 @@ from typing import Any
 
 from instep.errors import InstepError
 
-CPU_S = 10
+CPU_S = 10  # what takes longer, or more memory than the guard, is ended, and is no fault: only the machine is kept well
 WALL_S = 300.0  # only to end the rest: a busy machine gets nowhere near it
 ASLEEP_S = 8.0  # of sleeping without any CPU time: who waits for the machine is not asleep
-MEMORY_BYTES = 500 * 10**6
-GUARD_BYTES = 2 * 2**30  # more is refused to the child, so that a bomb does not take the machine down
+GUARD_BYTES = 2 * 2**30
 MARKER = "planted"
 """Part of every name that an input plants: no import, open or process may have it."""
 PLANTED_FILES = ("/etc/passwd", "/dev/zero", "/dev/random", "/dev/full", "/proc/self/mem")
@@ -51,23 +50,20 @@ class End:
     """How a call ended.
 
     Args:
-        kind: "ok", "error" (one of ours), "exit" (a command's code), "started" (a process, where that is allowed), or
-            what must not be: "signal", "traceback", "hang", "memory", "import", "open", "process", "changed".
+        kind: "ok", "error" (one of ours), "exit" (a command's code), "started" (a process, where that is allowed),
+            "limit" (of CPU time or memory), or what must not be: "signal", "traceback", "hang", "import", "open",
+            "process", "changed".
         text: what it said.
         passed_seal: whether the checkpoint verified; None where nothing is sealed.
-        cpu_s: CPU time.
-        memory_bytes: the most over the parent.
     """
 
     kind: str
     text: str
     passed_seal: bool | None
-    cpu_s: float
-    memory_bytes: int
 
     @property
     def allowed(self) -> bool:
-        return self.kind in ("ok", "error", "exit", "started")
+        return self.kind in ("ok", "error", "exit", "started", "limit")
 
 
 def warm_up() -> None:
@@ -110,31 +106,28 @@ def run(
                 os._exit(code)
         os.close(write_end)
         hung = not _wait(pid)
-        _, status, usage = os.wait4(pid, 0)
+        _, status = os.waitpid(pid, 0)
         report = _read_report(read_end)
         said.seek(0)
         text = said.read(200_000).decode(errors="replace")
-    over = max(0, usage.ru_maxrss * 1024 - report.get("rss", 0) - report.get("file_growth", 0))
-    kind, what = _judge(report, os.waitstatus_to_exitcode(status), hung, text, over, command)
+    kind, what = _judge(report, os.waitstatus_to_exitcode(status), hung, text, command)
     if kind in ("ok", "error", "exit") and _look_at(home / "outside") != before:
         kind, what = "open", "a file outside of the input was read or changed"
-    return End(kind, what, report.get("passed"), usage.ru_utime + usage.ru_stime, over)
+    return End(kind, what, report.get("passed"))
 
 
-def _judge(report: dict[str, Any], code: int, hung: bool, said: str, over: int, command: bool) -> tuple[str, str]:
+def _judge(report: dict[str, Any], code: int, hung: bool, said: str, command: bool) -> tuple[str, str]:
     tail = said[-4000:]
     if "violation" in report:
         return report["violation"], report["what"]
     if hung:
         return "hang", f"waited for what did not come\n{tail}"
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return "hang", f"took more than {CPU_S} s of CPU time\n{tail}"
+        return "limit", f"took more than {CPU_S} s of CPU time\n{tail}"
     if code:
         return "signal", f"ended with {code}\n{tail}"
     if report["end"] == "traceback":
-        return ("memory" if report["memory"] else "traceback"), report["text"]
-    if report["memory"] or over > MEMORY_BYTES:
-        return "memory", f"{over / 1e6:.0f} MB over the parent\n{report['text'] or tail}"
+        return ("limit" if report["memory"] else "traceback"), report["text"]
     if report["changed"]:
         return "changed", f"attributes of classes: {report['changed']}"
     if command:
@@ -205,7 +198,6 @@ def _in_child(
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115  not pytest's
     sys.stderr = open(2, "w", errors="backslashreplace")  # noqa: SIM115
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGXCPU, file=2, chain=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(home / "in")
@@ -214,8 +206,6 @@ def _in_child(
     def report(**values: Any) -> None:
         os.write(report_to, json.dumps(values).encode() + b"\n")
 
-    resident, shared_file = _resident()
-    report(rss=resident)
     resource.setrlimit(resource.RLIMIT_DATA, (data := _data_bytes() + GUARD_BYTES, data))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 2))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -230,7 +220,7 @@ def _in_child(
         if not command:
             end |= {"end": "traceback", "text": traceback.format_exc()[-6000:]}
     except InstepError as error:
-        end |= {"end": "error", "text": f"{type(error).__name__}: {error}"[:2000], "memory": _out_of_memory(error)}
+        end |= {"end": "error", "text": f"{type(error).__name__}: {error}"[:2000]}
         if command:
             end |= {"end": "traceback", "text": traceback.format_exc()[-6000:]}
     except BaseException as error:
@@ -239,7 +229,6 @@ def _in_child(
         end["code"] if command and isinstance(end["code"], int) else None if not command else repr(end["code"])
     )
     end["changed"] = [name for name, value in _attributes().items() if classes.get(name) != value]
-    end["file_growth"] = max(0, _resident()[1] - shared_file)
     sys.stdout.flush()
     sys.stderr.flush()
     report(**{key: _text(value) for key, value in end.items()})
@@ -355,12 +344,6 @@ def _look_at(folder: Path) -> dict[str, tuple[int, ...]]:
         it = path.lstat()
         found[str(path)] = (it.st_size, it.st_mtime_ns, it.st_atime_ns if path.is_file() else 0)
     return found
-
-
-def _resident() -> tuple[int, int]:
-    fields = Path("/proc/self/statm").read_text().split()
-    page = resource.getpagesize()
-    return int(fields[1]) * page, int(fields[2]) * page
 
 
 def _data_bytes() -> int:

@@ -1,21 +1,14 @@
-"""Pickles, zips and YAML that nobody writes by accident."""
+"""Pickles and YAML that nobody writes by accident."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-import zipfile
-import zlib
-from functools import cache
-from pathlib import Path
 from random import Random
 
 from tests.fuzz.child import MARKER
 from tests.fuzz.values import NUMBERS, OBJECTS, TEXTS, drawn_texts, drawn_values
-
-BOMB_BYTES = 700 * 10**6
-"""More than a reader may take; a megabyte when it is compressed."""
 
 NAMES = [
     "os system",
@@ -100,8 +93,6 @@ def pickle_bytes(rng: Random) -> bytes:
         _name(rng) + b")\x81}" + pickled_text(rng) + _name(rng) + b"sb",
         _name(rng) + b"}X\x09\0\0\0read_text" + _name(rng) + b"sb",  # an attribute of a class
         _name(rng) + b"N}X\x08\0\0\0__dict__" + _name(rng) + b"s\x86b",
-        b"N" + b"r\xff\xff\xff\x7f",  # the memo's slot 2**31 - 1
-        b"N" + b"r" + struct.pack("<I", rng.choice((10**8, 2**32 - 1))),
         b"B" + struct.pack("<I", 2**32 - 1),
         b"\x8e" + struct.pack("<Q", rng.choice((2**33, 2**63 - 1))),
         b"\x8d" + struct.pack("<Q", 2**40),
@@ -134,45 +125,6 @@ def pickle_bytes(rng: Random) -> bytes:
     if rng.random() < 0.5:
         body = b"}X" + struct.pack("<I", len(key)) + key + body + b"s"
     return b"\x80\x02" + body + b"."
-
-
-@cache
-def _zeros() -> tuple[bytes, int]:
-    """BOMB_BYTES of zeros, deflated, and their checksum."""
-    block, packer, check = bytes(10**7), zlib.compressobj(9, zlib.DEFLATED, -15), 0
-    pieces = []
-    for _ in range(BOMB_BYTES // len(block)):
-        pieces.append(packer.compress(block))
-        check = zlib.crc32(block, check)
-    return b"".join([*pieces, packer.flush()]), check
-
-
-def add_bomb(path: Path, rng: Random) -> None:
-    """Put a record of many zeros into a zip in place of one of its records, or beside them."""
-    try:
-        with zipfile.ZipFile(path) as old:
-            records = {name: old.read(name) for name in old.namelist()}
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError, zlib.error):
-        return  # damaged before
-    if not records:
-        return
-    data, check = _zeros()
-    name = rng.choice(sorted(records)) if rng.random() < 0.8 else "archive/data/99"
-    records.pop(name, None)
-    with zipfile.ZipFile(path, "w") as new:
-        for other, content in records.items():
-            new.writestr(other, content)
-    plain = path.read_bytes()  # the bomb goes before the central directory, which is written again with it
-    end = plain.rindex(b"PK\x05\x06")
-    _, _, _, _, count, size, begin, _ = struct.unpack("<4s4H2IH", plain[end : end + 22])
-    claimed = rng.choice((BOMB_BYTES, BOMB_BYTES, 100))
-    fields = (20, 0, 8, 0, 33, check, len(data), claimed, len(name.encode()), 0)
-    local = struct.pack("<4s5H3I2H", b"PK\x03\x04", *fields) + name.encode()
-    central = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 20, *fields, 0, 0, 0, 0, begin) + name.encode()
-    directory = plain[begin : begin + size] + central
-    at = begin + len(local) + len(data)
-    tail = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count + 1, count + 1, len(directory), at, 0)
-    path.write_bytes(plain[:begin] + local + data + directory + tail)
 
 
 def yaml_text(rng: Random, text: str) -> str | bytes:

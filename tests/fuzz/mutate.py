@@ -66,7 +66,7 @@ def _mutations(path: Path) -> list[Mutation]:
     elif path.name == ".metadata":
         aware = [pickle_stream, hostile_pickle]
     elif zipfile.is_zipfile(path):
-        aware = [zip_pickle, zip_pickle, zip_records, hostile_zip]
+        aware = [zip_pickle, zip_pickle, zip_records]
     elif path.suffix in (".yaml", ".yml"):
         return [text_bytes, hostile_yaml, hostile_yaml, hostile_yaml]
     elif path.name == "latest":
@@ -340,16 +340,6 @@ def zip_records(path: Path, rng: Random) -> None:
 
     rename = rng.choice(TEXTS).replace("\0", "") if rng.random() < 0.2 else ""
     _rewrite(path, change, method, rename[:200].encode("utf-8", "replace").decode())
-
-
-def hostile_zip(path: Path, rng: Random) -> None:
-    """A small file that is large when it is read."""
-
-    def change(name: str, data: bytes) -> bytes:
-        return data if not name.endswith("data.pkl") or rng.random() < 0.5 else hostile.pickle_bytes(rng)
-
-    _rewrite(path, change)
-    hostile.add_bomb(path, rng)
 
 
 def _rewrite(

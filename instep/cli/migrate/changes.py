@@ -329,8 +329,8 @@ LIGHTNING = (
     Change("AdvancedProfiler", "A nested action counts only in the inner one. Then the outer one goes on."),
     Change(
         "TrainModule.save_hyperparameters",
-        "With an OmegaConf container, `hparams` is a dict of its entries, and a checkpoint has plain dicts. The "
-        "annotation of an argument says which type to make on loading.",
+        "With an OmegaConf container, `hparams` is a dict of its entries, and a checkpoint has plain dicts. If the "
+        "annotation of the argument is `DictConfig`, pass it on loading: `load_from_checkpoint(path, cfg=cfg)`.",
         "A checkpoint cannot make objects that you do not expect ([modules](../train/modules.md)).",
         beside="omegaconf|hydra",
     ),
