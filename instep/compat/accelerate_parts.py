@@ -6,25 +6,31 @@ import functools
 import importlib.metadata
 import operator
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import parse
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import instep.accelerator as ours
 from instep import state as ours_state
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.resuming import RestoredPlace
+from instep.accelerator.unwrapping import without_compile
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.big_models import set_module_tensor_to_device as set_tensor
 from instep.compat.adapting import adapt
 from instep.distributed import broadcast_object
 from instep.distributed.out_of_memory import is_out_of_memory
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import SettingError
 from instep.state import AcceleratorState as _AcceleratorState
 from instep.state import GradientState as _GradientState
@@ -61,6 +67,7 @@ __all__ = [  # what Accelerate's modules have
     "is_peft_model",
     "is_torch_version",
     "patch_environment",
+    "set_module_tensor_to_device",
     "should_reduce_batch_size",
 ]
 
@@ -360,12 +367,27 @@ class Accelerator(_Accelerator):
 
     def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
-        for one in (*objects, *named.values()):
+        placed = list(zip(objects, device_placement or [None] * len(objects), strict=False))
+        for one, place in placed:
+            if isinstance(one, nn.Module):
+                self.prepare_model(one, place)
+        for one, place in placed:
+            if isinstance(one, DataLoader):
+                self.prepare_data_loader(one, place)
+        for one in named.values():
             self._keep_order(one)
         prepared = super().prepare(*objects, device_placement=device_placement, **named)
         for scheduler in self.schedulers:
             scheduler.repeats = 1 if self.split_batches else self.num_processes
         return prepared
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save a state in `output_dir` itself, since programs read its name; a state of that name is replaced."""
+        saved = super().save_state(output_dir, safe_serialization)
+        if output_dir is None or "://" in str(output_dir):
+            return saved
+        named = Path(os.path.abspath(output_dir))
+        return on_rank_zero(lambda: _take_name(Path(saved), named), f"renaming {saved}")
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a scheduler step as often as there are processes with each optimizer step."""
@@ -379,10 +401,23 @@ class Accelerator(_Accelerator):
         self._orders.samplers.clear()
         return freed
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a loader ready, in the order that torch would draw."""
+    def prepare_model(self, model: nn.Module, *args: Any, name: str | None = None, **kwargs: Any) -> nn.Module:
+        """Make a model ready; the second of one class has a number in its name, in the order of these calls."""
+        name = name or _free(type(without_compile(model)).__name__, self._prepared.models)
+        return super().prepare_model(model, *args, name=name, **kwargs)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
+        """Make a loader ready, in the order that torch would draw; its name is made as a model's."""
         self._keep_order(data_loader)
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        kind = type(getattr(data_loader, "dataset", None)).__name__
+        name = _free(kind, [known.name for known in self._prepared.dataloaders])
+        return super().prepare_data_loader(data_loader, device_placement, name)
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Make objects part of the states; names are made as a model's."""
+        for one in objects:
+            named[_free(type(one).__name__, {*self._states.registered, *named})] = one
+        super().register_for_checkpointing(**named)
 
     def _keep_order(self, loader: Any) -> None:
         batches = getattr(loader, "batch_sampler", None)
@@ -407,6 +442,16 @@ class Accelerator(_Accelerator):
         if use_gather_object and isinstance(input_data, torch.Tensor):
             return input_data if self.num_processes == 1 else super().gather_for_metrics(list(input_data), True)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many samples; loaders that are prepared later have what is set here."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config = replace(self.dataloader_config, even_batches=even_batches)
+        self._prepared.loader_config = self.dataloader_config
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -454,6 +499,23 @@ class Accelerator(_Accelerator):
         return nullcontext()
 
 
+def _free(name: str, taken: Container[Any]) -> str:
+    """Return the name, or the first of name_2, name_3 ... that is free."""
+    return next(one for one in chain([name], (f"{name}_{number}" for number in count(2))) if one not in taken)
+
+
+def _take_name(saved: Path, named: Path) -> Path:
+    """Rename a state, and return where it is; what is no state keeps its name. A kill leaves one that is found."""
+    old = saved.with_name(f".deleting-{saved.name}")
+    if (named / "manifest.json").exists():
+        named.rename(old)
+    elif named.is_dir() and any(named.iterdir()):
+        return saved
+    saved.rename(named)
+    shutil.rmtree(old, ignore_errors=True)
+    return named
+
+
 # ---- small functions and values
 
 
@@ -471,6 +533,13 @@ def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, or what a strategy has wrapped, has peft's adapters."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(ours.extract_model_from_parallel(model), peft.PeftModel)
+
+
+def set_module_tensor_to_device(
+    *args: Any, non_blocking: bool = False, clear_cache: bool = True, **kwargs: Any
+) -> None:
+    """Give a parameter or buffer a device, or a value there; a copy waits, and caches are left to torch."""
+    set_tensor(*args, **kwargs)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:

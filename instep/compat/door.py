@@ -159,7 +159,9 @@ class _Metadata(Distribution):
     """The metadata of the package that is stood in for."""
 
     def __init__(self, package: str, version: str) -> None:
-        self._text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        owner = "huggingface" if package == "accelerate" else "Lightning-AI"
+        page = f"https://github.com/{owner}/{package}"  # by which sentence-transformers tells a package from others
+        self._text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\nHome-page: {page}\n"
 
     def read_text(self, filename: str) -> str | None:
         return self._text if filename == "METADATA" else None

@@ -103,6 +103,36 @@ accelerator.end_training()
     assert losses(tmp_path, code, ranks=2)[1] == 2
 
 
+def test_a_state_has_the_name_that_the_script_gave_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note.txt").write_text("stays")
+    in_new_process(f"""
+import os
+import torch
+from instep.compat.accelerate import Accelerator
+from instep.compat.accelerate.utils import set_module_tensor_to_device
+accelerator = Accelerator(cpu=True)
+loaders = [torch.utils.data.DataLoader(torch.arange(4)) for _ in range(2)]
+model, other, *_ = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), *loaders)
+averages = [torch.optim.swa_utils.AveragedModel(model) for _ in range(2)]
+accelerator.register_for_checkpointing(*averages)  # two of one class each: Accelerate tells them apart by their order
+accelerator.even_batches = False
+os.chdir({str(tmp_path)!r})
+for name in ("checkpoint-3", "checkpoint-3", "mine", "mine"):
+    value = model.weight.detach() + 1
+    set_module_tensor_to_device(model, "weight", "cpu", value=value, non_blocking=True, clear_cache=False)
+    accelerator.save_state(name)
+    set_module_tensor_to_device(model, "weight", "cpu", value=value - 7)
+    accelerator.load_state(name)
+    assert torch.equal(model.weight, value)
+accelerator.end_training()
+""")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[:2] == ["checkpoint-3", "mine"]
+    assert len(names) == 4
+    assert (tmp_path / "mine" / "note.txt").exists()
+
+
 def test_what_instep_does_not_have_is_an_error_when_it_is_used() -> None:
     in_new_process("""
 import importlib.metadata, importlib.util
@@ -112,6 +142,7 @@ door.install()
 import accelerate
 from accelerate.utils import MegatronLMPlugin, is_megatron_lm_available, is_torch_version
 assert accelerate.__version__ == importlib.metadata.version("accelerate") == door.VERSION
+assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
 assert importlib.util.find_spec("accelerate").origin == "instep"
 assert not is_megatron_lm_available() and is_torch_version(">=", "2.0") and not isinstance(1, MegatronLMPlugin)
 for wrong in (lambda: MegatronLMPlugin(tp_degree=2), lambda: accelerate.Accelerator(megatron_lm_plugin=1)):
