@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import resource
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum
@@ -116,86 +114,6 @@ def test_a_strangers_folder_is_refused(tmp_path: Path, spoil: Callable[[Path], A
     spoil(folder)
     with pytest.raises((CheckpointError, CorruptCheckpointError), match=match):
         Net.from_pretrained(folder)
-
-
-class Wide(TrainModule):
-    """Makes as much as its arguments say."""
-
-    def __init__(
-        self, width: int = 1, depth: int = 1, make: Any = nn.Identity, late: int = 1, parts: Any = None
-    ) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.made, self.late = make(), late
-        self.table = torch.zeros(1).repeat(width, width)
-
-    def configure_model(self) -> None:
-        self.last = nn.Linear(self.late, self.late)
-
-
-def _linear(width: int) -> dict[str, Any]:
-    return {"class_path": "torch.nn.Linear", "init_args": {"in_features": width, "out_features": width}}
-
-
-def _of(kind: str, **arguments: Any) -> dict[str, Any]:
-    return {"_class_path": "their.Net", "parts": {"class_path": f"torch.nn.{kind}", "init_args": arguments}}
-
-
-_LAYER = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": {"d_model": 512, "nhead": 8}}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"width": 10**7},
-        {"width": 3000000000},
-        {"width": 200, "depth": 10**6},
-        {"late": 10**7},
-        {"make": {"$": "named", "v": ["torch.nn.Linear", [10**7, 10**7], {}]}},
-        {"_class_path": "their.Net", "width": 10**7},
-        {"_class_path": "their.Net", "parts": _linear(10**7)},
-        {"_class_path": "their.Net", "parts": {str(number): [_linear(1500)] for number in range(20)}},
-        _of("Embedding", num_embeddings=10**10, embedding_dim=10**5),
-        _of("LSTM", input_size=100, hidden_size=400, num_layers=10**6),
-        _of("TransformerEncoder", encoder_layer=_LAYER, num_layers=10**5),
-    ],
-)
-def test_a_configuration_that_builds_far_more_than_the_weights_is_refused_first(said: dict[str, Any], tmp_path: Path):
-    folder = Wide().save_pretrained(tmp_path / "m")
-    (folder / "config.json").write_text(json.dumps(said))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match=r"cannot make Wide from .* would build far more than the \d+ weights"):
-        Wide.from_pretrained(folder)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 300 * 1024
-
-
-def test_what_the_program_itself_gives_or_leaves_out_of_its_state_may_be_of_any_size(tmp_path: Path):
-    class Part(Wide):
-        """Has a large part that its folder has not."""
-
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            state = super().state_dict(*args, **kwargs)
-            return {name: value for name, value in state.items() if name.startswith("first")}
-
-    class Orthogonal(TrainModule):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.net = nn.Linear(width, width)
-            nn.init.orthogonal_(self.net.weight)
-            self.average = copy.deepcopy(self.net)
-
-    folder = Part(3).save_pretrained(tmp_path / "m")
-    (folder / "config.json").write_text('{"width": 7000}')
-    assert Part.from_pretrained(folder, strict=False).table.shape == (7000, 7000)
-    module = Wide(depth=0)
-    module.configure_model()
-    folder = module.save_pretrained(tmp_path / "n")
-    (folder / "config.json").write_text('{"width": 10000000}')
-    assert Wide.from_pretrained(folder, width=7000, depth=0).table.shape == (7000, 7000)
-    folder = Orthogonal(700).save_pretrained(tmp_path / "o")
-    assert Orthogonal.from_pretrained(folder).average.weight.shape == (700, 700)
 
 
 def test_what_json_has_no_form_for_comes_back_all_the_same(tmp_path: Path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,8 +48,6 @@ M = TypeVar("M", bound="TrainModule")
 T = TypeVar("T")
 
 
-_MADE_BYTES_PER_WEIGHT = 32  # a float32 weight, what its initialisation takes meanwhile, and a copy or two
-_MADE_BYTES = 2**27
 VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
 _SHARED = {
     **dict.fromkeys(("epoch", "global_step", "world_size"), count),
@@ -156,22 +153,6 @@ def _read_hparams(path: Path) -> dict[str, Any]:
         raise SettingError(f"{path} is no JSON object of arguments: {error}", field="hparams_file") from error
 
 
-def _limit_of(cls: type, path: Location, weights: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Make the context in which what a checkpoint's hyperparameters build is held against its weights."""
-    from instep.utils.allocations import AllocationLimit  # late: only who loads weights
-
-    count = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
-    folder = to_path(path)
-    return AllocationLimit(
-        _MADE_BYTES_PER_WEIGHT * count + _MADE_BYTES,
-        lambda: CheckpointError(
-            f"cannot make {cls.__name__} from {folder}: its saved arguments would build far more than the {count:,} "
-            "weights that it holds. If that is right, pass them yourself in place of the saved ones.",
-            path=folder,
-        ),
-    )
-
-
 def _make(
     cls: type[T],
     path: Location,
@@ -179,8 +160,6 @@ def _make(
     name: str | None,
     hparams_file: PathLike | None,
     arguments: dict[str, Any],
-    held: AbstractContextManager[Any],
-    held_own: AbstractContextManager[Any],
     of_json: bool = False,
 ) -> T:
     """Make an object of a class from its hyperparameters.
@@ -192,7 +171,6 @@ def _make(
         name: the one argument that they came in; None where they are arguments.
         hparams_file: more of them, which take the saved ones' place.
         arguments: the program's, before all of these.
-        held: what objects among the arguments are built within; `held_own`: the object of the class.
         of_json: the saved ones come from a JSON file, where a path is a text.
     """
     from instep.utils.rebuild import build_configured, cannot_make, with_structures  # late: only who loads weights
@@ -213,11 +191,8 @@ def _make(
     merged = {key: value for key, value in merged.items() if key not in arguments}
     try:
         if CLASS_PATH in saved:
-            return build_configured(cls, saved, arguments, held, held_own)
-        with held:
-            made = with_attributes(with_structures(cls, merged, of_json))
-        with held_own:
-            return cls(**made, **arguments)
+            return build_configured(cls, saved, arguments)
+        return cls(**with_attributes(with_structures(cls, merged, of_json)), **arguments)
     except TypeError as error:
         raise cannot_make(cls, to_path(path), saved if name is None else merged, arguments, error) from error
 
@@ -240,8 +215,7 @@ def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None,
             f"had: {folder} holds {held} of it.",
             path=folder,
         )
-    name, limit = shared.get("datamodule_hparams_name"), _limit_of(cls, path, {})
-    made: Any = _make(cls, path, saved, name, hparams_file, arguments, limit, nullcontext())
+    made: Any = _make(cls, path, saved, shared.get("datamodule_hparams_name"), hparams_file, arguments)
     if shared.get("datamodule") is not None:
         with taking_up(folder, "the datamodule"):
             made.load_state_dict(shared["datamodule"])
@@ -282,17 +256,9 @@ def _loaded(
     """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
     of_json = "epoch" not in view
     saved, name = view["hyper_parameters"], view.get("hparams_name")
-    limit = _limit_of(cls, path, view["state_dict"])
-    # What a class leaves out of its state, or takes from elsewhere, is not held against the weights that are there.
-    whole = not left_out and strict is not False and cls.strict_loading is not False
-    for hook in ("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"):
-        whole &= any(getattr(cls, hook) is getattr(base, hook, None) for base in (nn.Module, ModuleHooks))
-    chosen = saved.keys() if name is None else {name}
-    limit_own = limit if whole and chosen - arguments.keys() else nullcontext()
-    module = _make(cls, path, saved, name, hparams_file, arguments, limit, limit_own, of_json)
+    module = _make(cls, path, saved, name, hparams_file, arguments, of_json)
     if is_overridden(module, "configure_model", ModuleHooks):
-        with limit_own:
-            module.configure_model()
+        module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
         module.on_load_checkpoint(view)
     report = checkpoint.ResumeReport(path, ("weights",))

@@ -16,7 +16,7 @@ import typing
 from argparse import Namespace
 from collections import abc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -125,20 +125,13 @@ def _making(what: str, how: str) -> Iterator[None]:
 # ---- what is made of the hyperparameters
 
 
-def build_configured(
-    cls: type[T],
-    saved: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    held: AbstractContextManager[Any] | None = None,
-    held_own: AbstractContextManager[Any] | None = None,
-) -> T:
+def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
     """Make an object of a class, or of the subclass that was configured.
 
     Args:
         cls: what `load_from_checkpoint` was called on.
         saved: the hyperparameters, with the path of the configured class.
         arguments: what takes the place of saved values. They are the program's, and stay as they are.
-        held: what the arguments are built within; `held_own`: the object itself.
 
     Raises:
         CheckpointError: a value does not fit, or names a class that it may not.
@@ -152,9 +145,8 @@ def build_configured(
         f"cannot make {built.__name__} from its saved configuration",
         "Pass what does not fit as an argument of load_from_checkpoint.",
     ):
-        with held or nullcontext():
-            made = configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]})
-        with configured_as(built, kept), held_own or nullcontext():
+        made = configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]})
+        with configured_as(built, kept):
             return built(**made, **arguments)
 
 

@@ -120,8 +120,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start(trainer, module)
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._start(trainer, module)
+    on_train_start = on_sanity_check_start
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
@@ -145,17 +144,12 @@ class LiveProgressBar(ProgressBar, default=True):
         elif self._thread is not None and not trainer.sanity_checking:
             self._guard(self._note_best, trainer, module)
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._start(trainer, module)
+    on_test_start = on_sanity_check_start
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._stop()
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._start(trainer, module)
-
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._stop()
+    on_predict_start, on_predict_end = on_sanity_check_start, on_test_end
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self._stop()
