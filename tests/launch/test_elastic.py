@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.spawn import HANG_S, finish, free_port, start_command
+from tests.helpers.warm import warm_python
 from tests.launch.elastic_job import SAMPLES
 from tests.launch.ways import REPO, SECRET, UNLAUNCHED
 
@@ -32,7 +33,8 @@ QUICK = {"join_timeout": "600", "last_call_timeout": "1", "keep_alive_interval":
 def _agent(folder: Path, spec: dict[str, Any], *args: str, inside: tuple[str, ...] = (), **env: str) -> Iterator[Any]:
     """An agent whose output is in `folder/out`; its process ends with the block."""
     folder.mkdir(exist_ok=True)
-    command = [*inside, sys.executable, "-m", "tests.launch.elastic_job", str(folder.parent), json.dumps(spec), *args]
+    python = sys.executable if inside else warm_python()  # which starts outside, and each rank in a moment
+    command = [*inside, python, "-m", "tests.launch.elastic_job", str(folder.parent), json.dumps(spec), *args]
     words = ["sh", "-c", 'out=$1; shift; exec "$@" >"$out" 2>&1', "sh", str(folder / "out"), *command]
     with start_command(words, env={**UNLAUNCHED, **SECRET, "OMP_NUM_THREADS": "1", **env}, cwd=REPO) as process:
         yield process
