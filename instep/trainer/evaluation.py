@@ -137,17 +137,15 @@ def _batch_loop(
         count = 0
         for loader_idx, source in enumerate(sources):
             log.set_loader(loader_idx)
-            total = source.num_batches
-            total = limit if total is None else total if limit is None else min(total, limit)
+            total = min((known for known in (source.num_batches, limit) if known is not None), default=None)
             progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
             source.set_epoch(ctx.position.epoch)
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
             batches = islice(ctx.loaders.on_device(source, loader_idx, name), limit)
             batches = ctx.profiled_batches(f"[EvaluationLoop].{name}_dataloader_next", batches)
-            for guest in guests:
-                place = {"dataloader_idx": loader_idx, "limit": limit}
-                batches = guest.batches(f"{name}_step", batches, source, log=log, **place)
+            for each in guests:
+                batches = each.batches(f"{name}_step", batches, source, log=log, dataloader_idx=loader_idx, limit=limit)
             for batch in batches:
                 batch_idx = progress.eval_batch
                 gradient.end_of_dataloader = source.share.last

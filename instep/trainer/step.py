@@ -228,6 +228,8 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
 
     def prepare() -> None:
         if needs_loss and not counts.in_window:
+            for each in optimizers:  # which the module steps nevertheless, and a scaler refuses zeros of no loss
+                each.zero_grad()
             return
         strategy.gradients.unscale_together(optimizers)
         rescale = gradient_correction(source, at.batch, accumulate, origin)

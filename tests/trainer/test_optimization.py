@@ -14,6 +14,7 @@ from torch import nn
 
 from instep import Callback, TrainModule
 from instep.errors import HookError, SettingError, UsageError
+from tests.trainer.resuming import Scaled
 from tests.trainer.toys import Stream, Toy, assert_same, loader, quiet, samples, weights
 
 
@@ -148,6 +149,42 @@ def test_a_window_of_nothing_but_none_changes_nothing(own: bool):
     quiet(max_epochs=1).fit(module, loader())
     handwritten(other, list(loader())[:1], torch.optim.SGD(other.parameters(), lr=0.1))
     assert_same(weights(module), weights(other))
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_window_that_is_left_out_as_a_whole_asks_nothing_of_a_gradient_scaler(own: bool):
+    class Skips(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx < 2 else None
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)  # a step with zeros would go on with the momentum
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    class OwnStep(Skips):
+        def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    module, scaled = (OwnStep if own else Skips)(), Scaled()
+    other = copy.deepcopy(module)
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.05, callbacks=[scaled])
+    trainer.fit(module, loader(12, 3))
+    optimizer, window = other.configure_optimizers(), list(loader(12, 3))[:2]
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in window:
+            (other.loss(batch) * 0.5).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+        optimizer.step()
+    for name, value in weights(module).items():
+        torch.testing.assert_close(value, weights(other)[name], rtol=1e-6, atol=1e-7)
+    assert trainer.global_step == 4
+    trainer.strategy.gradients.update_scaler()
+    state = trainer.strategy.precision.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (8.0, 2), "it counts the steps that were taken"
 
 
 # ---- configure_optimizers
