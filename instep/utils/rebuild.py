@@ -182,7 +182,7 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
             kind of object that is saved as plain values, the program has to pass it.
         saved: the arguments.
         of_json: they come from JSON, which has no tuples, paths and members of enums: these are built too, where the
-            annotation says so and the value fits.
+            annotation says so.
 
     Raises:
         CheckpointError: a value does not fit its type, or a class or function is none that may be found again.
@@ -191,15 +191,15 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
     for name, value in list(built.items()):
         hint = hints.get(name, Any)
         with _making(f"the checkpoint's {name} cannot be made", _pass(name)):
-            if _was_object(value, hint):
+            if _was_object(value, hint) or (of_json and _is_not_in_json(hint)):
                 built[name] = Building().argument(value, hint, name, cls)
-            elif of_json and any(_is_class(kind) and issubclass(kind, _NOT_IN_JSON) for kind in _within(hint, {})):
-                with suppress(CheckpointError):  # `load_from_checkpoint` leaves it as it is, too
-                    built[name] = Building().argument(value, hint, name, cls)
     return built
 
 
-_NOT_IN_JSON = (tuple, set, frozenset, Enum, PurePath, torch.dtype, torch.device)
+def _is_not_in_json(hint: Any) -> bool:
+    """Return True if a type names one that JSON has not, and holds as a text, a number or a list."""
+    kinds = (tuple, set, frozenset, Enum, PurePath, torch.dtype, torch.device)
+    return any(_is_class(kind) and issubclass(kind, kinds) for kind in _within(hint, {}))
 
 
 def _was_object(value: Any, hint: Any) -> bool:
@@ -509,7 +509,8 @@ class Building:
             return self.text(_same(isinstance(value, str), value))
         if issubclass(kind, Enum):
             found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
-            return found[0] if found else _same(False, value)
+            _same(bool(found) and all(member is found[0] for member in found), value)  # no other one's value or name
+            return found[0]
         try:
             if kind in (int, float, complex) and not isinstance(value, bool):
                 return kind(_same(kind is not int or not isinstance(value, float), value))

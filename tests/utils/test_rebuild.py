@@ -224,6 +224,27 @@ def test_a_dataclass_is_made_of_the_dict_that_was_saved() -> None:
             with_structures(Takes, {"net": wrong})
 
 
+class Crossed(Enum):
+    LEFT = "RIGHT"
+    RIGHT = "LEFT"
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"),
+    [
+        (Kind, "GONE"),
+        (Crossed, "LEFT"),
+        (torch.dtype, "no_dtype"),
+        (tuple[int, int], [1]),
+        (dict[str, Kind], {"a": "b"}),
+    ],
+)
+def test_json_that_stands_for_nothing_of_its_type_is_no_text_in_its_place(hint: Any, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*Pass value=\.\.\."):
+        with_structures(holder_of(hint), {"value": value}, of_json=True)
+    assert with_structures(holder_of(hint | None), {"value": None}, of_json=True) == {"value": None}
+
+
 class Shape:
     """No module, optimizer or scheduler."""
 
