@@ -301,6 +301,15 @@ def test_expanded_tensors_are_read(tmp_path: Path) -> None:
     assert load_weights(tmp_path / "x.pt")["a"].shape == (2, 3)
 
 
+@pytest.mark.parametrize("states", [[{"items": 1}], [{"items": 1}, {"_metadata": {}}]])
+def test_no_attribute_stands_before_a_method(states: list[Any], tmp_path: Path) -> None:
+    built = b"".join(pickle.dumps(state, 2)[2:-1] + b"b" for state in states)
+    made = b"\x80\x02ccollections\nOrderedDict\n)R" + built + b"."
+    torch_file(tmp_path / "x.pt", {}, lambda name, data: (made if name.endswith("data.pkl") else data, 0))
+    with pytest.raises(CorruptCheckpointError, match=r"is not a whole file of torch\.save: ValueError"):
+        load_weights(tmp_path / "x.pt")
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_no_tensor_reaches_beyond_its_storage(zipped: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(4)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)

@@ -47,8 +47,8 @@ class Record:
         return Record(self.name if self.args is None else f"{self.name}()", args)
 
     def __setstate__(self, state: Any) -> None:
-        if self.args is None:
-            raise ValueError(f"the state of {self.name}, which is a name")
+        if self.args is None or self.state is not None:  # of two states a check would see one
+            raise ValueError(f"a state of {self.name}, which is a name or has one")
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
