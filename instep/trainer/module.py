@@ -515,7 +515,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             strict: whether names must match exactly; default the module's `strict_loading`.
             which_weights: "live" or "averaged", of a run with WeightAveraging; None: the checkpoint's plain weights.
             **kwargs: arguments of `__init__`, before the saved ones. What a checkpoint does not hold is given here: an
-                argument that was ignored, or a class or function that the class does not name for it.
+                argument that was ignored, a class or function that the class does not name for it, or an object that
+                no checkpoint makes, such as a pydantic model or a container of OmegaConf.
 
         Raises:
             CheckpointError: it is not a checkpoint, does not verify, lacks an argument, or names what it may not.
