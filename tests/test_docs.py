@@ -108,6 +108,7 @@ COMPLETE = (  # pages of docs/train that take nothing for granted
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 FILES = {  # what a page takes for granted
     "docs/porting/accelerate.md": {"train.py": ""},
+    "docs/porting/fabric.md": {"train.py": ""},
     "docs/recover/hangs.md": {"train.py": ""},
     "docs/scale/hardware.md": {"train.py": ""},
     "docs/command/cli.md": {"train.py": ""},

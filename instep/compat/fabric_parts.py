@@ -34,6 +34,7 @@ from instep.errors import CheckpointError, SettingError, UsageError
 from instep.launchers.notebook import notebook_launcher
 from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import DataParallelStrategy as _DataParallelStrategy
+from instep.strategies import FSDPStrategy as _FSDPStrategy
 from instep.strategies import Precision as _Precision
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.gradients import parameters_of
@@ -136,6 +137,31 @@ class ParallelStrategy(metaclass=_Kinds):
 
 
 DataParallelStrategy = _DataParallelStrategy
+
+
+class FSDPStrategy(_FSDPStrategy):
+    """instep's FSDP, which is torch's FSDP2, by the options of Lightning's; the others have no effect."""
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        cpu_offload: bool = False,
+        **others: Any,
+    ) -> None:
+        left = sorted(others.keys() - {"state_dict_type", "process_group_backend", "timeout"})
+        if left:
+            warn_user(f"FSDPStrategy({'=, '.join(left)}=) has no effect: instep shards by FSDP2")
+        kind = str(sharding_strategy).rpartition(".")[2]
+        super().__init__(
+            auto_wrap_policy,
+            cpu_offload=bool(cpu_offload),
+            activation_checkpointing=activation_checkpointing_policy,
+            reshard_after_forward=False if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else None,
+            dp_replicate="auto" if kind.startswith("HYBRID") else 1,
+        )
 
 
 # ---- what `setup` returns
@@ -478,7 +504,7 @@ class Fabric:
         self._optimizers: list[_FabricOptimizer] = []
         self._line = Line()
         self._strategy: Any = resolve_strategy(
-            self._settings.strategy,
+            FSDPStrategy() if self._settings.strategy == "fsdp" else self._settings.strategy,
             self._count * num_nodes,
             find_device_kind(self._settings.accelerator).name,
         )

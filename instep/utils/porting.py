@@ -18,10 +18,12 @@ _RANK_ZERO = {
     name: f"instep.utils.rank_zero.{name}"
     for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
 }
-
+FABRIC = ("CSVLogger", "Fabric", "TensorBoardLogger", "Throughput", "ThroughputMonitor", "is_wrapped", "measure_flops")
+"""Names of Lightning Fabric that instep has under the same name in `instep.compat.fabric`."""
 
 MOVED = {
     "lightning": {
+        "Fabric": "instep.compat.fabric.Fabric",
         "LightningModule": "instep.TrainModule",
         "LightningDataModule": "instep.DataModule",
         "Tuner": "instep.Tuner",
@@ -84,6 +86,7 @@ MOVED = {
         "get_torchvision_model": "torchvision.models.get_model",
     },
     "fabric": {
+        **{name: f"instep.compat.fabric.{name}" for name in FABRIC},
         "TrainingSpikeException": "instep.errors.TrainingSpikeError",
         "AttributeDict": "instep.utils.AttributeDict",
         "seed_everything": "instep.seed_everything",
@@ -175,7 +178,6 @@ ADVICE = {
     **dict.fromkeys(("MixedPrecision", "MixedPrecisionPlugin"), "use precision='bf16-mixed' or '16-mixed'"),
     **dict.fromkeys(("HalfPrecision", "HalfPrecisionPlugin"), "use precision='bf16-true' or '16-true'"),
     "MegatronStrategy": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
-    "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
     **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
     "from_compiled": "use Trainer(compile='module'), or give it what torch.compile(module) returned",
     "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",
@@ -197,10 +199,6 @@ ADVICE = {
     **dict.fromkeys(
         ("ClusterEnvironment", "LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
         _BY_ITSELF,
-    ),
-    **dict.fromkeys(
-        ("Fabric", "is_wrapped"),
-        "instep.Accelerator is for handwritten loops; what its methods do stands in docs/train/accelerator.md",
     ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
@@ -670,7 +668,7 @@ def advice(name: str) -> str:
     if leaf in ADVICE:
         return ADVICE[leaf]
     if parts in (["fabric"], ["fabric", "fabric"], ["fabric", "wrappers"]) and leaf not in PARTS_OF_LIGHTNING:
-        return ADVICE["Fabric"]
+        return "instep.Accelerator is for handwritten loops; `instep launch --as fabric` runs programs of Fabric"
     if parts and parts[0] in ("fabric", "lightning") and parts[-1] != "imports":
         for part in (leaf, *reversed(parts)):
             if part in PARTS_OF_LIGHTNING:

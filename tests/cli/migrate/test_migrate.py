@@ -175,7 +175,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
     ("source", "line", "kind", "text"),
     [
         ("from lightning import *", 1, "todo", "name what is used"),
-        (_L + "L.Fabric()\nL.Fabric()", 2, "todo", "(also in line 3): instep.Accelerator is for"),
+        (_L + "L.fabric.fabric.X()\nL.fabric.fabric.X()", 2, "todo", "(also in line 3): instep.Accelerator is for"),
         (_L + "from optuna.integration import PyTorchLightningPruningCallback", 2, "todo", "OptunaPruning(trial"),
         (_L + "L.callbacks.QuantizationAwareTraining(qconfig='x')", 2, "todo", "use config=...: torchao's"),
         (_L + "L.Trainer(plugins=[])", 2, "todo", "use precision=... and strategy=..."),
@@ -348,6 +348,8 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "skip_first_batches",
         ),
         ("import accelerate, os\nos.environ['ACCELERATE_USE_FSDP'] = '1'", 2, "todo", "instep env"),
+        ("from lightning.fabric.plugins import XLAPrecision\nXLAPrecision()", 2, "todo", "use precision="),
+        ("from lightning.fabric.wrappers import _FabricModule as F\nF(m, s)", 2, "todo", "launch --as fabric"),
     ],
 )
 def test_what_is_left_to_do(source: str, line: int, kind: str, text: str) -> None:
@@ -376,8 +378,20 @@ def test_what_stays_silent() -> None:
         assert migrate(source)[1] == [], source
 
 
+def test_a_program_of_fabric_changes_its_imports_only() -> None:
+    body = """
+fabric = L.Fabric(loggers=CSVLogger(root_dir="logs"))
+model = fabric.setup(model)
+fabric.save("a.pth", {"model": model})
+"""
+    new, findings, _ = migrate("import lightning as L\nfrom lightning.fabric.loggers import CSVLogger" + body)
+    assert "from instep.compat.fabric import CSVLogger" in new
+    assert "instep.compat.fabric.Fabric(loggers=CSVLogger(root_dir=" in new
+    assert not findings
+
+
 def test_what_is_not_taken_over_keeps_its_import() -> None:
-    old = "import lightning as L\nfrom lightning.pytorch import Trainer, tuner\nL.Fabric(), L.Trainer, tuner.X()\n"
+    old = "import lightning as L\nfrom lightning.pytorch import Trainer, tuner\nL.Flow(), L.Trainer, tuner.X()\n"
     new = migrate(old)[0]
     assert new.splitlines()[:4] == [
         "import lightning as L",
@@ -385,7 +399,7 @@ def test_what_is_not_taken_over_keeps_its_import() -> None:
         "from lightning.pytorch import tuner",
         "from instep import Trainer",
     ]
-    assert new.splitlines()[4] == "L.Fabric(), instep.Trainer, tuner.X()"
+    assert new.splitlines()[4] == "L.Flow(), instep.Trainer, tuner.X()"
 
 
 def test_long_lines() -> None:
