@@ -62,6 +62,8 @@ LEFT_OUT = {  # by page and the block's first line
         "docs/train/finetuning.md",
         "from peft import LoraConfig, get_peft_model",
     ): "tests/trainer/test_adapters.py runs the like",
+    ("docs/train/search.md", "import ray.tune"): "starts a cluster; tests/examples/test_ray_search.py runs the like",
+    ("docs/train/search.md", "import wandb"): "needs W&B's server",
     ("docs/start/install.md", "python3 -m venv .venv"): "makes an environment",
     ("docs/scale/hardware.md", "# SM_HOSTS is a JSON list"): "needs SageMaker's variables",
     ("docs/scale/hardware.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
@@ -77,7 +79,7 @@ if find_spec("hydra") is None:  # an environment that was made before: make inst
     LEFT_OUT["docs/scale/hydra.md", "# hydra_train.py"] = "needs hydra-core"
     LEFT_OUT["docs/scale/hydra.md", "python hydra_train.py"] = "the same"
 if find_spec("optuna") is None:  # the same
-    LEFT_OUT["docs/train/tuner.md", "import optuna"] = "needs optuna"
+    LEFT_OUT["docs/train/search.md", "import optuna"] = "needs optuna"
 if find_spec("bitsandbytes") is None:  # an extra of the development environment
     LEFT_OUT["docs/scale/precision.md", "import bitsandbytes as bnb"] = "needs bitsandbytes"
     LEFT_OUT["docs/scale/quantization.md", "from instep.big_models import BnbQuantizationConfig"] = "the same"

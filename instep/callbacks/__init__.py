@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from instep.callbacks.guests.prediction_writer import PredictionWriter as PredictionWriter
     from instep.callbacks.guests.pruning import ModelPruning as ModelPruning
     from instep.callbacks.guests.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from instep.callbacks.guests.ray_report import RayReport as RayReport
     from instep.callbacks.guests.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.guests.rich_progress import RichProgressBar as RichProgressBar
     from instep.callbacks.guests.rich_progress import RichProgressBarTheme as RichProgressBarTheme
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from instep.callbacks.guests.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from instep.callbacks.guests.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from instep.callbacks.guests.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+    from instep.callbacks.guests.wandb_sweep import WandbSweep as WandbSweep
     from instep.callbacks.guests.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from instep.callbacks.guests.weight_averaging import WeightAveraging as WeightAveraging
     from instep.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor

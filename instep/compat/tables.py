@@ -55,8 +55,14 @@ DEFINED = {
 """Small values and functions that a script can make itself: what to import for them, and how."""
 CALLS = {"accelerate.state.is_initialized": "instep.AcceleratorState().initialized"}
 """Calls by their whole names, and what takes their place."""
-OF_OTHERS = {"PyTorchLightningPruningCallback": "use instep.callbacks.OptunaPruning(trial, monitor)"}
-"""What to do about what other packages (optuna-integration) offer for Lightning, by the name that is imported."""
+OF_OTHERS = {
+    "PyTorchLightningPruningCallback": "use instep.callbacks.OptunaPruning(trial, monitor)",
+    **dict.fromkeys(
+        ("TuneReportCallback", "TuneReportCheckpointCallback", "RayTrainReportCallback"),
+        "use instep.callbacks.RayReport(metrics)",
+    ),
+}
+"""What to do about what other packages (optuna-integration, Ray) offer for Lightning, by the name that is imported."""
 NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",

@@ -46,6 +46,10 @@ MOVED = {
         "QuantizationAwareTraining": "instep.callbacks.QuantizationAwareTraining",
         "_LRFinder": "instep.callbacks.LRFinder",
         "PyTorchLightningPruningCallback": "instep.callbacks.OptunaPruning",
+        **dict.fromkeys(
+            ("TuneReportCallback", "TuneReportCheckpointCallback", "RayTrainReportCallback"),
+            "instep.callbacks.RayReport",
+        ),
         **{
             name: f"instep.loggers.{name}"
             for name in ("CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")

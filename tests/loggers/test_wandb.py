@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from instep.errors import InstepError, SettingError
+from instep.callbacks import ModelCheckpoint, WandbSweep
+from instep.errors import InstepError, Preempted, SettingError
 from instep.loggers import WandbLogger
 from tests.helpers.warm import warm_python
-from tests.loggers.wandb_file import read_all
+from tests.loggers.wandb_file import read_all, records
+from tests.trainer.toys import Toy, loader, quiet
 
 # W&B's own threads and subprocess leave sockets to the garbage collector.
 pytestmark = [
@@ -262,3 +266,35 @@ def test_arguments_that_wandb_does_not_know(tmp_path):
 def test_wrong_options(options):
     with pytest.raises(SettingError):
         WandbLogger(**options)
+
+
+class Falls(Toy):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", (3.0, 1.0, 2.0)[self.current_epoch])
+
+    def on_validation_end(self) -> None:
+        if self.current_epoch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sweep_is_told_of_the_best_value_and_of_a_preemption(tmp_path):
+    logger = WandbLogger(mode="offline", save_dir=tmp_path)
+    callbacks = [WandbSweep("val_loss"), ModelCheckpoint()]
+    trainer = quiet(
+        max_epochs=4, logger=logger, callbacks=callbacks, default_root_dir=tmp_path, enable_checkpointing=True
+    )
+    with pytest.raises(Preempted):
+        trainer.fit(Falls(), loader(16), loader(8))
+    pytest.importorskip("wandb").teardown()  # its service writes the rest
+    (file,) = tmp_path.rglob("*.wandb")
+    told = list(records(file))
+    metrics = [
+        one.metric for one in told if one.WhichOneof("record_type") == "metric" and one.metric.name == "val_loss"
+    ]
+    assert [metric.summary.min for metric in metrics] == [True]
+    assert [one.WhichOneof("record_type") for one in told].count("preempting") == 1
+
+
+def test_a_sweep_without_a_run_of_its_own_is_an_error(tmp_path):
+    with pytest.raises(SettingError, match="WandbLogger"):
+        quiet(max_epochs=1, callbacks=[WandbSweep("val_loss")]).fit(Toy(), loader(16))

@@ -1,0 +1,110 @@
+"""Reports to Ray: metrics and checkpoints of a Tune trial or a Train worker."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.callbacks.base import Callback, acts_now
+from instep.distributed.objects import broadcast_object
+from instep.errors import SettingError
+from instep.utils.checks import METRIC
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_NAME = "checkpoint"  # of the folder within Ray's
+
+
+class RayReport(Callback):
+    """Report metrics, and a checkpoint with them, to Ray Tune or Ray Train after each validation.
+
+    Where fit does not validate, it reports at the end of each epoch. In a Tune trial the main process reports; in a
+    Train worker every rank does, as Ray asks for, and the main process brings the checkpoint. A scheduler that ends
+    the trial does so at the report. Ray keeps the checkpoints by its own `CheckpointConfig`; a trial that it starts
+    again goes on from `RayReport.ckpt_path()`.
+
+    Args:
+        metrics: the logged metrics to report: a name, several, or a mapping from Ray's names to them; None: all.
+        save_checkpoints: whether a full checkpoint goes with each report.
+
+    Raises:
+        SettingError: a name is none. In the run: nothing of that name was logged.
+        MissingPackageError: there is no Ray.
+
+    Example:
+        >>> from instep import Trainer
+        >>> def train(config):  # for ray.tune.Tuner(train, ...) and ray.train.torch.TorchTrainer(train, ...)
+        ...     trainer = Trainer(max_epochs=10, callbacks=[RayReport("val_loss")])
+        ...     trainer.fit(Model(lr=config["lr"]), datamodule=data, ckpt_path=RayReport.ckpt_path())
+    """
+
+    runs_last = True
+
+    def __init__(
+        self, metrics: str | Sequence[str] | Mapping[str, str] | None = None, save_checkpoints: bool = True
+    ) -> None:
+        require("ray", extra="ray", purpose="RayReport")
+        names = [metrics] if isinstance(metrics, str) else metrics
+        pairs = names if isinstance(names, Mapping) or names is None else {name: name for name in names}
+        self.metrics = None if pairs is None else {name: METRIC("metrics", logged) for name, logged in pairs.items()}
+        self.save_checkpoints = save_checkpoints
+
+    @staticmethod
+    def ckpt_path() -> str | None:
+        """Return the checkpoint from which Ray has this trial or worker go on; None: it begins anew."""
+        checkpoint = _session().get_checkpoint()
+        return None if checkpoint is None else str(Path(checkpoint.to_directory(), _NAME))
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if acts_now(trainer, None, after_validation=True):
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if acts_now(trainer, None, after_validation=False):
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        values = self._values(trainer)
+        ray, folder = _session(), None
+        if self.save_checkpoints:
+            folder = broadcast_object(tempfile.mkdtemp(prefix="ray-") if trainer.is_global_zero else None)
+            trainer.save_checkpoint(Path(folder, _NAME))
+        try:
+            if ray.__name__ == "ray.train":
+                checkpoint = folder if trainer.is_global_zero else None
+                ray.report(values, checkpoint=None if checkpoint is None else ray.Checkpoint.from_directory(checkpoint))
+            elif trainer.is_global_zero:
+                ray.report(values, checkpoint=None if folder is None else ray.Checkpoint.from_directory(folder))
+        finally:
+            if folder is not None and trainer.is_global_zero:  # Ray has copied it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _values(self, trainer: Trainer) -> dict[str, float]:
+        logged = trainer.callback_metrics
+        pairs = {name: name for name in logged} if self.metrics is None else self.metrics
+        for name in pairs.values():
+            if name not in logged:
+                raise SettingError(
+                    f"RayReport({name!r}): nothing of that name was logged. There are "
+                    f"{', '.join(sorted(logged)) or 'no metrics'}.",
+                    field="metrics",
+                    got=name,
+                )
+        counted = {"epoch": float(trainer.current_epoch), "step": float(trainer.global_step)}
+        return {**counted, **{name: float(logged[key]) for name, key in pairs.items()}}
+
+
+def _session() -> Any:
+    """Return the package of Ray that this process reports to: `ray.train` in its workers, else `ray.tune`."""
+    from ray import train, tune
+
+    try:
+        train.get_context()
+    except (RuntimeError, DeprecationWarning):  # Ray's answers outside of a worker, and in a trial
+        return tune
+    return train

@@ -1,0 +1,66 @@
+"""Reports to a Weights & Biases sweep: what it optimizes, and that a run may be started again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from instep.callbacks.base import Callback
+from instep.errors import Preempted, SettingError
+from instep.utils.checks import METRIC, choice
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_MODE = choice("min", "max")
+
+
+class WandbSweep(Callback):
+    """Let a W&B sweep judge a run by the best value of a metric, and start it again after a preemption.
+
+    A sweep reads the run's summary, which holds the last value of a metric; here it holds the best one too, under
+    "val_loss.min": the sweep's configuration names that. A run that a signal has ended is marked as preempted, so that
+    the sweep gives it to the next agent; with a root of its own and `ckpt_path="auto"` it goes on there. `WandbLogger`
+    must be one of the Trainer's loggers.
+
+    Args:
+        monitor: the logged metric.
+        mode: "min" or "max": which value is the best.
+
+    Raises:
+        SettingError: `monitor` is no name, `mode` is none of both, or there is no WandbLogger.
+
+    Example:
+        >>> from instep import Trainer
+        >>> from instep.loggers import WandbLogger
+        >>> def train():  # for wandb.agent(sweep_id, train)
+        ...     run = wandb.init()
+        ...     trainer = Trainer(
+        ...         default_root_dir=f"runs/{run.id}",
+        ...         logger=WandbLogger(experiment=run),
+        ...         callbacks=[WandbSweep("val_loss")],
+        ...     )
+        ...     trainer.fit(Model(lr=run.config["lr"]), datamodule=data, ckpt_path="auto")
+    """
+
+    def __init__(self, monitor: str, mode: str = "min") -> None:
+        self.monitor = METRIC("monitor", monitor)
+        self.mode = _MODE("mode", mode)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        run = self._run(trainer)
+        if trainer.is_global_zero:
+            run.define_metric(self.monitor, summary=self.mode)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if isinstance(exception, Preempted) and trainer.is_global_zero:
+            self._run(trainer).mark_preempting()
+
+    def _run(self, trainer: Trainer) -> Any:
+        from instep.loggers import WandbLogger  # late: loggers load their packages
+
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                return logger.experiment
+        raise SettingError(
+            "WandbSweep needs a run of W&B to report to: give Trainer(logger=WandbLogger(...)).", field="logger"
+        )
