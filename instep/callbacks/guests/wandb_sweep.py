@@ -56,10 +56,8 @@ class WandbSweep(Callback):
             self._run(trainer).mark_preempting()
 
     def _run(self, trainer: Trainer) -> Any:
-        from instep.loggers import WandbLogger  # late: loggers load their packages
-
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
+            if any(kind.__name__ == "WandbLogger" for kind in type(logger).__mro__):
                 return logger.experiment
         raise SettingError(
             "WandbSweep needs a run of W&B to report to: give Trainer(logger=WandbLogger(...)).", field="logger"
