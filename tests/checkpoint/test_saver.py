@@ -85,8 +85,8 @@ def trace(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, str], Any]) -> No
     monkeypatch.setattr(Files, "_before", lambda self, operation, path, detail=None: act(operation, str(path)))
 
 
-def full_disk(operation: str, path: str) -> None:
-    if operation == "write" and "step-00000003" in path:
+def full_disk(operation: str, path: str, step: int = 3) -> None:
+    if operation == "write" and f"step-{step:08d}" in path:
         raise OSError(errno.ENOSPC, "no space left on device", path)
 
 
@@ -134,6 +134,15 @@ def test_a_failed_save_leaves_the_one_before_and_shows_at_the_next_call(
     assert steps[-1] == (4 if background else 3)
     assert there(tmp_path) == ["step-00000002-1"]
     assert not list((tmp_path / "checkpoints").glob(".saving-*")), "nothing half is left"
+
+
+def test_the_error_of_the_last_save_ends_the_run(
+    run: Any, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace(monkeypatch, lambda operation, path: full_disk(operation, path, 4))
+    with pytest.raises(CheckpointError, match="no space left"):
+        run(tmp_path, 1, background)
+    assert there(tmp_path) == ["step-00000003-1"]
 
 
 def test_a_checkpoint_counts_although_an_older_one_cannot_be_deleted(
