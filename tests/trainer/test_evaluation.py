@@ -53,6 +53,22 @@ def test_the_result_is_the_mean_over_all_samples(fn: str, capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("fn", ["validate", "test"])
+def test_what_one_loader_alone_logs_under_a_plain_name_is_in_its_result_alone(fn: str):
+    class Logs(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.log(f"of {dataloader_idx}", float(len(batch[0])), add_dataloader_idx=False)
+            self.log("size", float(len(batch[0])))
+
+        test_step = validation_step
+
+    results = getattr(quiet(), fn)(Logs(), [loader(4, 4), loader(6, 3)], verbose=False)
+    assert results == [
+        {"of 0": 4.0, "size/dataloader_idx_0": 4.0},
+        {"of 1": 3.0, "size/dataloader_idx_1": 3.0},
+    ]
+
+
 def test_predictions_come_batch_by_batch():
     module = Toy()
     predictions = quiet().predict(module, loader(11, 4))

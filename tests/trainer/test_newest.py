@@ -202,11 +202,14 @@ def test_a_run_that_nobody_resumes_keeps_what_its_policy_keeps(tmp_path: Path):
     assert [step for step, _ in there(tmp_path).values()] == [20]
 
 
-def test_a_resume_says_how_many_steps_are_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    fit(tmp_path, one(save_last=False), 30)
+@pytest.mark.parametrize(("die", "steps"), [(30, "10 steps are"), (21, "1 step is")])
+def test_a_resume_says_how_many_steps_are_trained_again(
+    die: int, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    fit(tmp_path, one(save_last=False), die)
     capsys.readouterr()
     fit(tmp_path, one(save_last=False))
-    assert "The run had reached step 30 or later: at least 10 steps are trained again." in capsys.readouterr().out
+    assert f"The run had reached step {die} or later: at least {steps} trained again." in capsys.readouterr().out
 
 
 def test_the_last_path_of_a_saver_is_there_after_a_resume(tmp_path: Path):
