@@ -40,7 +40,9 @@ from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.gradients import parameters_of
 from instep.trainer.devices import connect, count_devices
 from instep.trainer.devices import launch as run_again
+from instep.trainer.module import TrainModule
 from instep.trainer.settings import resolve
+from instep.types import Stateful
 from instep.utils import porting
 from instep.utils.flops import peak_flops
 from instep.utils.seed import seed_process
@@ -50,6 +52,8 @@ _SEED = "PL_GLOBAL_SEED"  # Fabric's programs read it
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 MisconfigurationException = SettingError
 PossibleUserWarning = UserWarning
+Optimizable = Optimizer
+_Stateful = Stateful
 
 
 # ---- precision, devices, strategies
@@ -1032,12 +1036,8 @@ def _sorted(fabric: Fabric, state: Mapping[str, Any]) -> tuple[dict[str, Any], d
         elif isinstance(value, Optimizer):
             optimizers[key] = _unwrapped(value)
         else:
-            values[key] = value.state_dict() if _is_stateful(value) else value
+            values[key] = value.state_dict() if isinstance(value, Stateful) else value
     return modules, optimizers, values
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _home(optimizer: Any, strategies: list[Strategy]) -> Strategy | None:
@@ -1051,10 +1051,8 @@ def _home(optimizer: Any, strategies: list[Strategy]) -> Strategy | None:
 
 def _load(fabric: Fabric, path: Path, state: Any, strict: bool, weights_only: bool) -> dict[str, Any]:
     path, alone = path.expanduser(), isinstance(state, nn.Module | Optimizer)
-    if path.is_file():
-        saved = torch.load(path, map_location="cpu", weights_only=weights_only)
-    else:
-        saved = _read(path, None if not alone else "models" if isinstance(state, nn.Module) else "optimizers")
+    kind = None if not alone else "models" if isinstance(state, nn.Module) else "optimizers"
+    saved = torch.load(path, map_location="cpu", weights_only=weights_only) if path.is_file() else _read(path, kind)
     if state is None:
         return saved
     wanted: Any = {"": state} if alone else state
@@ -1069,11 +1067,17 @@ def _load(fabric: Fabric, path: Path, state: Any, strict: bool, weights_only: bo
             load_model_state(strategy.load_model_state, strategy.model_shapes(), value, strict, ResumeReport(path, ()))
         elif key in optimizers:
             _load_optimizer(fabric, optimizers[key], modules, value, strict)
-        elif _is_stateful(wanted[key]):
+        elif isinstance(wanted[key], Stateful):
             wanted[key].load_state_dict(value)
         else:
             wanted[key] = value
     return here
+
+
+def _lazy_load(filename: Any) -> Any:
+    """Return what `Fabric.save` or `torch.save` wrote."""
+    path = Path(filename).expanduser()
+    return torch.load(path, map_location="cpu", mmap=True) if path.is_file() else _read(path, None)
 
 
 def _load_optimizer(fabric: Fabric, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
@@ -1197,10 +1201,10 @@ def convert_tensors_to_scalars(metrics: Any) -> Any:
     return map_leaves(number, metrics)
 
 
-def is_overridden(method_name: str, instance: Any, parent: Any) -> bool:
+def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) -> bool:
     """Return True if an object's class has a method of its own in place of a parent's."""
-    own, theirs = getattr(type(instance), method_name, None), getattr(parent, method_name, None)
-    return own is not None and own is not theirs
+    own = getattr(type(instance), method_name, None)
+    return own is not None and own is not getattr(parent, method_name, None)
 
 
 def measure_flops(
