@@ -350,6 +350,8 @@ class Accelerator(_Accelerator):
                 "Accelerator(rng_types=) beyond 'generator', and DataLoaderConfiguration(custom_classes=), "
                 "have no effect in instep: each rank has random numbers of its own, and loaders keep their class"
             )
+        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # as scripts of peft have it
+            kwargs["project_config"] = kwargs.pop("project_dir")
         self._seedable = asked.use_seedable_sampler
         self._data_seed = asked.data_seed
         self._orders = _DrawnOrders()

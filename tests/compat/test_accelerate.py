@@ -110,8 +110,9 @@ def test_a_state_has_the_name_that_the_script_gave_it(tmp_path: Path) -> None:
 import os
 import torch
 from instep.compat.accelerate import Accelerator
-from instep.compat.accelerate.utils import set_module_tensor_to_device
-accelerator = Accelerator(cpu=True)
+from instep.compat.accelerate.utils import ProjectConfiguration, set_module_tensor_to_device
+accelerator = Accelerator(cpu=True, project_dir=ProjectConfiguration("."))
+assert accelerator.project_dir == "."
 loaders = [torch.utils.data.DataLoader(torch.arange(4)) for _ in range(2)]
 model, other, *_ = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), *loaders)
 averages = [torch.optim.swa_utils.AveragedModel(model) for _ in range(2)]
