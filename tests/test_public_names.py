@@ -186,7 +186,7 @@ PUBLIC = {
         "TrainerCLI",
         "instantiate_class",
     ],
-    "instep.compat": ["accelerate", "lightning"],
+    "instep.compat": ["accelerate", "fabric", "lightning"],
     "instep.data": [
         "BatchSource",
         "CombinedLoader",
