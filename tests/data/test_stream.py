@@ -111,6 +111,20 @@ def kinds() -> dict[str, Any]:
 
 
 @replays
+def test_another_batch_size_is_refused_within_an_epoch_alone() -> None:
+    source = prepare_loader(DataLoader(Stream(8), batch_size=2))
+    states = [source.state_dict(0)]
+    for number, _ in enumerate(source):
+        states.append(source.state_dict(number + 1))
+    for state in (states[0], states[4]):
+        other = prepare_loader(DataLoader(Stream(8), batch_size=4))
+        other.load_state_dict(state)
+        assert len(list(other)) == (2 if state is states[0] else 0)
+    with pytest.raises(DataError, match="1 batches of 2 samples; now the loader reads 4 at once"):
+        prepare_loader(DataLoader(Stream(8), batch_size=4)).load_state_dict(states[1])
+
+
+@replays
 @pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("kind", kinds())
 def test_resume_at_every_batch(kind: str, limit: int | None) -> None:
