@@ -19,6 +19,7 @@ from instep.errors import Preempted
 from instep.trainer import lifecycle
 from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import Case, Net, Plain, Result, assert_same, make_trainer, seed, train_loader
+from tests.trainer.toys import Toy, loader, quiet
 
 VALIDATION = 9
 PLACES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -133,6 +134,20 @@ def test_a_process_alone(index: int, tmp_path: Path) -> None:
 def test_a_validation_within_an_epoch_is_left_and_done_again(tmp_path: Path) -> None:
     cases = [("validation", "SIGTERM", 0)]
     assert stop_and_go_on(tmp_path, cases, Case(validate=2, monitor=True, workers=1))[0][0] % VALIDATION == 2
+
+
+@pytest.mark.parametrize(("name", "error", "code"), [("SIGINT", KeyboardInterrupt, None), ("SIGTERM", SystemExit, 143)])
+def test_a_run_that_saves_nothing_ends_as_the_signal_would_have_ended_it(
+    name: str, error: type[BaseException], code: int | None
+) -> None:
+    class Stops(Toy):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.set_trigger("preempted", name)
+
+    with pytest.raises(error) as ended:
+        quiet(max_epochs=1, trigger_every=1).fit(Stops(), loader())
+    assert not isinstance(ended.value, Preempted)
+    assert getattr(ended.value, "code", None) == code
 
 
 @pytest.mark.dist
