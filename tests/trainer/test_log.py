@@ -525,6 +525,7 @@ def test_a_metric_that_was_not_logged_in_an_epoch_is_not_computed(tmp_path: Any)
     [
         ({"a": 1.0}, "use self.log_dict"),
         (torch.zeros(2), r"shape \(2,\)"),
+        (torch.zeros(0), r"shape \(0,\)"),
         ("text", "got str 'text'"),
         (None, "got NoneType"),
     ],

@@ -127,6 +127,7 @@ class Key(str, Enum):
         (torch.tensor(1j), "complex.*log its parts"),
         (torch.ones(1).to_sparse(), "is sparse"),
         (torch.ones((), device="meta"), "is on the meta device"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), r"is nested; log \.values\(\)"),
         ("1.5", "got str '1.5'"),
     ],
 )
