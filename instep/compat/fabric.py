@@ -8,7 +8,7 @@ not loaded. A name that instep has no counterpart for can be imported; using it 
 Example:
     >>> from instep.compat.fabric import Fabric
     >>> from instep.compat.fabric.strategies import DDPStrategy
-    >>> DDPStrategy.__mro__[1]
+    >>> DDPStrategy
     <class 'instep.strategies.ddp.DDPStrategy'>
 """
 
