@@ -116,7 +116,7 @@ def _making(what: str, how: str) -> Iterator[None]:
     """Turn what constructors raise of saved values into an error of the checkpoint."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, Unfit):
         raise
     except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}. {how}") from error
@@ -190,9 +190,8 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
     hints, built = _hints(cls), with_code(cls, saved)
     for name, value in list(built.items()):
         hint = hints.get(name, Any)
-        with _making(f"the checkpoint's {name} cannot be made", _pass(name)):
-            if _was_object(value, hint) or (of_json and _is_not_in_json(hint)):
-                built[name] = Building().argument(value, hint, name, cls)
+        if _was_object(value, hint) or (of_json and _is_not_in_json(hint)):
+            built[name] = Building().argument(value, hint, name, cls)
     return built
 
 
@@ -314,7 +313,7 @@ class _Code:
         given, bases = [*_code_in(self.defaults)], []
         for hint in _within(self.hint, {}):
             origin, inner = get_origin(hint), get_args(hint)
-            if origin is type or (origin is abc.Callable and inner):
+            if origin in (type, abc.Callable) and inner:
                 bases += [base for base in _within(inner[-1], {}) if _is_class(base) and base not in (object, type)]
             elif _is_class(hint) and is_dataclass(hint):
                 given += _code_in([field.default for field in dataclasses.fields(hint)])
@@ -380,7 +379,8 @@ class Building:
 
     def argument(self, value: Any, hint: Any, key: str, owner: type) -> Any:
         try:
-            return self.value(value, hint, key, owner)
+            with _making(f"the checkpoint's {key} cannot be made", _pass(key)):
+                return self.value(value, hint, key, owner)
         except Unfit:
             what = f"{type(value).__name__}, {_short(repr(value))}"
             name = hint.__name__ if _is_class(hint) else str(hint)
