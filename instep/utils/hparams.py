@@ -125,7 +125,7 @@ def with_attributes(value: Any) -> Any:
         >>> with_attributes({"net": {"width": 8}}).net.width
         8
     """
-    if isinstance(value, dict):
+    if type(value) is dict:
         return AttributeDict({key: with_attributes(item) for key, item in value.items()})
     return _of_items(with_attributes, value)
 

@@ -8,6 +8,7 @@ and devices. Whatever else a value was, it is an error with the argument's name,
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep.errors import CheckpointError
-from instep.utils.hparams import CLASS_PATH, as_container, configured_as, with_attributes
+from instep.utils.hparams import CLASS_PATH, AttributeDict, as_container, configured_as, with_attributes
 from instep.utils.named import Named, is_code, loaded
 
 T = TypeVar("T")
@@ -42,7 +43,10 @@ _COLLECTIONS = {
     **dict.fromkeys((set, abc.Set, abc.MutableSet), set),
     **{kind: kind for kind in (tuple, frozenset)},
 }
-_MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
+_MAPPINGS = {
+    **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping, AttributeDict), dict),
+    **{kind: kind for kind in (collections.OrderedDict, collections.Counter)},
+}
 
 _KINDS = (nn.Module, Optimizer, LRScheduler)
 _OF_TORCH = ("torch.nn.modules.", "torch.optim.")
@@ -207,9 +211,15 @@ def _was_object(value: Any, hint: Any) -> bool:
     if isinstance(value, str):  # such as a URL of pydantic
         return any(map(_is_of_package, kinds))
     return isinstance(value, dict | list | tuple) and any(
-        is_dataclass(kind) or issubclass(kind, Namespace) or hasattr(kind, "_fields") or _is_of_package(kind)
+        is_dataclass(kind) or issubclass(kind, Namespace) or _is_own_container(kind) or _is_of_package(kind)
         for kind in kinds
     )
+
+
+def _is_own_container(kind: type) -> bool:
+    """Return True for namedtuples and kinds of mappings, which are saved as tuples and dicts."""
+    of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind)
+    return (of_dict and _MAPPINGS.get(kind) is not dict) or hasattr(kind, "_fields")
 
 
 def _is_of_package(kind: type) -> bool:
@@ -490,11 +500,12 @@ class Building:
 
     def mapping(self, value: dict[Any, Any], hint: Any, origin: type, key: str, owner: type) -> Any:
         if origin in _MAPPINGS:
-            of_key, of_value = get_args(hint) or (Any, Any)
-            return {
+            of_key, of_value, *_ = (*get_args(hint), Any, Any)
+            made = {
                 self.value(name, of_key, key, owner): self.value(inner, of_value, f"{key}.{name}", owner)
                 for name, inner in value.items()
             }
+            return _MAPPINGS[origin](made)
         if isinstance(value.get("class_path"), str):
             return self.spec(value, origin, key)
         if origin is Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import os
@@ -415,6 +416,31 @@ def test_namedtuples_are_saved_as_tuples_and_asked_for_where_the_class_says_so(t
             load(where, first=Point(1))
         loaded = load(where, first=Point(1, nn.ReLU), rest=(Point(2),))
         assert [tuple(one) for one in loaded.hparams.free] == [(3, None)]
+
+
+class OwnMapping(dict[str, int]): ...
+
+
+class Mappings(Toy):
+    def __init__(
+        self, counts: collections.Counter[str], order: collections.OrderedDict[str, int], own: OwnMapping
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_no_plain_dict_comes_back_for_another_mapping(tmp_path: Path):
+    module = Mappings(collections.Counter("aab"), collections.OrderedDict(b=1, a=2), OwnMapping(a=1))
+    path = saved(tmp_path, module)
+    for load, where in (
+        (Mappings.load_from_checkpoint, path),
+        (Mappings.from_pretrained, module.save_pretrained(tmp_path / "m")),
+    ):
+        with pytest.raises(CheckpointError, match=r"^the checkpoint's own is a dict.* Pass own=\.\.\."):
+            load(where)
+        loaded = load(where, own=module.hparams.own)
+        assert loaded.hparams == module.hparams
+        assert [type(value) for value in loaded.hparams.values()] == [type(one) for one in module.hparams.values()]
 
 
 class Ignoring(Bare):
