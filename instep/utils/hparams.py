@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from types import FrameType
-from typing import Any, get_origin
+from typing import Any
 
 from instep.errors import UsageError
 from instep.utils.warn import warn_user
@@ -100,7 +100,7 @@ def as_container(value: Any) -> Any:
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):
         return vars(value)
-    if is_model(type(value)):
+    if _is_model(value):
         named = {name: getattr(value, name) for name in type(value).model_fields}
         return named["root"] if list(named) == ["root"] else {**named, **(value.model_extra or {})}
     if is_dataclass(value) and not isinstance(value, type):
@@ -110,12 +110,10 @@ def as_container(value: Any) -> Any:
     return value
 
 
-def is_model(kind: Any) -> bool:
-    """Tell whether a type is a pydantic model."""
-    pydantic = sys.modules.get("pydantic")  # there is one only where it is loaded
-    base = getattr(pydantic, "BaseModel", None)
-    plain = isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 list[int] is a type, too
-    return plain and base is not None and hasattr(base, "model_fields") and issubclass(kind, base)
+def _is_model(value: Any) -> bool:
+    """Return True for a pydantic model."""
+    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # there is one only where it is loaded
+    return base is not None and hasattr(base, "model_fields") and isinstance(value, base)
 
 
 def with_attributes(value: Any) -> Any:

@@ -146,8 +146,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
     kept = {key: value for key, value in saved.items() if key not in arguments}
     given = {key: value for key, value in kept.items() if key in parameters or takes_all}
     with _making(
-        f"cannot make {built.__name__} from its saved configuration",
-        "Pass what does not fit as an argument of load_from_checkpoint.",
+        f"cannot make {built.__name__} as it was configured", "Pass what does not fit to load_from_checkpoint."
     ):
         made = configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]})
         with configured_as(built, kept):
@@ -208,18 +207,15 @@ def _is_not_in_json(hint: Any) -> bool:
 def _was_object(value: Any, hint: Any) -> bool:
     """Return True if a value may be what is saved of an object of one of the classes that a type names."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
-    if isinstance(value, str):  # such as a URL of pydantic
-        return any(map(_is_of_package, kinds))
-    return isinstance(value, dict | list | tuple) and any(
-        is_dataclass(kind) or issubclass(kind, Namespace) or _is_own_container(kind) or _is_of_package(kind)
-        for kind in kinds
-    )
+    was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # a text may be a URL of pydantic
+    return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
 
 
-def _is_own_container(kind: type) -> bool:
-    """Return True for namedtuples and kinds of mappings, which are saved as tuples and dicts."""
-    of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind)
-    return (of_dict and _MAPPINGS.get(kind) is not dict) or hasattr(kind, "_fields")
+def _is_saved_as_plain(kind: type) -> bool:
+    """Return True for kinds of objects of which a checkpoint holds the entries, and not the kind."""
+    of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind) and _MAPPINGS.get(kind) is not dict
+    of_fields = is_dataclass(kind) or issubclass(kind, Namespace) or hasattr(kind, "_fields")
+    return of_dict or of_fields or _is_of_package(kind)
 
 
 def _is_of_package(kind: type) -> bool:
@@ -238,9 +234,9 @@ def _is_of_package(kind: type) -> bool:
 def _allowed_class(path: Any, key: str) -> type:
     """Find a class of which a checkpoint may have an object built."""
     found = loaded(path)
-    if not isinstance(found, type):
+    if found is None:
         raise _not_imported(path, key)
-    if not _is_of_kinds(found):
+    if not isinstance(found, type) or not _is_of_kinds(found):
         raise _refused(path, key)
     return found
 
@@ -443,11 +439,10 @@ class Building:
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
         """Build a value as the first type that it fits; a text is no number where texts fit."""
         error: CheckpointError | None = None
-        if isinstance(value, str) and str in hints:
-            hints = tuple(hint for hint in hints if hint not in (bool, int, float, complex))
-        elif not isinstance(value, str):
-            hints = tuple(sorted(hints, key=lambda hint: type(value) is not (get_origin(hint) or hint)))
-        for hint in sorted(hints, key=lambda hint: _bare(hint)[0] in _OPEN):
+        text = isinstance(value, str)
+        fitting = [hint for hint in hints if not (text and str in hints and hint in (bool, int, float, complex))]
+        fitting.sort(key=lambda hint: not text and type(value) is not (get_origin(hint) or hint))
+        for hint in sorted(fitting, key=lambda hint: _bare(hint)[0] in _OPEN):
             try:
                 return self.value(value, hint, key, owner)
             except Unfit:
@@ -475,8 +470,6 @@ class Building:
             found = loaded(value)
             if _is_allowed_function(found, value.rpartition(".")[2], owner):
                 return found
-            if not isinstance(found, type) or not _is_of_kinds(found):
-                raise _refused(value, key)
             value = {"class_path": value}
         if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
             raise Unfit
