@@ -46,7 +46,7 @@ from instep.trainer.devices import count_devices, launch
 from instep.trainer.hooks import is_overridden
 from instep.trainer.settings import reject_unknown, resolve
 from instep.utils.hparams import CLASS_PATH, configured_as
-from instep.utils.plain_yaml import load
+from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
 from instep.utils.rebuild import configured_arguments
 from instep.utils.seed import seed_everything
 from instep.utils.warn import warn_user
@@ -113,13 +113,12 @@ class SaveConfigCallback(Callback):
         on_rank_zero(write, "saving the configuration")
 
     def _write(self, folder: Path) -> None:
-        text = self.parser.dump(self.config, skip_unset=False)
-        try:
-            if self.parser.parser_mode == "yaml":
-                load(text, self.config_filename)
-        except SettingError as error:
-            warn_user(f"no run can be started from {self.config_filename} beside the run: {error}")
-        data = text.encode()
+        data = self.parser.dump(self.config, skip_unset=False).encode()
+        if len(data) > MAX_BYTES or _longest(self.config) > MAX_ITEMS:
+            warn_user(
+                f"{self.config_filename} beside the run has more than {MAX_ITEMS:,} entries in one list or mapping, or "
+                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
+            )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
         folder.mkdir(parents=True, exist_ok=True)  # the default_root_dir, where there is no run folder
         if self.overwrite and path.exists():
@@ -128,6 +127,13 @@ class SaveConfigCallback(Callback):
         while not files.create_exclusive(path, data) and path.read_bytes() != data:
             number += 1
             path = folder / f"{Path(self.config_filename).stem}-{number}{Path(self.config_filename).suffix}"
+
+
+def _longest(value: Any) -> int:
+    """Count the entries of the longest list or mapping in a configuration."""
+    inner = vars(value) if isinstance(value, Namespace) else value
+    entries = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
+    return max([len(entries), *map(_longest, entries)])
 
 
 register_unresolvable_import_paths(torch)  # torch's functions do not say which module they are found in

@@ -17,6 +17,7 @@ from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
+MAX_ITEMS = 4_000  # of one list or mapping: parsers above this take time by the square of it
 MAX_VALUES = 10_000  # keys and values, those that an alias stands for again each time
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
@@ -83,7 +84,7 @@ def _check_size(text: str, where: object) -> None:
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
     sizes: dict[str, int] = {}  # anchor -> values
-    open_: list[list[Any]] = [["", 0]]  # anchor, values so far
+    open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]  # anchor, values so far, items so far, items at most
     for event in yaml.parse(text, Loader=_base()):
         line = event.start_mark.line + 1
         tag = getattr(event, "tag", None)
@@ -94,12 +95,13 @@ def _check_size(text: str, where: object) -> None:
             )
         values = 1
         if isinstance(event, yaml.CollectionStartEvent):
-            open_.append([event.anchor, 1])
+            pairs = isinstance(event, yaml.MappingStartEvent)
+            open_.append([event.anchor, 1, 0, 2 * MAX_ITEMS if pairs else MAX_ITEMS])
             if len(open_) > MAX_DEPTH:
                 raise SettingError(f"{where}:{line}: nested more than {MAX_DEPTH} deep", field="config")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, values = open_.pop()
+            anchor, values, *_ = open_.pop()
             sizes[anchor] = values
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
@@ -110,8 +112,13 @@ def _check_size(text: str, where: object) -> None:
         else:
             continue
         open_[-1][1] += values
-        if open_[-1][1] > MAX_VALUES:
-            raise SettingError(f"{where}:{line}: more than {MAX_VALUES:,} values. {_HOW_ELSE}.", field="config")
+        open_[-1][2] += 1
+        if open_[-1][1] > MAX_VALUES or open_[-1][2] > open_[-1][3]:
+            raise SettingError(
+                f"{where}:{line}: more than {MAX_VALUES:,} values, or {MAX_ITEMS:,} in one list or mapping. "
+                f"{_HOW_ELSE}.",
+                field="config",
+            )
 
 
 def _base() -> Any:

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -637,14 +636,6 @@ def test_a_profiler_is_asked_for_by_name_or_described(given: Any) -> None:
 def test_defaults_that_the_trainer_cannot_take(defaults: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         cli(*ANY, trainer_defaults=defaults)
-
-
-def test_a_configuration_from_which_no_run_can_be_started_is_saved_with_a_warning(tmp_path: Path) -> None:
-    long = f"a: [{', '.join(['1'] * 10_001)}]\n"
-    parser: Any = SimpleNamespace(dump=lambda *args, **kwargs: long, parser_mode="yaml")
-    with pytest.warns(UserWarning, match="no run can be started from config.yaml .* more than 10,000 values"):
-        SaveConfigCallback(parser, parser)._write(tmp_path)
-    assert (tmp_path / "config.yaml").read_text() == long
 
 
 def test_without_a_run_folder_the_configuration_goes_into_the_root(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ MERGES = "\n".join(["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i 
     [
         (BOMB, "more than 10,000 values"),
         (MERGES, "more than 10,000 values"),
-        ("a: [" + "1, " * 10_001 + "]", "more than 10,000 values"),
+        ("a: [" + "1, " * 4001 + "]", "4,000 in one list"),
+        ("\n".join(f"k{i}: 1" for i in range(4001)), "4,000 in one list or mapping"),
         ("a: " + "[" * 3000, "nested more than 50 deep"),
         ("- " * 60_000 + "x", "nested more than 50 deep"),
         ("a: '" + "x" * 2**20 + "'", "more than 1,048,576 characters"),
