@@ -47,8 +47,15 @@ COUNTERS = ("max_steps", "min_steps", "every_n_train_steps", "global_step")
 
 SKIPPED = "`if step < resume_step: continue` or `islice` after `load_state`"
 MULTIPLIED = "`num_training_steps=n * accelerator.num_processes` of a schedule"
+LIFTED = "a collective method under `if is_main_process` or `if is_global_zero`"
 GATHERED = "rows of a batch in `accelerator.gather`"
 NORM = "the result of `clip_grad_norm_`"
+
+_LIFTED = Change(
+    LIFTED,
+    "Is moved out of the `if`, where its condition and arguments are the same on all ranks. The rest stays.",
+    "All ranks must call it.",
+)
 
 LIGHTNING = (
     *(
@@ -159,6 +166,7 @@ LIGHTNING = (
         'Makes a folder: "final" becomes `final-1`, then `final-2`. `ckpt_path="final"` finds the newest.',
         "It overwrites nothing.",
     ),
+    _LIFTED,
     Change(
         '".ckpt"',
         "A checkpoint is a folder, which such a path finds. `instep checkpoint convert` makes one of a file of "
@@ -416,6 +424,7 @@ ACCELERATE = (
         '`int(name.split("_")[-1])` or `exists`, does not find them. Call `load_state()` or `load_state(dir)`.',
         beside=r"listdir\(|scandir\(|exists\(|glob\(|iterdir\(",
     ),
+    _LIFTED,
     Change(
         "Accelerator.load_state",
         "The next pass over the loader goes on after the last finished batch. Without an argument it takes the newest "

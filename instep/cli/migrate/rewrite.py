@@ -7,6 +7,7 @@ from typing import Any
 
 import libcst as cst
 
+from instep.cli.migrate.lifting import lifted
 from instep.cli.migrate.survey import Finding, Plan, survey
 from instep.cli.migrate.uses import Uses
 
@@ -87,6 +88,11 @@ class _Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(made) if made else cst.RemoveFromParent()
 
     leave_Import = leave_ImportFrom = leave_Expr = _statements
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        calls = self._new.get(original_node)
+        statements = lifted(updated_node, calls) if calls else None
+        return updated_node if statements is None else cst.FlattenSentinel(statements)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine

@@ -14,6 +14,7 @@ import libcst as cst
 
 from instep.cli.migrate import changes
 from instep.cli.migrate.changes import Change
+from instep.cli.migrate.lifting import guard, lifted
 from instep.cli.migrate.survey import Names, Plan, code
 from instep.compat import tables
 from instep.errors import InstepError, MissingPackageError
@@ -37,8 +38,6 @@ _SEVERAL = re.compile(  # unpacked, taken by number, or all in a loop
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step")
 _COLLECTIVE = ("end_training", "load_state", "save_checkpoint", "save_model", "save_state")
-_ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
-_RANK = re.compile(r"(^|\.)((local_|global_)?(process_index|rank)|local_process_index)$")
 _ON_ONE_RANK = re.compile(r"rank_zero_only|on_(local_)?main_process|on_last_process|on_process")
 _OF_SCHEDULE = re.compile(r"warmup|sched|training_steps|train_steps|decay|T_max|total_steps|num_cycles")
 
@@ -174,6 +173,8 @@ class Uses(cst.CSTVisitor):
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank: list[cst.If | cst.FunctionDef] = []
+        self._collective: list[cst.Attribute] = []  # calls on one rank that all must make
+        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # of an `if`: its `elif` and `else`
         self._script = plan.module.code
         self._loads_state = ".load_state(" in self._script
         self.steps_often = False  # one function steps optimizers by hand more than once
@@ -268,7 +269,9 @@ class Uses(cst.CSTVisitor):
     # ---- places
 
     def visit_If(self, node: cst.If) -> None:
-        if _holds_on_one_rank(node.test):
+        if node.orelse is not None:
+            self._otherwise.add(node.orelse)
+        if guard(node.test)[0]:
             self._one_rank.append(node)
         if self._loads_state and self._loops and "<" in code(node.test):
             leaves_out = any(code(line).strip() == "continue" for line in node.body.body)
@@ -279,8 +282,22 @@ class Uses(cst.CSTVisitor):
         self._leave_one_rank(original_node)
 
     def _leave_one_rank(self, node: cst.If | cst.FunctionDef) -> None:
-        if self._one_rank and self._one_rank[-1] is node:
-            self._one_rank.pop()
+        """Move calls that all ranks must make out of what one rank does, or leave them to the user."""
+        if not self._one_rank or self._one_rank[-1] is not node:
+            return
+        self._one_rank.pop()
+        if self._one_rank:  # the outer one decides
+            return
+        found, self._collective = self._collective, []
+        calls = frozenset(code(each) for each in found)
+        is_free = bool(found) and node not in self._otherwise
+        if is_free and isinstance(node, cst.If) and lifted(node, calls) is not None:
+            self.plan.new[node] = calls
+        for each in found:
+            if node in self.plan.new:
+                self._change(each, changes.LIFTED, what=code(each))
+            else:
+                self.plan.todo(each, f"{code(each)} is called on one rank only: it is collective, call it on all")
 
     def visit_For(self, node: cst.For) -> None:
         self._loops.append(node)
@@ -360,7 +377,7 @@ class Uses(cst.CSTVisitor):
         elif known:
             self._change(node, f"{leaf}.{name}")
             if name in _COLLECTIVE and self._one_rank and leaf in ("Trainer", "Accelerator"):
-                self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
+                self._collective.append(node)
 
     def _is_anywhere(self, node: cst.Attribute) -> bool:
         """Return True unless the script sets the attribute itself, or takes it of somebody else's Trainer."""
@@ -662,17 +679,6 @@ class _Receivers(cst.CSTVisitor):
 
 
 _UNKNOWN = object()
-
-
-def _holds_on_one_rank(test: cst.BaseExpression) -> bool:
-    """Return True if a condition holds on one rank only, such as `accelerator.is_main_process and step > 0`."""
-    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
-        return _holds_on_one_rank(test.left) or _holds_on_one_rank(test.right)
-    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
-        [target] = test.comparisons
-        is_zero = isinstance(target.operator, cst.Equal) and code(target.comparator) == "0"
-        return is_zero and _RANK.search(code(test.left)) is not None
-    return isinstance(test, cst.Attribute) and test.attr.value in _ONE_RANK
 
 
 def _literal(node: cst.BaseExpression) -> Any:

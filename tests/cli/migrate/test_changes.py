@@ -55,6 +55,7 @@ SAMPLES = {
     changes.MULTIPLIED: _A + "get_scheduler('linear', num_training_steps=args.n * a.num_processes)",
     changes.GATHERED: _A + "for b in x: a.gather(b)",
     changes.NORM: _A + "norm = a.clip_grad_norm_(p, 1)",
+    changes.LIFTED: _A + "if a.is_main_process:\n  a.save_state('x')",
     changes.SKIPPED: _A + "a.load_state()\nfor i, b in enumerate(x):\n  if i < resume_step:\n    continue",
     "Accelerator.unwrap_model": _A + "a.unwrap_model(torch.compile(m))",
     "find_executable_batch_size(reduce_batch_size_fn=)": _A

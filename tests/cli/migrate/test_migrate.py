@@ -311,14 +311,6 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "todo",
             "a.save_state is called on one rank only",
         ),
-        *(
-            (_A + body, line, "todo", "a.save_state is called on one rank only")
-            for line, body in (
-                (4, "if a.is_main_process and x > 1:\n  a.save_state('x')"),
-                (5, "if x > 1:\n  if a.process_index == 0:\n    a.save_state('x')"),
-                (5, "@a.on_main_process\ndef save():\n  a.save_state('x')"),
-            )
-        ),
         (_A + "a.prepare(scheduler)", 3, "note", "steps once per"),
         (
             _A + "a.state.deepspeed_plugin",
