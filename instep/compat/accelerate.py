@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from instep.compat.adapting import adapt
+from instep.compat.adapting import adapt_found
 from instep.compat.door import Door, defined, silently
 from instep.utils import porting
 
@@ -63,8 +63,7 @@ def _make(whole: str) -> Any:
         return vars(parts)[name]
     target = porting.successor(f"accelerate.{name}")
     if target is not None:
-        home, _, leaf = target.rpartition(".")
-        return adapt(getattr(import_module(home), leaf), __name__, name, leaf, silently)
+        return adapt_found(target, __name__, name, silently)
     ask = defined(name)
     if ask is not None:
         return (lambda *args, **kwargs: ask()) if name.endswith("_available") and callable(ask) else ask

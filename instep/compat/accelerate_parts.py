@@ -41,35 +41,13 @@ from instep.strategies import Strategy, resolve_strategy
 from instep.utils.warn import warn_user
 
 __all__ = [  # what Accelerate's modules have
-    "Accelerator",
-    "AcceleratorState",
-    "DataLoaderConfiguration",
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE",
-    "FullyShardedDataParallelPlugin",
-    "GradientState",
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "PartialState",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC",
-    "SeedableRandomSampler",
-    "TorchDynamoPlugin",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "check_cuda_p2p_ib_support",
-    "compare_versions",
-    "find_executable_batch_size",
-    "is_peft_model",
-    "is_torch_version",
-    "patch_environment",
-    "set_module_tensor_to_device",
-    "should_reduce_batch_size",
-]
+    "Accelerator", "AcceleratorState", "DataLoaderConfiguration", "FSDP_AUTO_WRAP_POLICY", "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE", "FullyShardedDataParallelPlugin", "GradientState", "MODEL_NAME", "OPTIMIZER_NAME",
+    "PartialState", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SCHEDULER_NAME",
+    "STR_OPERATION_TO_FUNC", "SeedableRandomSampler", "TorchDynamoPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
+    "check_cuda_p2p_ib_support", "compare_versions", "find_executable_batch_size", "is_peft_model",
+    "is_torch_version", "patch_environment", "set_module_tensor_to_device", "should_reduce_batch_size",
+]  # fmt: skip
 
 
 def _adapted(kind: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from instep.utils import porting
@@ -47,6 +48,12 @@ def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
         taking = _taking(found.__func__ if is_of_class else found, f"{leaf}.{method}", warn)
         members[method] = classmethod(taking) if is_of_class else taking
     return _Adapted(name, (thing,), members)
+
+
+def adapt_found(target: str, module: str, name: str, warn: Warn) -> Any:
+    """Return what `adapt` makes of an object, by its whole name in instep."""
+    home, _, leaf = target.rpartition(".")
+    return adapt(getattr(import_module(home), leaf), module, name, leaf, warn)
 
 
 def _taking(function: Callable[..., Any], key: str, warn: Warn) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from instep.compat import tables
-from instep.compat.adapting import adapt
+from instep.compat.adapting import adapt_found
 from instep.compat.door import Door, defined, silently
 from instep.launch.command import this_command
 from instep.utils import porting
@@ -38,6 +38,10 @@ MODULES = frozenset(
     )
 )  # fmt: skip
 """Last words of the names of Fabric's modules, beside those in `tables.LIGHTNING_MODULES`."""
+
+
+_PARTS = [f"instep.compat.fabric_{part}" for part in ("parts", "wrappers", "files", "names")]
+"""Where names are that instep calls otherwise."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,14 +74,12 @@ def _has(module: str) -> bool:
 
 def _make(whole: str) -> Any:
     parent, _, name = whole.rpartition(".")
-    parts = import_module("instep.compat.fabric_parts")
-    ours = vars(parts).get(name)
+    ours = next((found[name] for found in map(vars, map(import_module, _PARTS)) if name in found), None)
     if ours is not None and (parent == "lightning" or parent.startswith("lightning.fabric")):
         return ours
     target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"lightning.{name}")
     if target is not None:
-        home, _, leaf = target.rpartition(".")
-        return adapt(getattr(import_module(home), leaf), __name__, name, leaf, silently)
+        return adapt_found(target, __name__, name, silently)
     if ours is not None:
         return ours
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from instep.compat import tables
-from instep.compat.adapting import adapt
+from instep.compat.adapting import adapt_found
 from instep.compat.door import NameFinder, defined
 from instep.utils import porting
 from instep.utils.warn import warn_user
@@ -43,7 +43,7 @@ def _find(module: str, name: str) -> Any:
         home, _, leaf = target.rpartition(".")
         _warn(f"{name} {target}", f"{name} is {target}: write `from {home} import {leaf}`")
         if (name, target) not in _adapted:
-            _adapted[name, target] = adapt(getattr(import_module(home), leaf), __name__, name, leaf, _warn)
+            _adapted[name, target] = adapt_found(target, __name__, name, _warn)
         return _adapted[name, target]
     if name in tables.GONE:
         _warn(name, f"{name} does nothing: leave it out ({tables.GONE[name]})")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from instep.checkpoint import load_weights
-from instep.compat import fabric_parts
+from instep.compat import fabric_wrappers
 from instep.compat.fabric import Fabric
 from instep.errors import CorruptCheckpointError, UsageError
 from tests.helpers.spawn import run_command
@@ -158,17 +158,20 @@ for wrong in (BitsandbytesPrecision, Own):
 
 
 def test_methods_of_a_spread_module_go_through_the_strategy() -> None:
+    seen: list[torch.dtype] = []
 
     class Net(nn.Linear):
         def loss(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.dtype)
             return self(x).sum()
 
     fabric, inner = Fabric(accelerator="cpu", precision="bf16-mixed"), Net(2, 2)
-    model = fabric_parts._FabricModule(nn.Sequential(inner), fabric.setup(nn.Linear(2, 2))._strategy, inner)
+    model = fabric_wrappers._FabricModule(nn.Sequential(inner), fabric.setup(nn.Linear(2, 2))._strategy, inner)
     with pytest.raises(RuntimeError, match="mark_forward_method"):
         model.loss(torch.ones(1, 2))
     model.mark_forward_method("loss")
     assert model.loss(torch.ones(1, 2)).dtype == torch.float32
+    assert seen[-1] == torch.bfloat16  # mixed precision casts inputs too
     assert "forward" not in vars(inner)
     assert list(model.state_dict()) == ["weight", "bias"]
     assert model.module is inner

@@ -1,0 +1,307 @@
+"""Names of Lightning Fabric beside Fabric itself: precision, devices, strategies, loggers, seeds and throughput."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+
+from instep import loggers as ours_loggers
+from instep.callbacks.guests.throughput_monitor import Totals
+from instep.distributed.nested import map_leaves
+from instep.errors import SettingError
+from instep.state import find_device_kind
+from instep.strategies import DataParallelStrategy as _DataParallelStrategy
+from instep.strategies import FSDPStrategy as _FSDPStrategy
+from instep.strategies import Precision as _Precision
+from instep.strategies import Strategy
+from instep.trainer.module import TrainModule
+from instep.types import Stateful
+from instep.utils.flops import peak_flops
+from instep.utils.seed import seed_process
+from instep.utils.warn import warn_user
+
+SEED_VARIABLE = "PL_GLOBAL_SEED"  # Fabric's programs read it
+MisconfigurationException = SettingError
+PossibleUserWarning = UserWarning
+Optimizable = Optimizer
+_Stateful = Stateful
+
+# ---- precision, devices, strategies
+
+
+class Precision(_Precision):
+    """instep's precision, by the methods that Fabric's has."""
+
+    precision = property(lambda self: self.name)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context for a forward pass."""
+        return self.context() or nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating tensors to the dtype that the step computes in."""
+        return data if self.compute_dtype is None else _cast(data, self.compute_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast floating tensors to the default dtype."""
+        return data if self.compute_dtype is None else _cast(data, torch.get_default_dtype())
+
+    def convert_module(self, module: nn.Module) -> Any:
+        """Cast a module's weights in place, and return it."""
+        super().convert_module(module)
+        return module
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return map_leaves(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, data)
+
+
+class Accelerator:
+    """Kind of device: how many are there."""
+
+    kind = "auto"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return True if this machine has such a device."""
+        return cls.auto_device_count() > 0
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """Return how many this machine has."""
+        try:
+            return find_device_kind(cls.kind).count()
+        except SettingError:
+            return 0
+
+
+ACCELERATORS = {
+    kind: type(f"{kind.upper()}Accelerator", (Accelerator,), {"kind": kind}) for kind in ("cpu", "cuda", "mps", "xla")
+}
+CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator = ACCELERATORS.values()
+
+
+class _Kinds(type):
+    """Type of a strategy's class that a program only asks about by `isinstance`."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        alone = type(instance) is Strategy
+        return alone if cls.__name__ == "SingleDeviceStrategy" else isinstance(instance, Strategy) and not alone
+
+
+SingleDeviceStrategy, ParallelStrategy = (_Kinds(name, (), {}) for name in ("SingleDeviceStrategy", "ParallelStrategy"))
+DataParallelStrategy = _DataParallelStrategy
+
+
+class FSDPStrategy(_FSDPStrategy):
+    """instep's FSDP, which is torch's FSDP2, by the options of Lightning's; the others have no effect."""
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        cpu_offload: bool = False,
+        **others: Any,
+    ) -> None:
+        left = sorted(others.keys() - {"state_dict_type", "process_group_backend", "timeout"})
+        if left:
+            warn_user(f"FSDPStrategy({'=, '.join(left)}=) has no effect: instep shards by FSDP2")
+        kind = str(sharding_strategy).rpartition(".")[2]
+        super().__init__(
+            auto_wrap_policy,
+            cpu_offload=bool(cpu_offload),
+            activation_checkpointing=activation_checkpointing_policy,
+            reshard_after_forward=False if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else None,
+            dp_replicate="auto" if kind.startswith("HYBRID") else 1,
+        )
+
+
+# ---- loggers
+
+
+class Logger:
+    """Base of a program's own loggers, which override `log_metrics` and `log_hyperparams`."""
+
+    root_dir = log_dir = name = version = None
+    group_separator = "/"
+
+    @property
+    def experiment(self) -> Any:
+        """What the logger writes with; None."""
+        return None
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write numbers by name."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Write hyperparameters."""
+
+    def save(self) -> None:
+        """Write what waits."""
+
+    def finalize(self, status: str = "success") -> None:
+        """End the run."""
+
+
+class CSVLogger(ours_loggers.CSVLogger):
+    """instep's CSVLogger, with the folders of Fabric's."""
+
+    def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
+        super().__init__(root_dir, name, version, **options)
+
+
+class TensorBoardLogger(ours_loggers.TensorBoardLogger):
+    """instep's TensorBoardLogger, with the folders of Fabric's."""
+
+    def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
+        super().__init__(root_dir, name, version, **options)
+
+
+# ---- small functions
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed python, numpy and torch alike on all ranks; samplers of shuffled loaders take this seed too.
+
+    Raises:
+        ValueError: it is no number, or out of numpy's range.
+    """
+    asked = os.environ.get(SEED_VARIABLE, "0") if seed is None else seed
+    try:
+        seed = int(asked)
+    except ValueError:
+        raise ValueError(f"Invalid seed specified via {SEED_VARIABLE}: {asked!r}") from None
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed} is not in bounds, numpy accepts from 0 to {2**32 - 1}")
+    os.environ[SEED_VARIABLE], os.environ["PL_SEED_WORKERS"] = str(seed), str(int(workers))
+    import numpy  # noqa: F401  the program may load it later: seed it now
+
+    seed_process(seed)
+    return seed
+
+
+def reset_seed() -> None:
+    """Seed again as `seed_everything` did; without one nothing is done."""
+    if SEED_VARIABLE in os.environ:
+        seed_everything(None, os.environ.get("PL_SEED_WORKERS") == "1", verbose=False)
+
+
+def convert_tensors_to_scalars(metrics: Any) -> Any:
+    """Make numbers of tensors of one element."""
+
+    def number(leaf: Any) -> Any:
+        if torch.is_tensor(leaf) and leaf.numel() != 1:
+            raise ValueError(
+                f"The metric `{leaf}` does not contain a single element, thus it cannot be converted to a scalar."
+            )
+        return leaf.item() if torch.is_tensor(leaf) else leaf
+
+    return map_leaves(number, metrics)
+
+
+def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) -> bool:
+    """Return True if an object's class has a method of its own in place of a parent's."""
+    own = getattr(type(instance), method_name, None)
+    return own is not None and own is not getattr(parent, method_name, None)
+
+
+def measure_flops(
+    model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
+) -> int:
+    """Count the operations of a forward, with a loss also of its backward."""
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()
+    return counter.get_total_flops()
+
+
+class Throughput:
+    """Rates over a window of updates, as Fabric names them.
+
+    Args:
+        available_flops: operations a second that a device can do.
+        world_size: number of devices.
+        window_size: number of updates that the rates are taken over.
+        separator: between "device" and a rate's name.
+    """
+
+    def __init__(
+        self,
+        available_flops: float | None = None,
+        world_size: int = 1,
+        window_size: int = 100,
+        separator: str = "/",
+        **_: Any,
+    ) -> None:
+        self.available_flops, self.world_size, self.separator = available_flops, world_size, separator
+        self._window: deque[Totals] = deque(maxlen=window_size)
+
+    def reset(self) -> None:
+        """Forget all updates."""
+        self._window.clear()
+
+    def update(
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
+    ) -> None:
+        """Take the totals so far, and the operations since the last update.
+
+        Raises:
+            ValueError: a total is less than before.
+        """
+        last = self._window[-1] if self._window else Totals()
+        now = Totals(time, batches, samples, lengths or 0, last.flops + (flops or 0))
+        if min(now.minus(last)) < 0:
+            raise ValueError(f"Expected the values to increase, last: {last}, current: {now}")
+        self._window.append(now)
+
+    def compute(self) -> dict[str, float]:
+        """Return totals, and rates once the window is full."""
+        last = self._window[-1]
+        found: dict[str, float] = {"time": last.time_s, "batches": last.batches, "samples": last.samples}
+        if last.lengths:
+            found["lengths"] = last.lengths
+        if len(self._window) < (self._window.maxlen or 0):
+            return found
+        done = last.minus(self._window[0])
+        counts = {"batches": done.batches, "samples": done.samples, "items": done.lengths, "flops": done.flops}
+        for name, count in counts.items():
+            if not count:
+                continue
+            rate = count / done.time_s
+            found[f"device{self.separator}{name}_per_sec"] = rate
+            if self.world_size > 1:
+                found[f"{name}_per_sec"] = rate * self.world_size
+        if self.available_flops and done.flops:
+            found[f"device{self.separator}mfu"] = done.flops / done.time_s / self.available_flops
+        return found
+
+
+class ThroughputMonitor(Throughput):
+    """Throughput of a Fabric, which logs it.
+
+    Args:
+        fabric: whose loggers and devices these are.
+        **options: of `Throughput`.
+    """
+
+    def __init__(self, fabric: Any, **options: Any) -> None:
+        flops = peak_flops(fabric.device, fabric.strategy.precision.name)
+        super().__init__(flops, fabric.world_size, **options)
+        self._fabric = fabric
+
+    def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
+        """Return the rates, and log them."""
+        found = self.compute(**kwargs)
+        self._fabric.log_dict(found, step)
+        return found
