@@ -115,7 +115,7 @@ def test_an_object_of_either_class_is_one_of_both() -> None:
     ("name", "text"),
     [
         ("pytorch.loggers.LitLogger", "Logger of your own"),
-        ("fabric.wrappers._FabricModule", "instep.Accelerator is for"),
+        ("fabric.LightningFabric", "instep.Accelerator is for"),
         ("pytorch.demos.WikiText2", "demonstrations"),
         ("no_such_thing", "nothing of that name"),
     ],
