@@ -170,8 +170,7 @@ class Pool:
     def kill(self) -> None:
         """Kill all ranks; the next run starts them anew."""
         for process in self.processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
         for pipe in self.pipes:
             pipe.close()
