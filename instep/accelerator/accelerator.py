@@ -408,6 +408,7 @@ class Accelerator(ProcessMethods):
         ends = self._prepared.window.enter(self.optimizers)
         # Ranks that end by themselves have windows of unlike length: they must reduce in each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
+        self._uses.block = tuple(map(id, models)), False
         try:
             with ExitStack() as stack:
                 if not syncs and self.num_processes > 1:
@@ -415,6 +416,7 @@ class Accelerator(ProcessMethods):
                         stack.enter_context(self.no_sync(model))
                 yield
         finally:
+            self._uses.block = None
             self._prepared.window.leave()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

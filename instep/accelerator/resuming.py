@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class Uses:
 
     Attributes:
         waits: whether `backward` has to be reported.
+        block: under `accumulate` the ids of its models, and whether a backward was there; others there are of the same
+            batch. None: elsewhere.
     """
 
     def __init__(
@@ -99,13 +102,17 @@ class Uses:
     ) -> None:
         self.models, self._parameters, self._loaders = models, parameters, loaders
         self.waits = True
+        self.block: tuple[tuple[int, ...], bool] | None = None
 
     def report_backward(self) -> None:
         """Report a backward on the batches in hand."""
         openings = self._openings()
+        models, again = self.block or ((), False)
         for opening in openings:
             opening.use()
-            opening.count_backward()
+            if not again:
+                opening.count_backward(models)
+        self.block = self.block and (models, True)
         self.waits = bool(openings)
 
     def report_forward(self, active: AcceleratedLoader | None) -> None:
@@ -175,7 +182,7 @@ class Opening:
         self._marks: list[Any] = []
         self._asked = 0  # how often the script has asked for a batch since the first use
         self._group = 1  # batches that it was given between two uses
-        self._backwards = 0  # since it was given them
+        self._backwards_of = Counter[tuple[int, ...]]()  # since it was given them; each of several models has its own
         self._sums = False  # one backward is for several of them
         uses.waits = True
         if place is not None:
@@ -243,9 +250,13 @@ class Opening:
                 f"batches of the epoch were done when the state was saved. {_ADVICE}"
             )
 
-    def count_backward(self) -> None:
-        """Count a backward."""
-        self._backwards += 1
+    def count_backward(self, models: tuple[int, ...]) -> None:
+        """Count a backward of some models, which have one for each batch that was used."""
+        self._backwards_of[models] += 1
+
+    @property
+    def _backwards(self) -> int:
+        return max(self._backwards_of.values(), default=0)
 
     def end(self) -> None:
         """Warn where a whole pass was passed over."""
@@ -288,7 +299,8 @@ class Opening:
             self._group += 1
             return True
         self._sums = self._sums or (self.always_ahead is False and 0 < self._backwards < self._group)
-        self._group, self._backwards = 1, 0
+        self._group = 1
+        self._backwards_of.clear()
         return True
 
     # ---- batches

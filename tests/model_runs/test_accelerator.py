@@ -45,6 +45,9 @@ CHOSEN = {
         save_every=1,
         restore_position=False,
     ),
+    "two models, read ahead in an epoch of two batches": Loop(
+        (Start(3), Start()), Data(4, 2), epochs=4, second="own", ahead=True, save_every=1, restore_position=True
+    ),
     "windows of two models that go on in the next epoch": Loop(
         train=Data(5), epochs=3, accumulate=3, sync_with_dataloader=False, second="own"
     ),
