@@ -37,8 +37,8 @@ def rounded(values: Mapping[str, float]) -> tuple[tuple[str, float | str], ...]:
 
 
 def comparable(value: float) -> float | str:
-    """Return a value so that it can be compared: nan, which is equal to nothing, as a word."""
-    return "nan" if isnan(value) else round(value, 3)
+    """Return a value so that it can be compared: nan, which is equal to nothing, as a word; a tie is rounded up."""
+    return "nan" if isnan(value) else round(value + 1e-6, 3)
 
 
 class Refused(Exception):
