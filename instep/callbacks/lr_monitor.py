@@ -71,6 +71,11 @@ class LearningRateMonitor(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._logged_step = -1
 
+    @property
+    def state_key(self) -> str:
+        """Another key for every interval and prefix, so that several can be used together."""
+        return f"LearningRateMonitor({self.logging_interval!r}, log_key_prefix={self.log_key_prefix!r})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the step whose rates were logged last."""
         return {"logged_step": self._logged_step}

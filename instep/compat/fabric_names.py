@@ -1,4 +1,7 @@
-"""Names of Lightning Fabric beside Fabric itself: precision, devices, strategies, loggers, seeds and throughput."""
+"""Names of Lightning Fabric beside Fabric itself: precision, devices, strategies, loggers, seeds and throughput.
+
+A class has a name of its own where instep has another of Fabric's name: a configuration finds classes by their names.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _Stateful = Stateful
 # ---- precision, devices, strategies
 
 
-class Precision(_Precision):
+class FabricPrecision(_Precision):
     """instep's precision, by the methods that Fabric's has."""
 
     precision = property(lambda self: self.name)
@@ -58,6 +61,9 @@ class Precision(_Precision):
         """Cast a module's weights in place, and return it."""
         super().convert_module(module)
         return module
+
+
+Precision = FabricPrecision
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
@@ -101,7 +107,7 @@ SingleDeviceStrategy, ParallelStrategy = (_Kinds(name, (), {}) for name in ("Sin
 DataParallelStrategy = _DataParallelStrategy
 
 
-class FSDPStrategy(_FSDPStrategy):
+class FabricFSDPStrategy(_FSDPStrategy):
     """instep's FSDP, which is torch's FSDP2, by the options of Lightning's; the others have no effect."""
 
     def __init__(
@@ -124,6 +130,9 @@ class FSDPStrategy(_FSDPStrategy):
             reshard_after_forward=False if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else None,
             dp_replicate="auto" if kind.startswith("HYBRID") else 1,
         )
+
+
+FSDPStrategy = FabricFSDPStrategy
 
 
 # ---- loggers
@@ -153,18 +162,24 @@ class Logger:
         """End the run."""
 
 
-class CSVLogger(ours_loggers.CSVLogger):
+class FabricCSVLogger(ours_loggers.CSVLogger):
     """instep's CSVLogger, with the folders of Fabric's."""
 
     def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
         super().__init__(root_dir, name, version, **options)
 
 
-class TensorBoardLogger(ours_loggers.TensorBoardLogger):
+CSVLogger = FabricCSVLogger
+
+
+class FabricTensorBoardLogger(ours_loggers.TensorBoardLogger):
     """instep's TensorBoardLogger, with the folders of Fabric's."""
 
     def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
         super().__init__(root_dir, name, version, **options)
+
+
+TensorBoardLogger = FabricTensorBoardLogger
 
 
 # ---- small functions
