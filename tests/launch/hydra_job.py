@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> None:
     )
     trainer.fit(module, loader(), ckpt_path="auto")
     trainer.validate(module, loader(), verbose=False)
-    saved = Job.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    saved = Job.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, cfg=cfg)
     said = {
         "saved": [saved.hparams.cfg.lr, saved.hparams.cfg.do],
         "rank": trainer.global_rank,
