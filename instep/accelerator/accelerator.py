@@ -408,7 +408,7 @@ class Accelerator(ProcessMethods):
         ends = self._prepared.window.enter(self.optimizers)
         # Ranks that end by themselves have windows of unlike length: they must reduce in each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
-        self._uses.block = tuple(map(id, models)), False
+        self._uses.block = (tuple(map(id, models)), False) if self._uses.waits else None
         try:
             with ExitStack() as stack:
                 if not syncs and self.num_processes > 1:

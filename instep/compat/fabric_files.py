@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from instep.accelerator.unwrapping import without_compile
 from instep.checkpoint import CheckpointStore, Reader, find_checkpoint
+from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import RunState, clean_names, load_model_state
 from instep.compat.fabric_wrappers import _FabricModule, unwrapped
@@ -129,11 +129,11 @@ def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strat
     return None
 
 
-def load_state(fabric: Any, path: Path, state: Any, strict: bool, weights_only: bool) -> dict[str, Any]:
+def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, Any]:
     """Load what was saved into objects, and return the rest. Collective; the arguments are those of `Fabric.load`."""
     path, alone = path.expanduser(), isinstance(state, nn.Module | Optimizer)
     kind = None if not alone else "models" if isinstance(state, nn.Module) else "optimizers"
-    saved = torch.load(path, map_location="cpu", weights_only=weights_only) if path.is_file() else _read(path, kind)
+    saved = read_torch_file(path) if path.is_file() else _read(path, kind)
     if state is None:
         return saved
     wanted: Any = {"": state} if alone else state
@@ -158,7 +158,7 @@ def load_state(fabric: Any, path: Path, state: Any, strict: bool, weights_only: 
 def _lazy_load(filename: Any) -> Any:
     """Return what `Fabric.save` or `torch.save` wrote."""
     path = Path(filename).expanduser()
-    return torch.load(path, map_location="cpu", mmap=True) if path.is_file() else _read(path, None)
+    return read_torch_file(path) if path.is_file() else _read(path, None)
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:

@@ -415,19 +415,20 @@ class Fabric:
             path: what `save` wrote, or a file of `torch.save`.
             state: a dict of objects and values; a module or an optimizer alone; None returns all.
             strict: whether each entry must be there, and weights fit exactly.
-            weights_only: False lets a file of `torch.save` run code.
+            weights_only: without effect: no file runs code here. One that would is an error.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: there is none, or it does not verify.
+            CheckpointError: a file of `torch.save` needs code to run.
             KeyError: an entry is missing.
         """
-        remainder = load_state(self, Path(path), state, strict, weights_only is not False)
+        remainder = load_state(self, Path(path), state, strict)
         self.barrier("load")
         return remainder
 
     def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load the state of one module or optimizer alone."""
-        load_state(self, Path(path), obj, strict, weights_only is not False)
+        load_state(self, Path(path), obj, strict)
 
     # ---- callbacks and loggers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from instep.checkpoint import load_weights
 from instep.compat import fabric_wrappers
 from instep.compat.fabric import Fabric
-from instep.errors import CorruptCheckpointError, UsageError
+from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
 from tests.helpers.spawn import run_command
 from tests.test_public_names import in_new_process
 
@@ -177,3 +178,15 @@ def test_methods_of_a_spread_module_go_through_the_strategy() -> None:
     assert model.module is inner
     with pytest.raises(UsageError, match="plugins"):
         Fabric(plugins=[object()])
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return print, ("code of a file ran",)
+
+
+def test_a_file_of_torch_runs_no_code_whatever_is_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save({"step": RunsCode()}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="without running code"):
+        Fabric(accelerator="cpu").load(tmp_path / "file.pt", weights_only=False)
+    assert "code of a file ran" not in capfd.readouterr().out
