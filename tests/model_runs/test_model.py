@@ -318,6 +318,23 @@ CHOSEN_IN_TURN = {
         ),
         (Process(trigger="preempted", asks_place=0.9), Process()),
     ),
+    "a validation behind an epoch's end asks for the loaders of that epoch": (
+        Case(
+            Settings(
+                max_epochs=3, val_check_interval=0.1, accumulate_grad_batches=2, reload_dataloaders_every_n_epochs=2
+            ),
+            Data(7, 4, fewer=2),
+            Data(7, 4, first=100, fewer=2),
+            checkpoints=Checkpoints(monitor="val", save_top_k=2, save_last=True, every_n_epochs=2),
+            values=(nan, 1.0, 4.0, 1.0),
+            source="hooks",
+        ),
+        (
+            Process(None, kills=True),
+            Process("last", place=0.5, kills=True, trigger="validate", asks_place=0.45),
+            Process("best", more=1),
+        ),
+    ),
 }
 
 
