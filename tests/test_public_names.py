@@ -198,6 +198,7 @@ PUBLIC = {
         "PreparedLoader",
         "ShardedBatchSampler",
         "ShardedBatches",
+        "StreamDataset",
         "prepare_loader",
         "resolve_limit",
         "tune_loader",
@@ -342,7 +343,7 @@ PUBLIC = {
 }
 
 FILES = {"errors", "optim", "schedules"}  # rooms of one file
-INTERNAL = ("config", "dashboard", "health", "launch", "launchers")
+INTERNAL = ("config", "dashboard", "health", "launch", "launchers", "streams")
 LAZY = ("big_models", "callbacks", "cli", "data", "loggers", "profilers", "strategies")
 
 

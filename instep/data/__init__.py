@@ -24,5 +24,6 @@ if TYPE_CHECKING:
     from instep.data.sampler import ShardedBatches as ShardedBatches
     from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler
     from instep.data.tune import tune_loader as tune_loader
+    from instep.streams.dataset import StreamDataset as StreamDataset
 
 __all__, __getattr__, __dir__ = loads(__name__)

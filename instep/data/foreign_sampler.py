@@ -43,10 +43,7 @@ class ForeignOrder:
     @property
     def stateful(self) -> Stateful | None:
         """The sampler, or the one within it, if it has a state of its own."""
-        for part in _parts(self.sampler):
-            if isinstance(part, Stateful):
-                return part
-        return None
+        return next((part for part in _parts(self.sampler) if isinstance(part, Stateful)), None)
 
 
 def generators(sampler: Any) -> list[torch.Generator]:

@@ -91,6 +91,7 @@ class IndexLoader(PreparedLoader):
         self.batch_size = getattr(sampler, "batch_size", None)
         self.seed_samples = seed_samples
         self._drawn = drawn
+        self._ordered: Any = self.dataset if drawn is None and hasattr(self.dataset, "_instep_order_of") else None
         self._shared = shared
         self._peers = 1 if shared else self.world_size
         self._peers_even = peers_even
@@ -188,6 +189,8 @@ class IndexLoader(PreparedLoader):
         }
         if self._drawn is not None and self._drawn.state_before is not None:
             state["sampler"] = self._drawn.state_before
+        if self._ordered:
+            state["data"] = self._ordered._instep_order_mark(sampler.epoch)
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -195,6 +198,9 @@ class IndexLoader(PreparedLoader):
         self._check_state(state)
         if self._drawn is not None and self._drawn.stateful is not None and "sampler" in state:
             self._drawn.stateful.load_state_dict(state["sampler"])
+            sampler.redraw()
+        if self._ordered and state["done"] and not state["finished"]:
+            self._ordered._instep_go_on(state.get("data"), 0 if self.frozen else state["epoch"])
             sampler.redraw()
         self.reseed(state["seed"])
         self._enter(state["epoch"], state["cycle"])

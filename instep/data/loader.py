@@ -235,13 +235,15 @@ def _partitioning(
         inner: Any = batch_sampler.sampler
         own = _is_plain_order(inner)
         drawn = None if own else ForeignOrder(inner)
+        shuffle = own and shuffle_allowed and type(inner) is RandomSampler
+        order_of = getattr(loader.dataset, "_instep_order_of", None)  # of a data set that has its own way to shuffle
         sampler: ShardedSampler = ShardedBatchSampler(
             len(inner),
             batch_size or batch_sampler.batch_size,
-            shuffle=own and shuffle_allowed and type(inner) is RandomSampler,
+            shuffle=shuffle,
             seed=wanted.shard.seed,
             drop_last=batch_sampler.drop_last,
-            order=drawn,
+            order=drawn or (order_of and partial(order_of, shuffle)),
             **ranks,
         )
         return _Partitioning(sampler, drawn, shared, frozen=not shuffle_allowed)
@@ -468,11 +470,9 @@ def _ends(dataset: Any) -> tuple[int, ...]:
 
 
 def _is_plain_order(sampler: Any) -> bool:
-    if type(sampler) is SequentialSampler:
-        return True
-    return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
+    if type(sampler) is not RandomSampler:
+        return type(sampler) is SequentialSampler
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _has_end(loader: DataLoader[Any]) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -300,13 +301,8 @@ class ShardedBatches(ShardedSampler):
         full = self.full_steps
         if not full or self._sizes is None:
             return full
-        size = self._sizes[self.cursor]
-        same = 0
-        for other in self._sizes[self.cursor : self.cursor + full * self.per_step]:
-            if other != size:
-                break
-            same += 1
-        return same // self.per_step
+        sizes = self._sizes[self.cursor : self.cursor + full * self.per_step]
+        return sum(1 for _ in takewhile(sizes[0].__eq__, sizes)) // self.per_step
 
     def samples(self, step: int) -> tuple[int, int]:
         start = self.cursor + step * self.world_size

@@ -1,0 +1,294 @@
+"""A data set of records in many files, with a shuffled order that needs no memory and no pass over the data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from instep.errors import DataError, SettingError
+from instep.streams.formats import Array, BadRecord, Kept, Reader
+from instep.streams.index import Index, default_cache
+from instep.streams.order import WindowOrder
+from instep.streams.shards import FORMATS, check_unchanged, find_shards
+from instep.utils.checks import at_least, choice, is_int, wrong
+from instep.utils.warn import warn_user
+
+_OPEN_SHARDS = 16
+_WORKERS = 64  # of which each counts what it left out by itself
+_NAMED = 255  # samples that were left out, of which a worker keeps the index
+
+
+class StreamDataset(Dataset[Any]):
+    """Records of many files, as a map-style data set that is read nearly as fast as its files are.
+
+    The records are numbered through all files. So a `DataLoader(stream, shuffle=True)` that the Trainer or the
+    Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) at another number of both. Its order
+    is a pure function of (seed, epoch): the files in a drawn sequence, and the records that follow each other then
+    shuffled within windows of `window`. It takes no memory, however many records there are. With shuffle=False the
+    records come as they lie.
+
+    The number of records of each file, and the place of each record, are found once and kept in `cache`, by path, size
+    and time of change. Files may be appended to the list of `shards` while a run is stopped: the epoch that was begun
+    ends with those that it had, and the next one has all.
+
+    Where each process reads: a record of JSONL, text and tar is one read at its place; of Parquet the row groups that
+    were used last are kept decoded, up to `keep_bytes`. Choose a `window` that spans few row groups, or `keep_bytes`
+    of at least the row groups of one window, or they are decoded again and again.
+
+    Args:
+        shards: paths or URLs of the files; one with `*` stands for the sorted files that fit it. JSONL, Parquet, Arrow
+            (files, and streams as Hugging Face's datasets writes them), WebDataset tar, or text. Distant files (by
+            fsspec) and compressed ones (.gz, .zst ...) are copied into `cache` when they are first read.
+        decode: makes a sample of a record: a dict of columns (Parquet, Arrow), a dict of the bytes of a group of files
+            with its `__key__` (tar), what a line holds (JSONL), a str (text). None: the record. Workers get it by
+            pickle where they are not forked.
+        window: records that are shuffled among themselves, or 1 to shuffle the files alone. Where the files are sorted
+            by class, the window should span several files.
+        counts: number of records of each file, where it is known; checked when the file is opened.
+        columns: those of a table that are read; None: all.
+        length: the field of a record that is its length, or that has it by `len`; gives `lengths`.
+        on_bad_sample: "raise" a DataError that names file and place for a record that cannot be read or decoded, or
+            "skip": leave it out of its batch. No sample takes its place, so every other sample still counts once; the
+            batch has one sample less, and weighs in the mean over ranks as it would with it. `left_out()` says which.
+        format: of all files: "jsonl", "parquet", "arrow", "tar" or "text"; None: by their suffix.
+        cache: folder for indices and copies; None: `$XDG_CACHE_HOME/instep/streams`, or `~/.cache/instep/streams`.
+        keep_bytes: decoded row groups that a process keeps.
+        max_record_bytes: a longer line or group of files is an error when the file is indexed.
+        storage_options: for the file systems of fsspec.
+
+    Raises:
+        SettingError: a setting is wrong, or a format is not known.
+        DataError: a file is missing, damaged, has a record that is too long, or another number of records than
+            `counts` says.
+        MissingPackageError: pyarrow or fsspec is needed and not installed: `pip install 'instep[data]'`.
+
+    Example:
+        >>> import json, tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> lines = "".join(json.dumps({"number": number}) + "\\n" for number in range(5))
+        >>> _ = (folder / "a.jsonl").write_text(lines)
+        >>> stream = StreamDataset(folder / "*.jsonl", decode=lambda record: record["number"], cache=folder)
+        >>> len(stream), stream[3], stream.__getitems__([4, 0])
+        (5, 3, [4, 0])
+        >>> stream.describe(3).rpartition("/")[2]
+        'a.jsonl, record 3 at byte 42'
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        decode: Callable[[Any], Any] | None = None,
+        *,
+        window: int = 10_000,
+        counts: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        length: str | None = None,
+        on_bad_sample: str = "raise",
+        format: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        keep_bytes: int = 2**28,
+        max_record_bytes: int = 2**26,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.window = at_least(1)("window", window)
+        self.on_bad_sample = choice("raise", "skip")("on_bad_sample", on_bad_sample)
+        if format is not None:
+            choice(*FORMATS)("format", format)
+        options = dict(storage_options or {})
+        self.decode, self.length = decode, length
+        self.columns = None if columns is None else list(columns)
+        self.shards = find_shards(shards, format, options)
+        if counts is not None and not (len(counts) == len(self.shards) and all(is_int(each, 0) for each in counts)):
+            raise wrong("counts", counts, f"{len(self.shards)} numbers of records, one for each file")
+        most = at_least(1)("max_record_bytes", max_record_bytes)
+        self._index = Index(Path(cache) if cache else default_cache(), options, most)
+        self._keep_bytes = at_least(0)("keep_bytes", keep_bytes)
+        self.counts = np.asarray(self._index.counts(self.shards, counts), dtype=np.int64)
+        self._ends = np.cumsum(self.counts)
+        self._used: tuple[int, int] | None = None  # an epoch and its number of files, where that is not all
+        self._left_out = None
+        if on_bad_sample == "skip":
+            self._left_out = torch.zeros(_WORKERS, 1 + _NAMED, dtype=torch.int64).share_memory_()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept = Kept(self._keep_bytes)
+        self._readers: OrderedDict[int, Reader] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_kept", "_readers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples([self._checked(index)], skip=False)[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of a batch, in the order of the indices; the files are read as the records lie."""
+        return self._samples([self._checked(index) for index in indices], skip=self.on_bad_sample == "skip")
+
+    def _checked(self, index: int) -> int:
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"sample {index} of a stream of {len(self)}")
+        return int(place)
+
+    def _samples(self, indices: list[int], skip: bool) -> list[Any]:
+        found: list[Any] = [None] * len(indices)
+        bad: set[int] = set()
+        for place, record in self._records(indices):
+            try:
+                if isinstance(record, BadRecord):
+                    raise record
+                found[place] = record if self.decode is None else self.decode(record)
+            except Exception as error:  # noqa: BLE001  a user's decode may raise anything
+                wrong_one = self._bad(indices[place], error)
+                if not skip:
+                    raise wrong_one from (None if isinstance(error, BadRecord) else error)
+                bad.add(place)
+                self._leave_out(indices[place], wrong_one)
+        if bad and len(bad) == len(indices):
+            raise DataError(
+                f"none of the {len(indices)} samples of a batch can be read; the last is {self.describe(indices[-1])}. "
+                "Look at the file"
+            )
+        return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
+
+    def _records(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
+        """Give each record with its place in `indices`, file by file and in the sequence of the file."""
+        shards = np.searchsorted(self._ends, indices, side="right").tolist()
+        order = sorted(range(len(indices)), key=indices.__getitem__)
+        for shard, places in groupby(order, key=shards.__getitem__):
+            mine = list(places)
+            first = int(self._ends[shard] - self.counts[shard])
+            check_unchanged(self.shards[shard])
+            yield from zip(mine, self._reader(shard).read([indices[place] - first for place in mine]), strict=True)
+
+    def _reader(self, shard: int) -> Reader:
+        if shard in self._readers:
+            self._readers.move_to_end(shard)
+            return self._readers[shard]
+        if len(self._readers) == _OPEN_SHARDS:
+            self._readers.popitem(last=False)[1].close()
+        count = int(self.counts[shard])
+        reader = self._readers[shard] = self._index.open(self.shards[shard], count, self._kept, self.columns)
+        return reader
+
+    def _bad(self, index: int, error: Exception) -> DataError:
+        what = error if isinstance(error, BadRecord) else f"decode raised {type(error).__name__}: {error}"
+        hint = "" if self.on_bad_sample == "skip" else ". on_bad_sample='skip' leaves such samples out of their batches"
+        return DataError(f"sample {index} ({self.describe(index)}) cannot be read: {what}{hint}")
+
+    def _leave_out(self, index: int, error: DataError) -> None:
+        assert self._left_out is not None
+        worker = get_worker_info()
+        mine = self._left_out[0 if worker is None else 1 + worker.id % (_WORKERS - 1)]
+        number = int(mine[0])
+        mine[1 + number % _NAMED] = index
+        mine[0] += 1
+        if not number:
+            warn_user(f"{error}; it was left out. `left_out()` of the data set says how many were, and which")
+
+    def left_out(self) -> tuple[int, list[str]]:
+        """Return how often a sample was left out by this process and its workers, and the places of the last ones.
+
+        Each rank has its own; `instep.distributed.gather_object(stream.left_out())` has those of all ranks.
+        """
+        if self._left_out is None:
+            return 0, []
+        rows = [(int(row[0]), row[1 : 1 + min(int(row[0]), _NAMED)].tolist()) for row in self._left_out]
+        places = sorted({index for _, some in rows for index in some})
+        return sum(number for number, _ in rows), [self.describe(index) for index in places]
+
+    def describe(self, index: int) -> str:
+        """Return the file of a sample and its place there, for a message."""
+        index = self._checked(index)
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        row = int(index - self._ends[shard] + self.counts[shard])
+        try:
+            place = self._reader(shard).place(row)
+        except DataError:
+            place = f"record {row}"
+        return f"{self.shards[shard].url}, {place}"
+
+    @property
+    def lengths(self) -> Array:
+        """Length of each sample by `length`: int32, shape [len]. Found at the first use, then kept in the index.
+
+        Raises:
+            SettingError: the data set has no `length`, or a record has no such field.
+        """
+        if self.length is None:
+            raise SettingError("the lengths of a stream are known with length= alone: name the field", field="length")
+        parts = []
+        for number, (shard, count) in enumerate(zip(self.shards, self.counts.tolist(), strict=True)):
+            parts.append(self._index.lengths(shard, count, self.length, lambda number=number: self._all(number)))
+        return np.concatenate(parts)
+
+    def _all(self, shard: int) -> Iterator[Any]:
+        """Give all records of a file, of a table with the length alone."""
+        count = int(self.counts[shard])
+        with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
+            for start in range(0, count, 1024):
+                rows = range(start, min(start + 1024, count))
+                for row, record in zip(rows, reader.read(rows), strict=True):
+                    if isinstance(record, BadRecord):
+                        raise self._bad(int(self._ends[shard] - count) + row, record)
+                    yield record
+
+    # ---- what instep's loader asks a data set with an order of its own
+
+    def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
+        """Return the order of an epoch: an object with `len` of which slices are lists."""
+        counts = self.counts
+        if self._used is not None and self._used[0] == epoch:
+            counts = counts[: self._used[1]]
+        if not shuffle:
+            return range(int(counts.sum()))
+        return WindowOrder(counts, self.window, seed, "order", epoch, cycle)
+
+    def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
+        """Return what an order depends on beside its seed, for a checkpoint."""
+        files = len(self.shards) if self._used is None or self._used[0] != epoch else self._used[1]
+        return {"files": files, "digest": self._digest(files), "window": self.window}
+
+    def _instep_go_on(self, mark: Any, epoch: int) -> None:
+        """Take up an epoch that was begun with the files of `mark`.
+
+        Raises:
+            DataError: the files are not those, with others after them at most.
+        """
+        mark = mark if isinstance(mark, dict) else {}
+        files = mark.get("files")
+        if not is_int(files, 1) or files > len(self.shards) or mark.get("digest") != self._digest(files):
+            raise DataError(
+                f"the {len(self.shards)} files of the stream are not those that the epoch was begun with ({files} "
+                "files, compared by name and number of records, in their order). Give the same list, to which files "
+                "may be appended, or resume from the end of an epoch"
+            )
+        if mark.get("window") != self.window:
+            raise DataError(
+                f"the stream has window={self.window}, the epoch was begun with window={mark.get('window')}. Resume "
+                "with the same one, or from the end of an epoch"
+            )
+        self._used = None if files == len(self.shards) else (epoch, int(files))
+
+    def _digest(self, files: int) -> str:
+        known = zip(self.shards[:files], self.counts[:files].tolist(), strict=True)
+        text = "\n".join(f"{os.path.basename(shard.url)} {count}" for shard, count in known)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,401 @@
+"""Readers of one shard each: how many records it has, where each lies, and the records at some places.
+
+Shards are a stranger's. Nothing in them is code or a path that is followed, each record has a limit of bytes, and what
+cannot be read becomes a `BadRecord` of that one record.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from instep.utils.imports import require
+from instep.utils.untrusted_files import open_regular
+
+_SCANNED_BYTES = 8 * 2**20  # of a file of lines at once
+_AHEAD_BYTES = 4 * 2**20  # that the system is asked to read around a record that is wanted
+_BLOCK = 512  # of a tar file
+_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # members that are a name and its content
+_GROUP_BYTES = 2**31 - 1  # of a group of rows: what one array of texts can hold
+
+Array = np.ndarray[Any, Any]
+
+
+class BadRecord(Exception):
+    """A record that cannot be read; its text says why."""
+
+
+class Reader(ABC):
+    """Open shard.
+
+    Args:
+        path: of the file on this machine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_regular(path)
+        weakref.finalize(self, self._file.close)  # of a reader that nobody closes: those of a worker that ends
+
+    @abstractmethod
+    def read(self, rows: Sequence[int]) -> list[Any]:
+        """Read the records with these numbers, which ascend; one that cannot be read is a `BadRecord`."""
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """Describe where in the file a record is."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Ranges(Reader):
+    """Records that lie one behind the other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
+
+    Args:
+        path: of the file on this machine.
+        starts: what `scan` found.
+        most: bytes that a record may have.
+    """
+
+    def __init__(self, path: Path, starts: Array, most: int) -> None:
+        super().__init__(path)
+        self._starts, self._most = starts, most
+        self._advised: set[int] = set()
+
+    def read(self, rows: Sequence[int]) -> list[Any]:
+        found = []
+        for row in rows:
+            try:
+                found.append(self._parsed(*self._bytes(row)))
+            except (BadRecord, ValueError, OSError, tarfile.TarError) as error:
+                found.append(error if isinstance(error, BadRecord) else BadRecord(str(error)))
+        return found
+
+    def _bytes(self, row: int) -> tuple[bytes, bytes]:
+        """Return the byte before a record, and the record."""
+        start, stop = int(self._starts[row]), int(self._starts[row + 1])
+        if not 0 <= start < stop or stop - start > self._most:
+            raise BadRecord(f"it has {stop - start:,} bytes, and a record may have {self._most:,} (max_record_bytes)")
+        self._read_ahead(start // _AHEAD_BYTES)
+        before = min(start, 1)
+        raw = os.pread(self._file.fileno(), stop - start + before, start - before)
+        if len(raw) < stop - start + before:
+            raise BadRecord("the file ends within it")
+        return raw[:before], raw[before:]
+
+    def _read_ahead(self, part: int) -> None:
+        """Ask the system for the part of the file that a record is in, and the next: a window's records are near."""
+        if part in self._advised or not hasattr(os, "posix_fadvise"):
+            return
+        self._advised.add(part)
+        os.posix_fadvise(self._file.fileno(), part * _AHEAD_BYTES, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+
+    @abstractmethod
+    def _parsed(self, before: bytes, raw: bytes) -> Any: ...
+
+    @classmethod
+    @abstractmethod
+    def scan(cls, path: Path, most: int) -> Array:
+        """Return where each record starts, and the end of the last one.
+
+        Raises:
+            ValueError: a record has more than `most` bytes.
+        """
+
+    def place(self, row: int) -> str:
+        return f"record {row} at byte {int(self._starts[row]):,}"
+
+
+class Text(Ranges):
+    """Lines of text in UTF-8, each a record without its end."""
+
+    keeps_blank = True
+
+    @classmethod
+    def scan(cls, path: Path, most: int) -> Array:
+        """Return where each line starts, and the end of the last."""
+        found = [np.zeros(1, np.int64)]
+        with open_regular(path) as file:
+            at, last = 0, b"\n"
+            while block := file.read(_SCANNED_BYTES):
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + (at + 1)
+                found.append(ends)
+                at, last = at + len(block), block[-1:]
+        starts = np.concatenate([*found, [] if last == b"\n" else [at]]).astype(np.int64)
+        _check_sizes(starts, most)
+        return starts if cls.keeps_blank or len(starts) == 1 else _without_blank(path, starts)
+
+    def _parsed(self, before: bytes, raw: bytes) -> Any:
+        if before not in (b"", b"\n") or b"\n" in raw[:-1]:
+            raise BadRecord("no line begins or ends there: the index is not of this file")
+        return raw.decode("utf-8").rstrip("\r\n")
+
+
+class JsonLines(Text):
+    """Lines of JSON, each a record; blank lines are none."""
+
+    keeps_blank = False
+
+    def _parsed(self, before: bytes, raw: bytes) -> Any:
+        if before not in (b"", b"\n"):
+            raise BadRecord("no line begins there: the index is not of this file")
+        try:
+            return json.loads(raw)
+        except RecursionError:
+            raise BadRecord("it has too many containers within each other") from None
+
+
+class Tar(Ranges):
+    """Groups of files of a tar archive, as WebDataset has them: members that follow each other with one base name.
+
+    A record is a dict: `__key__`, the name up to the first dot of its last part, and the content of each member by
+    what comes after that dot. Folders, links and devices are left out; nothing is unpacked.
+    """
+
+    @classmethod
+    def scan(cls, path: Path, most: int) -> Array:
+        """Return where each group starts, and the end of the last."""
+        found: list[int] = []
+        with open_regular(path) as file, tarfile.open(fileobj=io.BufferedReader(file), mode="r:") as archive:
+            key, end = None, 0
+            while (member := archive.next()) is not None:
+                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]  it would keep all of them
+                end = archive.offset
+                named = _key_of(member)
+                if named is not None and named[0] != key:
+                    key = named[0]
+                    found.append(member.offset)
+            if end > os.fstat(file.fileno()).st_size:
+                raise tarfile.ReadError("the file ends within its last member")
+        starts = np.array([*found, end], np.int64)
+        _check_sizes(starts, most)
+        return starts
+
+    def _parsed(self, before: bytes, raw: bytes) -> Any:
+        record: dict[str, Any] = {}
+        for member, content in _members(raw):
+            named = _key_of(member)
+            if named is None:
+                continue
+            key, name = named
+            if record.setdefault("__key__", key) != key:
+                raise BadRecord("it has members of two records: the index is not of this file")
+            if name in record:
+                raise BadRecord(f"the member {key}.{name} is there twice")
+            record[name] = content
+        if not record:
+            raise BadRecord("no member begins there: the index is not of this file")
+        return record
+
+
+def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Split the bytes of some members; by tarfile itself where they are not all plain files."""
+    at, plain = 0, []
+    while at + _BLOCK <= len(raw):
+        member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")
+        if member.type not in _PLAIN:
+            with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
+                for member in archive:
+                    file = archive.extractfile(member) if member.type in _PLAIN else None
+                    yield member, b"" if file is None else file.read()
+            return
+        start, at = at + _BLOCK, at + _BLOCK + -(-member.size // _BLOCK) * _BLOCK
+        plain.append((member, raw[start : start + member.size]))
+    yield from plain
+
+
+def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    """Return the base name and the rest of a member's name; None for what belongs to no record.
+
+    Raises:
+        tarfile.ReadError: it is a sparse file, or its name leads out of the folder.
+    """
+    if member.type not in (*_PLAIN, tarfile.GNUTYPE_SPARSE):
+        return None
+    parts = member.name.split("/")
+    if member.type == tarfile.GNUTYPE_SPARSE or member.name.startswith("/") or ".." in parts:
+        raise tarfile.ReadError(f"the member {member.name!r} is a sparse file, or its name leads out of the folder")
+    base, dot, rest = parts[-1].partition(".")
+    if not dot or not base or (base.startswith("__") and base.endswith("__")):
+        return None
+    return "/".join([*parts[:-1], base]), rest.lower()
+
+
+class Table(Reader):
+    """Rows of a table that is read group by group; groups that were read are kept, up to some bytes.
+
+    A record is a dict of its columns. Numbers in a list become a numpy array, all else what pyarrow makes of it.
+
+    Args:
+        path: of the file on this machine.
+        kept: where groups are kept.
+        columns: those that are read; None: all.
+    """
+
+    bounds: Array  # number of the first row of each group, and of all rows
+
+    @abstractmethod
+    def load(self, group: int) -> Any:
+        """Read a group as a record batch."""
+
+    def __init__(self, path: Path, kept: Kept, columns: Sequence[str] | None) -> None:
+        super().__init__(path)
+        self._kept, self.columns = kept, columns
+        self._pyarrow = require("pyarrow", extra="data", purpose=f"reading {path.name}")
+
+    def read(self, rows: Sequence[int]) -> list[Any]:
+        wanted = np.asarray(rows)
+        groups = np.searchsorted(self.bounds, wanted, side="right") - 1
+        found: list[Any] = []
+        for group in np.unique(groups):
+            mine = wanted[groups == group] - self.bounds[group]
+            try:
+                batch = self._kept.get((self, int(group)), lambda group=group: self.load(int(group)))
+                found += self._records(batch.take(self._pyarrow.array(mine)))
+            except (self._pyarrow.ArrowException, OSError, ValueError) as error:
+                found += [BadRecord(f"its group of rows cannot be read: {error}")] * len(mine)
+        return found
+
+    def _records(self, batch: Any) -> list[dict[str, Any]]:
+        columns = [_values(self._pyarrow, column) for column in batch.columns]
+        names = batch.schema.names
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def place(self, row: int) -> str:
+        group = int(np.searchsorted(self.bounds, row, side="right")) - 1
+        return f"row {row} in group {group}"
+
+    def close(self) -> None:
+        self._kept.drop(self)
+        super().close()
+
+
+class Parquet(Table):
+    """Rows of a Parquet file; a group is a row group."""
+
+    def __init__(self, path: Path, *rest: Any) -> None:
+        super().__init__(path, *rest)
+        parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
+        self._table = parquet.ParquetFile(self._file)
+        facts = self._table.metadata
+        sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+        self.bounds = np.cumsum([0, *sizes])
+
+    def load(self, group: int) -> Any:
+        size = self._table.metadata.row_group(group).total_byte_size
+        if size > _GROUP_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and at most {_GROUP_BYTES:,} are read at once")
+        threads = get_worker_info() is None
+        table = self._table.read_row_group(group, columns=self.columns, use_threads=threads).combine_chunks()
+        batches = table.to_batches()
+        if len(batches) != 1:
+            raise ValueError(f"it is read as {len(batches)} pieces, where one was expected")
+        return batches[0]
+
+
+class Arrow(Table):
+    """Rows of an Arrow file, or of an Arrow stream as Hugging Face's datasets writes it; a group is a record batch.
+
+    The file is mapped: what is read lies in the system's cache once for all processes.
+    """
+
+    def __init__(self, path: Path, *rest: Any) -> None:
+        super().__init__(path, *rest)
+        pyarrow = self._pyarrow
+        ipc = require("pyarrow.ipc", extra="data", purpose=f"reading {path.name}")
+        self._map = pyarrow.memory_map(str(path))
+        try:
+            file = ipc.open_file(self._map)
+            self._get = file.get_batch
+            sizes = [self._get(number).num_rows for number in range(file.num_record_batches)]
+        except pyarrow.ArrowInvalid:  # not a file: a stream has no table of its batches
+            self._map.seek(0)
+            batches = list(ipc.open_stream(self._map))
+            self._get = batches.__getitem__
+            sizes = [batch.num_rows for batch in batches]
+        self.bounds = np.cumsum([0, *sizes])
+
+    def load(self, group: int) -> Any:
+        batch = self._get(group)
+        batch.validate(full=True)  # else offsets of a stranger's file would be followed anywhere
+        return batch if self.columns is None else batch.select(list(self.columns))
+
+    def close(self) -> None:
+        super().close()
+        self._map.close()
+
+
+class Kept:
+    """Groups of rows that were read last, up to some bytes, of all shards of a process."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes = most, 0
+        self._groups: OrderedDict[Any, Any] = OrderedDict()
+
+    def get(self, key: Any, load: Any) -> Any:
+        """Return a group, read if it is not there."""
+        if key in self._groups:
+            self._groups.move_to_end(key)
+            return self._groups[key]
+        batch = self._groups[key] = load()
+        self._bytes += batch.nbytes
+        while self._bytes > self._most and len(self._groups) > 1:
+            self._bytes -= self._groups.popitem(last=False)[1].nbytes
+        return batch
+
+    def drop(self, reader: Any) -> None:
+        """Forget the groups of a reader."""
+        for key in [key for key in self._groups if key[0] is reader]:
+            self._bytes -= self._groups.pop(key).nbytes
+
+
+RANGES: dict[str, type[Ranges]] = {"jsonl": JsonLines, "text": Text, "tar": Tar}
+TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
+
+
+def _values(pyarrow: Any, column: Any) -> Sequence[Any]:
+    """Return the values of a column: arrays of numbers without going through Python's numbers one by one."""
+    types, kind = pyarrow.types, column.type
+    lists = types.is_list(kind) or types.is_large_list(kind)
+    if lists and not column.null_count:
+        inner = column.flatten()
+        if (types.is_integer(inner.type) or types.is_floating(inner.type)) and not inner.null_count:
+            ends = column.offsets.to_numpy(zero_copy_only=False)
+            return np.split(inner.to_numpy(zero_copy_only=False), (ends - ends[0])[1:-1])
+    if (types.is_integer(kind) or types.is_floating(kind)) and not column.null_count:
+        return column.to_numpy(zero_copy_only=False).tolist()
+    return column.to_pylist()
+
+
+def _check_sizes(starts: Array, most: int) -> None:
+    sizes = np.diff(starts)
+    if len(sizes) and int(sizes.max()) > most:
+        row = int(sizes.argmax())
+        raise ValueError(
+            f"record {row} at byte {int(starts[row]):,} has {int(sizes[row]):,} bytes, and a record may have {most:,}. "
+            "Look at the file, or give a larger max_record_bytes"
+        )
+
+
+def _without_blank(path: Path, starts: Array) -> Array:
+    """Leave out the lines that hold no more than white space; each belongs to the record before it."""
+    short = np.flatnonzero(np.diff(starts) <= 8)
+    with open_regular(path) as file:
+
+        def is_blank(row: int) -> bool:
+            return not os.pread(file.fileno(), int(starts[row + 1] - starts[row]), int(starts[row])).strip()
+
+        blank = [row for row in short.tolist() if is_blank(row)]
+    return np.delete(starts, blank) if blank else starts

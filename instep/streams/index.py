@@ -1,0 +1,225 @@
+"""Index of a shard: its number of records and where each starts, found once and kept.
+
+A shard has `<key>.json` in the index folder, and where its records lie one behind the other `<key>.npy`. The key is
+made of the path, the size and the time of change (or ETag). So what is kept is never used for another file, or for the
+same file after a change. The JSON file is written last: who finds it finds both. An index that is damaged is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.errors import DataError, SettingError
+from instep.streams.formats import RANGES, TABLES, Array, Kept, Reader, Table
+from instep.streams.shards import AT_ONCE, Shard, local_copy
+from instep.utils.atomic import replace, replacing
+from instep.utils.imports import require
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+
+_VERSION = 1
+
+
+def default_cache() -> Path:
+    """Return the folder of indices and copies where the user names none: `$XDG_CACHE_HOME/instep/streams`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "instep" / "streams"
+
+
+class Index:
+    """Indices of shards in a folder, read or made, and the readers that use them.
+
+    Args:
+        cache: the folder; `index` and `copies` in it are used.
+        options: for the file system of fsspec.
+        most: bytes that a record may have.
+    """
+
+    def __init__(self, cache: Path, options: Mapping[str, Any], most: int) -> None:
+        self._folder, self._copies = cache / "index", cache / "copies"
+        self._options, self._most = options, most
+
+    def counts(self, shards: Sequence[Shard], given: Sequence[int] | None) -> list[int]:
+        """Return the number of records of each shard, counting those that nobody has counted.
+
+        Args:
+            shards: the shards.
+            given: what the user says; it is compared with what is kept, and with the file when it is opened.
+
+        Raises:
+            DataError: a shard is damaged, or has another number than the user says.
+        """
+        known = [self._kept_count(shard) for shard in shards]
+        for shard, mine, theirs in zip(shards, known, given or known, strict=True):
+            if mine is not None and theirs is not None and mine != theirs:
+                raise _other_count(shard, mine, theirs)
+        if given is not None:
+            return list(given)
+        if None in known:
+            with self._alone(), ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+                known = list(pool.map(self.count, shards))
+        return [count for count in known if count is not None]
+
+    def count(self, shard: Shard) -> int:
+        """Return the number of records of a shard, counted if nobody has."""
+        kept = self._kept_count(shard)
+        if kept is not None:
+            return kept
+        kind = RANGES.get(shard.format)
+        with _naming(shard):
+            if kind is not None:
+                starts = kind.scan(self._local(shard), self._most)
+                self._save(f"{shard.key}.npy", starts)
+                count = len(starts) - 1
+            else:
+                count = self._rows(shard)
+        facts = {"version": _VERSION, "shard": shard.url, "size": shard.size, "count": count}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        replace(self._folder / f"{shard.key}.json", json.dumps(facts).encode())
+        return count
+
+    def open(self, shard: Shard, count: int, kept: Kept, columns: Sequence[str] | None) -> Reader:
+        """Open a shard.
+
+        Args:
+            shard: the shard.
+            count: records that it must have.
+            kept: where groups of rows are kept.
+            columns: of a table: those that are read; None: all.
+
+        Raises:
+            DataError: it cannot be read, or has another number of records.
+        """
+        kind = RANGES.get(shard.format)
+        with _naming(shard):
+            if kind is not None:
+                starts = self._starts(shard)
+                reader, found = kind(self._local(shard), starts, self._most), len(starts) - 1
+            else:
+                reader = self._table(shard, kept, columns)
+                found = int(reader.bounds[-1])
+        if found != count:
+            reader.close()
+            raise _other_count(shard, found, count)
+        return reader
+
+    def lengths(self, shard: Shard, count: int, field: str, records: Callable[[], Iterator[Any]]) -> Array:
+        """Return the length of each record of a shard, from the index or else found by reading the shard.
+
+        Args:
+            shard: the shard.
+            count: its records.
+            field: the column or field that has the length: a number, or what has one by `len`.
+            records: gives the records, or dicts with the field alone.
+        """
+        name = f"{shard.key}-{hashlib.sha256(field.encode()).hexdigest()[:16]}.npy"
+        kept = self._load(name, (count,), np.int32)
+        if kept is None:
+            values = (_field(record, field, shard) for record in records())
+            kept = np.fromiter((value if isinstance(value, int) else len(value) for value in values), np.int32)
+            self._save(name, kept)
+        return kept
+
+    def _kept_count(self, shard: Shard) -> int | None:
+        path = self._folder / f"{shard.key}.json"
+        try:
+            facts = parse_object(read_regular(path, LEASE_BYTES))
+        except (OSError, ValueError):
+            return None
+        count = facts.get("count")
+        right = [facts.get("version"), facts.get("shard"), facts.get("size")] == [_VERSION, shard.url, shard.size]
+        if not right or type(count) is not int or not 0 <= count < 2**62:
+            return None
+        if shard.format in RANGES and self._load(f"{shard.key}.npy", (count + 1,)) is None:
+            return None
+        return count
+
+    def _starts(self, shard: Shard) -> Array:
+        count = self.count(shard)
+        starts = self._load(f"{shard.key}.npy", (count + 1,))
+        if starts is None:
+            raise DataError(f"the index of {shard.url} in {self._folder} was removed during the run. Start it again")
+        return starts
+
+    def _load(self, name: str, shape: tuple[int, ...], kind: type[Any] = np.int64) -> Array | None:
+        try:
+            found = np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return found if found.shape == shape and found.dtype == kind else None
+
+    def _save(self, name: str, values: Array) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._folder / name, sync=False) as part, open(part, "wb") as file:
+            np.save(file, values, allow_pickle=False)
+
+    def _rows(self, shard: Shard) -> int:
+        """Count the rows of a table, of a distant Parquet file by its end alone."""
+        if shard.format != "parquet" or shard.is_local:
+            reader = self._table(shard, Kept(0), None)
+            reader.close()
+            return int(reader.bounds[-1])
+        fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
+        parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {shard.url}")
+        with fsspec.open(shard.url, "rb", **self._options) as file:
+            return parquet.read_metadata(file).num_rows
+
+    def _table(self, shard: Shard, kept: Kept, columns: Sequence[str] | None) -> Table:
+        return TABLES[shard.format](self._local(shard), kept, columns)
+
+    def _local(self, shard: Shard) -> Path:
+        return local_copy(shard, self._copies, self._options)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one process of a machine count while the others wait, and then find what it counted."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl  # late: not on every platform
+        except ImportError:
+            yield
+            return
+        with open(self._folder / "lock", "wb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+            yield
+
+
+@contextmanager
+def _naming(shard: Shard) -> Iterator[None]:
+    """Name the shard in what its reader raises."""
+    try:
+        yield
+    except (DataError, ImportError):
+        raise
+    except Exception as error:  # pyarrow, tarfile and fsspec each have their own
+        raise DataError(
+            f"the shard {shard.url} cannot be read as {shard.format}: {error}. Is it whole, and of that format?"
+        ) from error
+
+
+def _other_count(shard: Shard, found: int, given: int) -> DataError:
+    return DataError(
+        f"the shard {shard.url} has {found} records, and counts= says {given}. Correct counts=, or leave it out"
+    )
+
+
+def _field(record: Any, field: str, shard: Shard) -> Any:
+    if not isinstance(record, Mapping) or field not in record:
+        raise SettingError(f"length={field!r}: a record of {shard.url} has no such field", field="length", got=field)
+    value = record[field]
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    if not hasattr(value, "__len__"):
+        raise SettingError(
+            f"length={field!r}: {type(value).__name__} in {shard.url} is no number and has no length",
+            field="length",
+            got=field,
+        )
+    return value

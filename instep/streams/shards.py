@@ -1,0 +1,191 @@
+"""Shards of a stream: files with records, here or far away, and the local copy that is read."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.errors import DataError, SettingError
+from instep.utils.atomic import replacing
+from instep.utils.imports import require
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".tar": "tar",
+    ".txt": "text",
+}
+FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+_ATTEMPTS, _PAUSE_S = 3, 0.5
+AT_ONCE = 16  # shards that are looked at or counted at the same time
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of records as it was found.
+
+    Attributes:
+        url: its path or URL, as the user wrote it.
+        format: one of `FORMATS`.
+        size: bytes.
+        stamp: changes when the file does: its time of change, or the ETag of an object.
+    """
+
+    url: str
+    format: str
+    size: int
+    stamp: str
+
+    @property
+    def key(self) -> str:
+        """Name of what is kept about this file, as it is now."""
+        return hashlib.sha256("\n".join((self.url, str(self.size), self.stamp)).encode()).hexdigest()[:32]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the file is read where it lies."""
+        return not (_is_remote(self.url) or self.url.endswith(_COMPRESSED))
+
+
+def find_shards(
+    shards: str | os.PathLike[str] | Iterable[Any], format: str | None, options: Mapping[str, Any]
+) -> list[Shard]:
+    """Look at each of the files.
+
+    Args:
+        shards: a path or URL, or several; one with `*`, `?` or `[` stands for the sorted files that fit it.
+        format: of all of them; None: by the suffix of each.
+        options: for the file system of fsspec.
+
+    Raises:
+        DataError: one is missing, or is not a regular file; the text has its name.
+        SettingError: there is none, or its format is not known.
+    """
+    given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    urls = [url for each in given for url in _expanded(os.fspath(each), options)]
+    if not urls:
+        raise SettingError("shards: expected at least one file, got none", field="shards", got=shards)
+    twice = next((url for url in urls if urls.count(url) > 1), None) if len(set(urls)) < len(urls) else None
+    if twice is not None:
+        raise SettingError(f"shards: {twice} is there twice. Name each file once", field="shards", got=twice)
+    formats = [format or _format_of(url) for url in urls]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda url, kind: Shard(url, kind, *_looked_at(url, options)), urls, formats))
+
+
+def check_unchanged(shard: Shard) -> None:
+    """Raise where a local file is not the one that was counted any more."""
+    if not shard.is_local:
+        return  # what is read is a copy that only we write
+    size, stamp = _looked_at(shard.url, {})
+    if (size, stamp) != (shard.size, shard.stamp):
+        raise DataError(
+            f"{shard.url} was changed during the run: it had {shard.size:,} bytes and has {size:,} now. Do not change "
+            "shards that are read: write new data to new files, and build the data set anew with them"
+        )
+
+
+def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
+    """Return the path of a shard on this machine; one that is far away or compressed is first copied into `folder`.
+
+    Raises:
+        DataError: it cannot be fetched after three attempts, or is not the file that was counted.
+    """
+    if shard.is_local:
+        return Path(_plain(shard.url))
+    path = folder / shard.key
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    for attempt in range(_ATTEMPTS):
+        try:
+            _fetch(shard, path, options)
+            return path
+        except (OSError, EOFError, ValueError) as error:
+            if attempt + 1 == _ATTEMPTS or isinstance(error, (FileNotFoundError, DataError)):
+                raise DataError(f"the shard {shard.url} cannot be fetched: {error}") from error
+            time.sleep(_PAUSE_S * 2**attempt)
+    raise AssertionError
+
+
+def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
+    fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
+    if _looked_at(shard.url, options) != (shard.size, shard.stamp):
+        raise DataError("it was changed since it was counted. Build the data set anew")
+    compression = "infer" if shard.url.endswith(_COMPRESSED) else None
+    with replacing(path, sync=False) as part, open(part, "wb") as copy:
+        with fsspec.open(
+            shard.url, "rb", compression=compression, **(options if _is_remote(shard.url) else {})
+        ) as file:
+            shutil.copyfileobj(file, copy, 2**20)
+        if compression is None and copy.tell() != shard.size:
+            raise OSError(f"{copy.tell():,} of {shard.size:,} bytes came")
+
+
+def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
+    if not glob.has_magic(url):
+        return [url]
+    if not _is_remote(url):
+        found = sorted(glob.glob(_plain(url), recursive=True))
+    else:
+        fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
+        system, path = fsspec.core.url_to_fs(url, **options)
+        found = [system.unstrip_protocol(each) for each in sorted(system.glob(path))]
+    if not found:
+        raise DataError(f"no file fits {url}. Check the path")
+    return found
+
+
+def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
+    """Return size and stamp of a file."""
+    try:
+        if not _is_remote(url):
+            status = os.stat(_plain(url))
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError("it is no regular file")
+            return status.st_size, str(status.st_mtime_ns)
+        fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
+        system, path = fsspec.core.url_to_fs(url, **options)
+        facts = system.info(path)
+        return int(facts["size"]), next((str(facts[name]) for name in _STAMPS if facts.get(name)), "")
+    except FileNotFoundError as error:
+        raise DataError(f"the shard {url} is missing. Check the path") from error
+    except OSError as error:
+        raise DataError(f"the shard {url} cannot be read: {error}") from error
+
+
+def _format_of(url: str) -> str:
+    name = url.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    found = _SUFFIXES.get(os.path.splitext(name)[1])
+    if found is None:
+        raise SettingError(
+            f"shards: the suffix of {url} tells no format. Give format=, one of {', '.join(FORMATS)}",
+            field="format",
+            got=url,
+        )
+    return found
+
+
+def _is_remote(url: str) -> bool:
+    return "://" in url and not url.startswith("file://")
+
+
+def _plain(url: str) -> str:
+    return url.removeprefix("file://")
