@@ -42,8 +42,13 @@ class OuterCounts:
         self._counts = self._room.Counts(self._objects)
 
     def put_back_unused(self) -> None:
-        """Let the objects that the batches did not count into hold their own, for hooks at the end."""
-        self._counts.put_back([one for one in self._counts.objects if not one._update_count])
+        """Let the objects that the batches neither counted into nor logged hold their own, for hooks at the end.
+
+        One that is logged and has counted nothing is a rank's without a sample: other ranks have counted.
+        """
+        self.note_logged()
+        unused = [one for one in self._counts.objects if not one._update_count and id(one) not in self._logged]
+        self._counts.put_back(unused)
 
     def note_logged(self) -> None:
         """Take note of the objects that the evaluation has logged: it resets them."""

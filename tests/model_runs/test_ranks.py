@@ -62,6 +62,16 @@ CHOSEN = {
         ),
         (Process(place=0.9), Process()),
     ),
+    "a metric object of training and validation, and a rank without validation data": (
+        Case(
+            Settings(max_steps=9, val_check_interval=4, check_val_every_n_epoch=None),
+            Data(3, kind="parted", parts="same"),
+            Data(1, kind="iterable", first=100),
+            logs=(Log(name="c", metric="sum", every=2), Log("validation_step", "val_b", metric="sum")),
+            ranks=2,
+        ),
+        (),
+    ),
     "one rank without data": (
         Case(Settings(max_epochs=2, uneven="join"), Data(5, 2, kind="iterable", parts="last"), VAL, ranks=2),
         (),
