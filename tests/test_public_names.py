@@ -339,7 +339,7 @@ PUBLIC = {
         "one_cycle",
         "wsd",
     ],
-    "instep.runs": ["Curve", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
+    "instep.runs": ["Curve", "Label", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
 }
 
 FILES = {"errors", "optim", "schedules"}  # rooms of one file

@@ -54,6 +54,12 @@ COMMANDS: dict[Command, str] = {
     ("runs", "ls"): "runs with their state, how far they came, and why they ended",
     ("runs", "show"): "what a run is or was doing, what ended it, and how it goes on",
     ("runs", "compare"): "hyperparameters that differ, and where the metrics ended",
+    ("runs", "name"): "name a run",
+    ("runs", "tag"): "add tags to a run, or take them off",
+    ("runs", "note"): "write a note about a run",
+    ("runs", "archive"): "leave runs out of the list, or list them again",
+    ("runs", "rm"): "move runs to the trash",
+    ("runs", "empty-trash"): "delete removed runs for good",
     ("runs", "sync"): "send what trackers did not take",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
@@ -62,7 +68,7 @@ COMMANDS: dict[Command, str] = {
 }
 GROUPS = {
     "checkpoint": "look into checkpoints, check, compare and convert them",
-    "runs": "look at local runs of any logger: state, cause, metrics",
+    "runs": "look at local runs of any logger, name and remove them",
 }
 _EXAMPLES = (
     "  instep fit --config run.yaml --trainer.max_epochs 3",
@@ -76,6 +82,8 @@ _EXAMPLES = (
 _SHARED = {
     **{name: "config" for name in COMMANDS if name[0] == "config"},
     **dict.fromkeys((("fit",), ("validate",), ("predict",)), "trainer_command"),
+    **{("runs", name): "runs.labels" for name in ("name", "tag", "note", "archive")},
+    **{("runs", name): "runs.removed" for name in ("rm", "empty-trash")},
 }
 _WITH_INNER = {name for name in COMMANDS if any(len(other) > 1 and other[:1] == name for other in COMMANDS)}
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
@@ -89,6 +97,7 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
+_WIDE = 50  # a group with more commands has its text where they end
 EXIT_INTERRUPTED = 130
 
 
@@ -158,7 +167,7 @@ def find(words: Sequence[str]) -> Command | None:
 def load(command: Command) -> Any:
     """Import what a command consists of: a module, or a class."""
     if command in _SHARED:
-        return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].capitalize())
+        return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].title().replace("-", ""))
     return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
 
 
@@ -282,8 +291,8 @@ def _top() -> dict[Command, str]:
 
 
 def _columns(texts: dict[Command, str]) -> list[str]:
-    width = max(len(" ".join(name)) for name in texts) + 2
-    return [f"  {' '.join(name):{width}}{text}" for name, text in texts.items()]
+    width = max(size for name in texts if (size := len(" ".join(name))) <= _WIDE)
+    return [f"  {' '.join(name):{width}}  {text}" for name, text in texts.items()]
 
 
 def _complain(message: str) -> None:

@@ -19,10 +19,10 @@ _LONG_BITS = 256  # of a number that is written in full
 _FEW = 8  # elements of a tensor that are worth printing
 
 
-def say(text: str = "") -> None:
-    """Print one line, or several; what a terminal would obey becomes an escape."""
+def say(text: str = "", kept: str = "\n\t") -> None:
+    """Print one line, or several; what a terminal would obey becomes an escape, but for the characters in `kept`."""
     encoding = sys.stdout.encoding or "utf-8"
-    text = clean(text)
+    text = clean(text, kept)
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
 
 
@@ -33,7 +33,7 @@ def warn(text: str) -> None:
     sys.stderr.write(f"instep: {text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
 
 
-def confirm(what: str, question: str, otherwise: str, refusal: str) -> None:
+def confirm(what: str, question: str, otherwise: str, refusal: str, yes: bool = False) -> None:
     """Ask the user for a yes.
 
     Args:
@@ -41,10 +41,13 @@ def confirm(what: str, question: str, otherwise: str, refusal: str) -> None:
         question: that yes answers.
         otherwise: what to do where nobody can be asked.
         refusal: the error's text after another answer.
+        yes: the user has said so already: what it is about is printed, and nothing asked.
 
     Raises:
         UsageError: it is no yes, or nobody can be asked.
     """
+    if yes:
+        return warn(what)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{what}\n{otherwise}")
     warn(what)

@@ -1,6 +1,10 @@
-"""Run folders as data: what `instep runs` and `instep dashboard` show. Nothing here writes.
+"""Run folders as data: what `instep runs` and `instep dashboard` show. Only `label` and `trash` write into them.
 
 - `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
+- `label`: what a person calls a run, with tags and a note; `naming`: what a run is called that nobody has named.
+- `entries`: runs with hyperparameters and the ends of their metrics, from an index of what was read before.
+- `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: one run in lines and rows.
+- `trash`: removing runs.
 - `status`: whether a run still goes on, how it ended and why, by rank.
 - `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.
 - `ranks`: which ranks the others wait for.
@@ -17,6 +21,7 @@ from instep.utils.imports import loads
 if TYPE_CHECKING:
     from instep.runs.folder import Run as Run
     from instep.runs.folder import find_runs as find_runs
+    from instep.runs.label import Label as Label
     from instep.runs.metrics import Curve as Curve
     from instep.runs.metrics import Metrics as Metrics
     from instep.runs.metrics import MetricsReader as MetricsReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from instep.health.heartbeat_file import PACES_FILE
 from instep.health.run_status import FAILURES, PROGRESS
 from instep.loggers.hparams import NAME as HPARAMS
 from instep.loggers.rows import WandbFile
+from instep.runs.label import FILE as LABEL
+from instep.runs.label import Label, label_of, read_label
 from instep.runs.metrics import Metrics, MetricsReader, log_files
 from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
@@ -22,7 +24,7 @@ from instep.utils.untrusted_files import clean, open_regular
 
 DEPTH = 6  # runs/<experiment>/instep_runs/version_0, and some more
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
-_WATCHED = (STATUS, HPARAMS, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
+_WATCHED = (STATUS, HPARAMS, LABEL, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
 _TAIL_BYTES = 2**18
 
@@ -34,7 +36,7 @@ class Run:
     """Run folder, as it was when `find_runs` looked at it.
 
     Args:
-        name: path of the run folder from the folder that was searched.
+        name: path of the run folder from the folder that was searched; what a person calls the run is in `label`.
         folder: absolute path of the run folder.
         status: whether the run goes on, or how it ended and why.
         updated: time when the newest of its files was changed, in seconds since 1970.
@@ -58,6 +60,12 @@ class Run:
     status: RunStatus
     updated: float
     stamp: Stamp = field(repr=False, default=())
+
+    @cached_property
+    def label(self) -> Label:
+        """Label of the run; the name is that of `Trainer(name=...)` where nobody has given another one since."""
+        label = read_label(self.folder)
+        return label if label.name else replace(label, name=label_of(self.status.said).name)
 
     @cached_property
     def hparams(self) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
     if not root.is_dir():
         raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
     known = {run.folder: run for run in before}
-    runs = [_look(path, root, stamp, known.get(path)) for path, stamp in _below(root, DEPTH)]
+    runs = [look_at(path, root, stamp, known.get(path)) for path, stamp in below(root, DEPTH)]
     return sorted(runs, key=lambda run: (run.updated, run.name), reverse=True)
 
 
@@ -178,7 +186,8 @@ def tail(path: Path, lines: int = 50) -> str:
     return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
 
 
-def _below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
+def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
+    """Yield each run folder at a folder and so many folders below it, with its stamp."""
     folders: list[str] = []
     seen: dict[str, os.stat_result] = {}
     try:
@@ -195,13 +204,22 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
         yield folder, tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in seen.items()))
     if STATUS not in seen and depth:  # what is in a run is its own
         for name in folders:
-            yield from _below(folder / name, depth - 1)
+            yield from below(folder / name, depth - 1)
 
 
-def _look(folder: Path, root: Path, stamp: Stamp, before: Run | None) -> Run:
+def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -> Run:
+    """Make the record of a run below `root`; an earlier one with the same stamp is kept, unless the run went on."""
     live = before is not None and before.status.state in ("running", "starting")
     if before is not None and before.stamp == stamp and not live:
         return before
-    name = folder.name if folder == root else str(folder.relative_to(root))
-    updated = max((time_ns for _, time_ns, _ in stamp), default=0) / 1e9
-    return Run(clean(name), folder, look(folder), updated, stamp)
+    return Run(path_below(folder, root), folder, look(folder), updated(stamp), stamp)
+
+
+def path_below(folder: Path, root: Path) -> str:
+    """Return the path of a run folder from the one that was searched, fit for a terminal."""
+    return clean(folder.name if folder == root else str(folder.relative_to(root)), "")
+
+
+def updated(stamp: Stamp) -> float:
+    """Return when the newest file of a run was changed; a new name or note is no change of the run."""
+    return max((time_ns for name, time_ns, _ in stamp if name != LABEL), default=0) / 1e9

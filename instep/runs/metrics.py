@@ -39,6 +39,7 @@ class Curve:
         greatest: the largest finite value.
         not_finite: how many values are nan or infinite; they are no points.
         first_bad: the step of the first one of these.
+        last_step: the step of the last value.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Curve:
     greatest: float
     not_finite: int = 0
     first_bad: float | None = None
+    last_step: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class _Buckets:
             max((point[1] for point in points), default=math.nan),
             self.not_finite,
             self.first_bad,
+            self.last[0],
         )
 
 

@@ -512,6 +512,7 @@ class RunFolder:
         job = read_job()
         return {
             **self._facts,
+            "name": trainer.settings.name,
             "status": status,
             "exit_code": code,
             "global_step": trainer.global_step,

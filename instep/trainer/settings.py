@@ -162,6 +162,11 @@ def _holds(value: Any) -> bool:
     return known and all(is_int(size, 1) for size in value.values()) and 0 in _sizes(value)
 
 
+_NAME = Check(
+    lambda value: isinstance(value, str) and value.strip() != "" and len(value) <= 200 and value.isprintable(),
+    "a text of one line, of at most 200 characters, that is not blank",
+    schema={"type": "string", "maxLength": 200},
+)
 _global_batch_size = Check(
     _holds,
     "an integer of at least 1, or such sizes by the optimizer step from which they hold, 0 among them, as "
@@ -223,6 +228,7 @@ class Settings:
     nonfinite: Annotated[str | None, choice("stop", "skip", "continue")] = None
     grace_period_s: Annotated[float, SECONDS] = 30.0
     hang_timeout_s: Annotated[float | None, SECONDS] = None
+    name: Annotated[str | None, _NAME] = None
 
     @property
     def train_limit(self) -> int | float:
@@ -406,18 +412,9 @@ def _check_loop(s: Settings, given: Mapping[str, Any]) -> None:
 
 
 def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
-    off: dict[str, Any] = {
-        "logger": (),
-        "callbacks": (),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 0,
-        "num_sanity_val_steps": 0,
-        "fast_dev_run": False,
-        "detect_anomaly": False,
-        "profiler": None,
-    }
+    flags = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "detect_anomaly")
+    off: dict[str, Any] = {"logger": (), "callbacks": (), "profiler": None} | dict.fromkeys(flags, False)
+    off |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
     contradicting = [f"{name}={given[name]!r}" for name in off if name in given and given[name] != off[name]]
     if contradicting:
         raise SettingError(

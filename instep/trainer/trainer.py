@@ -133,6 +133,8 @@ class Trainer:
         hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
             run folder and they end with exit code 76, which elastic launchers start again. Starting, loading,
             saving, compiling, a loop's first batch and its end may take ten times as long. None: INSTEP_HANG_TIMEOUT_S
+        name: of the run, for `instep runs` and the dashboard; its folder keeps its path. Without one they show the
+            hyperparameters in which it differs from the runs beside it.
         **unknown: anything else is an error that names the replacement.
 
     Raises:
@@ -196,6 +198,7 @@ class Trainer:
         nonfinite: str | None = None,
         grace_period_s: float | None = None,
         hang_timeout_s: float | None = None,
+        name: str | None = None,
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}

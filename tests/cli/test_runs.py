@@ -31,16 +31,29 @@ def two(tmp_path: Path) -> Path:
 
 def test_ls_shows_each_run_with_its_state_and_chosen_columns(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = said(capsys, "ls", two, "-c", "lr,loss", "--sort", "loss").splitlines()
-    assert header.split() == ["run", "state", "step", "epoch", "lr", "loss", "updated", "why"]
-    assert [row.split()[:6] for row in rows] == [
-        ["version_1", "failed", "12", "1", "0.1", "0.25"],
-        ["version_0", "finished", "12", "1", "0.5", "nan"],
+    assert header.split()[1:] == [
+        "state",
+        "lr",
+        "loss",
+        "least",
+        "loss",
+        "at",
+        "step",
+        "step",
+        "epoch",
+        "updated",
+        "why",
     ]
-    assert rows[0].endswith("ValueError: bad")
+    assert [row.partition(" s ago")[0].split()[:-1] for row in rows] == [
+        ["lr=0.1", "failed", "0.1", "0.25", "0.25*", "2", "12", "2"],
+        ["lr=0.5", "finished", "0.5", "nan", "12", "2"],
+    ]
+    assert [row.partition("ago  ")[2] for row in rows] == ["ValueError: bad", "loss is nan, first at step 3"]
     [only] = said(capsys, "ls", two, "--state", "failed", "--json")["runs"]
-    assert (only["name"], only["cause"], only["exit_code"]) == ("version_1", "ValueError: bad\nmore", 0)
+    assert (only["name"], only["cause"], only["exit_code"]) == ("lr=0.1", "ValueError: bad\nmore", 0)
+    assert (only["path"], only["hparams"]["model/width"], only["metrics"]["loss"]["least"]) == ("version_1", 8, 0.25)
     assert "no run is ever 'bad'; the states are starting" in said(capsys, "ls", two, "--state", "bad", code=1)
-    assert "the newest has lr, model/width, loss" in said(capsys, "ls", two, "-c", "los", code=1)
+    assert "there are lr, model/width, loss; and name" in said(capsys, "ls", two, "-c", "los", code=1)
     (two / "empty").mkdir()
     assert "there is no run in" in said(capsys, "ls", two / "empty", code=1)
 
@@ -50,11 +63,12 @@ def test_compare_shows_what_differs(two: Path, capsys: pytest.CaptureFixture[str
     answer = said(capsys, *words, "--json")
     order = [run["name"] for run in answer["runs"]]
     lr = dict(zip(order, answer["hparams"]["lr"], strict=True))
-    assert lr == {"version_0": 0.5, "version_1": 0.1}
+    assert lr == {"lr=0.5": 0.5, "lr=0.1": 0.1}
     assert answer["same"] == {"model/width": 8}
     loss = dict(zip(order, answer["metrics"]["loss"], strict=True))
-    assert loss["version_0"] == {
-        "last": "nan", "least": 1e-5, "greatest": 0.5, "count": 3, "not_finite": 1, "first_bad": 3.0
+    assert loss["lr=0.5"] == {
+        "last": "nan", "last_step": 3.0, "least": 1e-5, "least_step": 2.0, "greatest": 0.5, "greatest_step": 1.0,
+        "count": 3, "not_finite": 1, "first_bad": 3.0,
     }  # fmt: skip
     shown = said(capsys, *words)
     assert "nan (1e-05 .. 0.5, first nan at step 3)" in shown
@@ -76,11 +90,11 @@ def test_show_of_a_crash_says_what_it_did_the_cause_by_rank_and_how_it_goes_on(
         (run / f"failures/rank-{rank}.json").write_text(json.dumps(report))
     (run / "train.log").write_text("last words\n")
     shown = said(capsys, "show", tmp_path)
-    assert shown.startswith(f"{run}: failed\nwhy: {cause}\n")
+    assert shown.startswith(f"{run.name}: failed\n{run}\nwhy: {cause}\n")
     assert "was doing: train, phase save, epoch 3 of 5, batch 7 of 9, step 41, " in shown
     assert [line.split()[0] for line in shown.splitlines() if " n0 " in line or " n1 " in line] == ["1", "0"]
     assert "traceback of rank 1\n    in f\n  E1\\x1b[2J\n" in shown
-    assert "time: 4 seconds: data 75%, forward 25%" in shown
+    assert "time: 4 s: data 75%, forward 25%" in shown
     assert "end of train.log\nlast words\n" in shown
     ends = "it goes on with\n  cd /work\n  python train.py --name 'a b' --key '***'\n"
     assert shown.endswith(f"{ends}  (*** stands for secrets, which are not kept)\n")

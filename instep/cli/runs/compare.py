@@ -1,4 +1,4 @@
-"""Compare runs: the hyperparameters in which they differ, and where their metrics ended.
+"""Compare runs: the hyperparameters in which they differ, and where their metrics ended; more than three, a line a run.
 
 Examples:
   instep runs compare instep_runs/version_3 instep_runs/version_7
@@ -10,43 +10,57 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import math
 
 from instep.cli import output
-from instep.cli.runs.chosen import add_paths, ends, find, finite, number, settings, titles
+from instep.cli.runs.chosen import find, names
+from instep.cli.runs.ls import print_table
 from instep.errors import UsageError
+from instep.runs.entries import Ends, Entry
+from instep.runs.facts import number
+from instep.runs.naming import differing
+from instep.runs.table import Table, metric_of
+
+_BESIDE = 3  # runs that stand beside each other
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_paths(parser, 6)
+    parser.add_argument("paths", metavar="DIR", nargs="*", default=["."], help="runs, or folders of runs (default: .)")
+    parser.add_argument("-m", "--metrics", type=names, metavar="NAMES", help="the metrics, with commas between them")
+    parser.add_argument("-n", "--limit", type=int, default=6, metavar="N", help="the newest N runs (default: 6)")
     parser.add_argument("--all", action="store_true", help="show the hyperparameters that are the same, too")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what differs."""
-    runs = find(args.paths, args.limit)
-    params = [settings(run) for run in runs]
+    entries = find(args.paths, max(1, args.limit))
+    params = [entry.params for entry in entries]
     keys = list(dict.fromkeys(key for each in params for key in each))
-    missing = object()
-    differs = [key for key in keys if any(each.get(key, missing) != params[0].get(key, missing) for each in params)]
-    curves = [run.metrics(args.metrics, 100).curves for run in runs]
-    metrics = list(dict.fromkeys(name for each in curves for name in each))
-    if lacking := [name for name in args.metrics or () if name not in metrics]:
-        there = dict.fromkeys(name for run in runs for name in run.metrics(None, 4).curves)
-        raise UsageError(f"no run has the metric {lacking[0]!r}; there are {', '.join([*there][:20])}")
+    differs = differing(params)
+    there = list(dict.fromkeys(name for entry in entries for name in entry.ends if name != "hp_metric"))
+    metrics = [metric_of(name) for name in args.metrics or there]
+    if lacking := [metric.name for metric in metrics if metric.name not in there]:
+        raise UsageError(f"no run has the metric {lacking[0]!r}; there are {', '.join(there[:20])}")
+    if len(entries) > _BESIDE and not args.json:
+        print_table(Table(entries, keys if args.all else differs, metrics))
+        return 0
     if args.json:
         output.say_json(
             {
-                "runs": [{"name": run.name, "folder": str(run.folder), "state": run.status.state} for run in runs],
+                "runs": [
+                    {"name": entry.name, "folder": str(entry.run.folder), "state": entry.run.status.state}
+                    for entry in entries
+                ],
                 "hparams": {key: [each.get(key) for each in params] for key in differs},
                 "same": {key: params[0].get(key) for key in keys if key not in differs},
-                "metrics": {name: [ends(each.get(name)) for each in curves] for name in metrics},
+                "metrics": {metric.name: [_said(entry, metric.name) for entry in entries] for metric in metrics},
             }
         )
         return 0
-    headers = titles(runs)
-    output.table(("", *headers), [("state", *(run.status.state for run in runs))])
+    headers = [entry.name for entry in entries]
+    output.table(("", *headers), [("state", *(entry.run.status.state for entry in entries))])
     shown = keys if args.all else differs
     if shown:
         output.say()
@@ -57,13 +71,17 @@ def run(args: argparse.Namespace) -> int:
         output.say(f"{output.count(same, 'hyperparameter')} the same in all (--all shows them)")
     if metrics:
         output.say()
-        rows = [(name, *(_cell(each.get(name)) for each in curves)) for name in metrics]
+        rows = [(metric.name, *(_cell(entry.ends.get(metric.name)) for entry in entries)) for metric in metrics]
         output.table(("metric: last (least .. greatest)", *headers), rows, right=headers)
     return 0
 
 
-def _cell(curve: Any) -> str:
-    if curve is None:
+def _said(entry: Entry, metric: str) -> dict[str, float | None] | None:
+    return entry.ends[metric].describe() if metric in entry.ends else None
+
+
+def _cell(ends: Ends | None) -> str:
+    if ends is None:
         return ""
-    bad = f", first nan at step {curve.first_bad:.0f}" if curve.first_bad is not None else ""
-    return f"{number(curve.last)} ({number(finite(curve.least))} .. {number(finite(curve.greatest))}{bad})"
+    bad = "" if math.isnan(ends.first_bad) else f", first nan at step {ends.first_bad:.0f}"
+    return f"{number(ends.last)} ({number(ends.least)} .. {number(ends.greatest)}{bad})"

@@ -1,6 +1,7 @@
 """Show a run: what it is doing or was doing at its end, the cause by rank, its last metrics, and how it goes on.
 
 Of a folder with several runs the newest is shown. `--verify` compares every byte of the checkpoints with its checksum.
+Epochs count from 1, as on the screen of the training; in --json they count from 0, as in the files.
 
 Examples:
   instep runs show instep_runs/version_0
@@ -12,23 +13,28 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from instep.cli import output
-from instep.cli.runs.chosen import ends, find, finite, number, settings
-from instep.cli.runs.ls import describe
-from instep.health.run_status import how_to_go_on, in_short
-from instep.runs import Metrics, Run
-from instep.runs.folder import tail
-from instep.utils.redact import HIDDEN
+from instep.cli.runs.chosen import find
+from instep.health.run_status import how_to_go_on
+from instep.runs import Metrics, Run, find_runs
+from instep.runs.entries import ends_of
+from instep.runs.facts import (
+    end_of_log,
+    failure_rows,
+    lines_to_go_on,
+    metric_rows,
+    state_lines,
+    time_shares,
+    traceback_of,
+)
+from instep.runs.table import MARK, upright
 
 _BAD = ("failed", "hung", "dead", "interrupted", "preempted")
-_FEW, _FEW_LINES = 20, 12  # metrics, lines of a traceback; --json has all
-_TIMES = ("start", "data", "forward", "backward", "optimizer", "validation", "saving", "other")
+_FEW = 20  # metrics; --json has all
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +49,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print all that is known of a run."""
-    runs = find([args.path])
-    one = runs[0]
-    if len(runs) > 1:
-        sys.stderr.write(f"instep: the newest of {len(runs):,} runs\n")
+    entries = find([args.path])
+    if len(entries) > 1:
+        sys.stderr.write(f"instep: the newest of {len(entries):,} runs\n")
+    one = find_runs(entries[0].run.folder)[0]  # all of it: the list has a part
     metrics, checkpoints = one.metrics(None, 100), one.checkpoints(args.verify)
     if args.json:
         output.say_json(
             {
-                **describe(one),
+                **entries[0].describe(),
                 "said": one.status.said,
                 "progress": one.status.progress,
                 "failures": one.status.failures,
                 "go_on": how_to_go_on(one.status.said),
-                "metrics": {name: ends(curve) for name, curve in metrics.curves.items()},
+                "metrics": {name: ends_of(curve).describe() for name, curve in metrics.curves.items()},
                 "checkpoints": checkpoints,
                 "hparams": one.hparams,
                 "reports": [str(path) for path in one.reports()],
@@ -65,35 +71,32 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    _print_state(one)
+    _print_state(entries[0].name, one)
     _print_failures(one)
-    _print_metrics(one, metrics)
-    _print_times(one)
+    _print_metrics(metrics)
+    if times := time_shares(one.status.said):
+        output.say(f"\ntime: {times}")
     _print_checkpoints(checkpoints)
-    output.tree("hyperparameters", settings(one))
-    _print_log(one, args.log)
-    if one.status.state in _BAD:  # last, where the eye is
-        _print_go_on(one)
+    output.tree("hyperparameters", entries[0].params)
+    bad = one.status.state in _BAD
+    for line in end_of_log(one, (20 if bad else 0) if args.log is None else args.log):
+        output.say(line)
+    if bad:  # last, where the eye is
+        for line in lines_to_go_on(one.status.said):
+            output.say(line)
     return 0
 
 
-def _print_state(one: Run) -> None:
+def _print_state(name: str, one: Run) -> None:
     status, said = one.status, one.status.said
-    output.say(f"{one.folder}: {status.state}")
-    if status.cause:
-        below = any(failure.get("traceback") for failure in status.failures[:1])
-        whole = not (below and "Traceback (most recent call last):" in status.cause)
-        output.say(f"why: {status.cause.strip() if whole else in_short(status.cause)}")
-    done = "" if status.state == "finished" else _doing(status.progress)
-    if done:
-        seen = f", {_ago(status.progress.get('time'))}"
-        step = status.progress.get("global_step")
-        if status.step is not None and isinstance(step, int) and status.step > step:
-            seen += f"; then it came to step {status.step:,}"
-        output.say(f"{'doing' if status.state == 'running' else 'was doing'}: {done}{seen}")
-    elif status.step is not None:
-        epoch = "" if status.epoch is None else f", epoch {status.epoch + 1:,}"
-        output.say(f"step {status.step:,}{epoch}")
+    output.say(f"{upright(name)}: {status.state}", MARK)
+    output.say(f"{one.folder}")
+    if one.label.tags:
+        output.say(f"tags: {' '.join(one.label.tags)}")
+    for line in one.label.note.splitlines():
+        output.say(f"note: {upright(line)}", MARK)
+    for line in state_lines(status, _ago(status.progress.get("time"))):
+        output.say(line)
     where = [f"{key} {said[key]}" for key in ("host", "pid", "world_size", "strategy", "device") if said.get(key)]
     times = [f"{name} {_ago(said.get(key))}" for name, key in (("started", "started"), ("ended", "ended"))]
     facts = [*where, *(text for text in times if not text.endswith(" "))]
@@ -101,24 +104,6 @@ def _print_state(one: Run) -> None:
         output.say(", ".join(facts))
     for problem in one.problems:
         output.say(f"cannot be read: {problem}")
-
-
-def _doing(progress: dict[str, Any]) -> str:
-    """Say in words where a run was, by its `progress.json`."""
-    parts = [f"{progress[key]}" for key in ("stage",) if progress.get(key)]
-    if progress.get("phase") not in (None, progress.get("stage")):
-        parts.append(f"phase {progress['phase']}")
-    for key, name, most in (
-        ("epoch", "epoch", "max_epochs"),
-        ("batch", "batch", "batches"),
-        ("global_step", "step", "max_steps"),
-    ):
-        value, limit = progress.get(key), progress.get(most)
-        if isinstance(value, int):
-            value += key == "epoch"  # from 1, as on the screen
-            parts.append(f"{name} {value:,}" + (f" of {limit:,}" if isinstance(limit, int) and limit > 0 else ""))
-    speed = progress.get("steps_per_s")
-    return ", ".join([*parts, *([f"{speed:.3g} steps/s"] if isinstance(speed, (int, float)) else [])])
 
 
 def _ago(seconds: Any) -> str:
@@ -132,53 +117,24 @@ def _print_failures(one: Run) -> None:
     status = one.status
     if status.failures:
         output.say()
-        rows = [
-            (
-                f"{failure['rank']}{' (the cause)' if failure.get('cause') is True else ''}",
-                *(failure.get(key) for key in ("host", "step", "batch", "phase", "how")),
-                in_short(str(failure.get("message") or "")),
-            )
-            for failure in status.failures
-        ]
-        output.table(("rank", "host", "step", "batch", "phase", "how", "message"), rows, right=("step", "batch"))
-        trace = str(status.failures[0].get("traceback") or "").rstrip().splitlines()
-        if trace:
-            output.say(f"\ntraceback of rank {status.failures[0]['rank']}")
-            for line in (["..."] if len(trace) > _FEW_LINES else []) + trace[-_FEW_LINES:]:
-                output.say(f"  {line}")
+        heads = ("rank", "host", "step", "batch", "phase", "how", "message")
+        output.table(heads, failure_rows(status), right=("step", "batch"))
+    for line in traceback_of(status):
+        output.say(line)
     if reports := one.reports():
         output.say(f"\nreports of a hang, with the stacks of all threads: {reports[0].parent}")
 
 
-def _print_metrics(one: Run, metrics: Metrics) -> None:
+def _print_metrics(metrics: Metrics) -> None:
     for problem in metrics.problems:
         output.say(f"cannot be read: {problem}")
-    if not metrics.curves:
-        return
-    output.say(f"\nmetrics ({metrics.source})")
-    rows = []
-    for name, curve in list(metrics.curves.items())[:_FEW]:
-        step = f"{curve.steps[-1]:.0f}" if curve.steps else ""
-        bad = "" if curve.first_bad is None else f"first nan at step {curve.first_bad:.0f}"
-        ends = [number(finite(value)) for value in (curve.least, curve.greatest)]
-        rows.append((name, number(curve.last), step, *ends, f"{curve.count:,}", bad))
-    output.table(
-        ("metric", "last", "step", "least", "greatest", "points", ""),
-        rows,
-        right=("last", "step", "least", "greatest", "points"),
-    )
-    if len(metrics.curves) > _FEW:
-        output.say(f"and {len(metrics.curves) - _FEW} more (--json has all)")
-
-
-def _print_times(one: Run) -> None:
-    summary = one.status.said.get("summary")
-    times = summary.get("time_s") if isinstance(summary, dict) else None
-    if isinstance(times, dict):
-        known = {name: times[name] for name in _TIMES if isinstance(times.get(name), float) and times[name] < 1e12}
-        whole = sum(known.values()) or 1.0
-        parts = [f"{name} {value / whole:.0%}" for name, value in known.items() if value / whole >= 0.005]
-        output.say(f"\ntime: {output.count(round(whole), 'second')}: {', '.join(parts)}")
+    rows = metric_rows(metrics)
+    if rows:
+        output.say(f"\nmetrics ({metrics.source})")
+        heads = ("metric", "last", "step", "least", "greatest", "points", "")
+        output.table(heads, rows[:_FEW], right=heads[1:6])
+    if len(rows) > _FEW:
+        output.say(f"and {len(rows) - _FEW} more (--json has all)")
 
 
 def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
@@ -189,7 +145,8 @@ def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     output.say("\ncheckpoints")
     rows = [
         (
-            *(entry.get(key) for key in ("name", "step", "kind", "epoch")),
+            *(entry.get(key) for key in ("name", "step", "kind")),
+            entry["epoch"] + 1 if isinstance(entry.get("epoch"), int) else None,
             None if entry.get("score") is None else f"{entry['monitor']}={entry['score']:.6g}",
             output.size(entry["bytes"]),
             output.age(entry["created"]) if entry.get("created") else None,
@@ -198,25 +155,3 @@ def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
         for entry in checkpoints
     ]
     output.table(("checkpoint", "step", "kind", "epoch", "score", "size", "created", "state"), rows, ("step", "epoch"))
-
-
-def _print_log(one: Run, lines: int | None) -> None:
-    if lines is None:
-        lines = 20 if one.status.state in _BAD else 0
-    newest = next(iter(one.logs()), None) if lines > 0 else None
-    if newest is not None and (text := tail(newest, lines).rstrip("\n")):
-        output.say(f"\nend of {newest.relative_to(one.folder)}")
-        output.say(text)
-
-
-def _print_go_on(one: Run) -> None:
-    line = how_to_go_on(one.status.said)
-    if not line:
-        return
-    cwd = one.status.said.get("cwd")
-    output.say("\nit goes on with")
-    if isinstance(cwd, str) and Path(cwd) != Path.cwd():
-        output.say(f"  cd {shlex.quote(cwd)}")
-    output.say(f"  {line}")
-    if HIDDEN in line:
-        output.say(f"  ({HIDDEN} stands for secrets, which are not kept)")

@@ -49,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
         import_module(args.module)
 
     def ask(what: str) -> None:
-        if args.yes:
-            output.warn(what)
-        else:
-            output.confirm(what, "Send it?", "Look at it, then send it with --yes.", "nothing was sent")
+        output.confirm(what, "Send it?", "Look at it, then send it with --yes.", "nothing was sent", args.yes)
 
     done = list(sync(folder, args.timeout, ask))
     if args.json:

@@ -1,0 +1,309 @@
+"""Runs as a list shows them: name, hyperparameters and where each metric ended, from an index of what was read before.
+
+The index is a cache in the user's own cache folder, one JSON file for each folder that was searched. A run whose files
+have other times or sizes is read anew, and so is everything where the index is gone or damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from instep.errors import UsageError
+from instep.health.run_status import in_short
+from instep.loggers.hparams import flatten
+from instep.runs.folder import DEPTH, Run, Stamp, below, look_at, path_below, updated
+from instep.runs.label import label_of
+from instep.runs.metrics import Curve, MetricsReader
+from instep.runs.naming import call, options_of
+from instep.runs.status import STATES, RunStatus
+from instep.utils.atomic import replace as replace_file
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+
+Plain = bool | int | float | str
+_VERSION = 1
+_MOST_FILES = 64  # of the cache: one for each folder that was searched
+_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # of a run; one with more is read each time
+_KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
+_LIVE = ("starting", "running")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a curve ended, and its two extremes, each with its step; nan where there is none.
+
+    Args:
+        last: the last value, also where that is nan.
+        last_step: its step.
+        least: the smallest finite value.
+        least_step: its step.
+        greatest: the largest finite value.
+        greatest_step: its step.
+        first_bad: the step of the first value that is nan or infinite; nan without one.
+        count: how many points the curve has.
+        not_finite: how many values are nan or infinite.
+    """
+
+    last: float
+    last_step: float
+    least: float
+    least_step: float
+    greatest: float
+    greatest_step: float
+    first_bad: float
+    count: int
+    not_finite: int
+
+    def describe(self) -> dict[str, float | None]:
+        """Describe them for programs, None for what there is none of."""
+        return {name: None if name != "last" and math.isnan(value) else value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Run in a list.
+
+    Args:
+        run: its folder, status and label. Of a run from the index the status has the parts that lists show.
+        params: hyperparameters in one level, such as `model/width`.
+        ends: of its metrics, by name.
+        monitor: metric that its checkpoints were ranked by; empty for none.
+        name: what the list calls the run (`instep.runs.naming`).
+    """
+
+    run: Run
+    params: dict[str, Plain]
+    ends: dict[str, Ends]
+    monitor: str = ""
+    name: str = field(default="", compare=False)
+
+    @property
+    def why(self) -> str:
+        """Why the run ended, in one line; empty for one that reached its end. A metric that ended nan is named."""
+        status = self.run.status
+        bad = [name for name, ends in self.ends.items() if not math.isfinite(ends.last)]
+        if bad and status.state in ("finished", *_LIVE):
+            first = min(bad, key=lambda name: (name != self.monitor, "loss" not in name))
+            return f"{first} is {self.ends[first].last:g}, first at step {self.ends[first].first_bad:.0f}"
+        reached = status.state == "finished" and status.cause.startswith(("max_epochs=", "max_steps="))
+        return "" if reached else in_short(status.cause)
+
+    @property
+    def updated(self) -> str:
+        """Time of its last change in ISO 8601."""
+        return datetime.fromtimestamp(self.run.updated, timezone.utc).isoformat(timespec="seconds")
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the run for programs; epochs count from 0, as in its files."""
+        run, status = self.run, self.run.status
+        return {
+            "name": self.name,
+            "path": run.name,
+            "folder": str(run.folder),
+            "state": status.state,
+            "cause": status.cause,
+            "why": self.why,
+            "by_rank": status.by_rank,
+            "step": status.step,
+            "epoch": status.epoch,
+            "updated": self.updated,
+            **{key: status.said.get(key) for key in ("exit_code", "signal", "run_id", "host", "pid", "checkpoint")},
+            "label": asdict(run.label),
+            "hparams": self.params,
+            "metrics": {name: ends.describe() for name, ends in self.ends.items()},
+        }
+
+
+def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Entry]:
+    """Read the runs at a folder and below, the newest first; what the index has and is as it was is not read again.
+
+    Args:
+        folder: where to search.
+        depth: how many folders below it.
+
+    Raises:
+        UsageError: there is no such folder.
+
+    Example:
+        >>> import tempfile
+        >>> from instep.loggers import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for number, lr in enumerate((0.1, 0.2)):
+        ...         logger = CSVLogger()
+        ...         logger.start(f"{folder}/version_{number}")
+        ...         logger.log_hyperparams({"lr": lr})
+        ...         logger.log_metrics({"loss": lr}, step=1)
+        ...         logger.finalize()
+        ...     sorted((entry.name, entry.ends["loss"].least) for entry in read_entries(folder))
+        [('lr=0.1', 0.1), ('lr=0.2', 0.2)]
+    """
+    root = Path(folder).absolute()
+    if not root.is_dir():
+        raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
+    index = _index_of(root)
+    kept, found, rows = _load(index, root), list[Entry](), dict[str, Any]()
+    for path, stamp in below(root, depth):
+        key = str(path)
+        entry = _restore(kept.get(key), path, root, stamp)
+        rows[key] = kept.get(key)
+        if entry is None:
+            entry = _read(look_at(path, root, stamp))
+            rows[key] = _row(entry)
+        elif entry.run.status.state in _LIVE:  # its process may have gone
+            entry = replace(entry, run=look_at(path, root, stamp))
+        found.append(entry)
+    rows = {key: row for key, row in rows.items() if row is not None}
+    if rows != kept:
+        _save(index, root, rows)
+    names = call([(entry.run, entry.params) for entry in found])
+    found = [replace(entry, name=name) for entry, name in zip(found, names, strict=True)]
+    return sorted(found, key=lambda entry: (entry.run.updated, entry.run.name), reverse=True)
+
+
+def at_path(path: str) -> list[Entry]:
+    """Return the runs that a word means: those at a folder and below, or the one of a name below the working directory.
+
+    A run's own folder is called as it is among its neighbours.
+
+    Args:
+        path: a folder, or a name that `instep runs ls` shows.
+
+    Raises:
+        UsageError: there is no such folder, and no run of that name.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        return _named(path)
+    if next(below(folder, 0), None) is None:
+        return read_entries(folder)
+    names = {entry.run.folder: entry.name for entry in read_entries(folder.parent, 1)}
+    return [replace(entry, name=names.get(entry.run.folder, entry.name)) for entry in read_entries(folder)]
+
+
+def _named(name: str) -> list[Entry]:
+    entries = read_entries(".")
+    found = [entry for entry in entries if name in (entry.name, entry.run.name)]
+    if not found:
+        raise UsageError(
+            f"{name} is no folder, and none of the {len(entries):,} runs below this folder is called so: give a run "
+            "folder, one that has runs in it, or a name that `instep runs ls` shows"
+        )
+    return found
+
+
+def find_one(word: str) -> Entry:
+    """Find the run that a word means: its folder or its name.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    found, folder = at_path(word), Path(word).absolute()
+    if folder.is_dir():
+        found = [entry for entry in found if entry.run.folder == folder]  # not one below it
+    if len(found) == 1:
+        return found[0]
+    some = "; ".join(f"{entry.name} ({entry.run.name})" for entry in found[:8])
+    raise UsageError(
+        f"{len(found):,} runs are at {word!r}: {some}. Name one of them"
+        if found
+        else f"{word!r} is no folder of a run. `instep runs ls {word}` looks below it"
+    )
+
+
+def _read(run: Run) -> Entry:
+    summary = run.status.said.get("summary")
+    monitor = summary.get("monitor") if isinstance(summary, dict) else None
+    params = flatten(run.hparams) or options_of(run.status.said.get("command"))
+    curves = MetricsReader(run.folder, None, 4).read().curves
+    ends = {name: ends_of(curve) for name, curve in curves.items()}
+    return Entry(run, params, ends, monitor if isinstance(monitor, str) else "")
+
+
+def ends_of(curve: Curve) -> Ends:
+    """Return the ends of a curve, whose extremes are among its points."""
+    points = list(zip(curve.values, curve.steps, strict=True)) or [(math.nan, math.nan)]
+    extremes = (*min(points), *max(points, key=lambda at: (at[0], -at[1])))
+    bad = math.nan if curve.first_bad is None else curve.first_bad
+    return Ends(curve.last, curve.last_step, *extremes, bad, curve.count, curve.not_finite)
+
+
+# ---- the index
+
+
+def _index_of(root: Path) -> Path:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        home = Path(os.devnull)
+    name = hashlib.blake2b(os.fsencode(root), digest_size=12).hexdigest()
+    return home / "instep" / "runs" / f"{name}.json"
+
+
+def _load(index: Path, root: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        said = parse_object(read_regular(index, INDEX_BYTES))
+        if said.get("version") == _VERSION and said.get("root") == str(root) and isinstance(said.get("runs"), dict):
+            return said["runs"]
+    return {}
+
+
+def _save(index: Path, root: Path, rows: dict[str, Any]) -> None:
+    text = json.dumps({"version": _VERSION, "root": str(root), "runs": rows}, separators=(",", ":"), allow_nan=False)
+    with suppress(OSError):  # a cache: without it all is read again
+        index.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(index, text.encode("utf-8", "surrogatepass"))
+        files = sorted(index.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in files[_MOST_FILES:]:
+            old.unlink()
+
+
+def _row(entry: Entry) -> list[Any] | None:
+    run, status = entry.run, entry.run.status
+    size = sum(len(name) + len(str(value)) for name, value in entry.params.items())
+    if len(entry.ends) > _MOST_METRICS or size > _MOST_PARAMS_BYTES:
+        return None
+    said = {key: status.said[key] for key in _KEPT if key in status.said}
+    params = {name: _number(value) if isinstance(value, float) else value for name, value in entry.params.items()}
+    ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
+    told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
+    row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
+    return json.loads(json.dumps(row))  # as it is read again, to be compared
+
+
+def _number(value: float) -> Any:
+    return value if math.isfinite(value) else str(value)
+
+
+def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
+    """Return a run as the index has it; None where it changed since, or what is there is none of ours."""
+    try:
+        seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor = row
+        if seen != [list(each) for each in stamp] or state not in STATES:
+            return None
+        _check([cause, monitor, *params, *ends], str)
+        _check([number for number in (step, epoch) if number is not None], int)
+        _check(params.values(), (bool, int, float, str))
+        status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
+        run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
+        run.__dict__["label"] = label_of(label)  # what the cached property would read
+        return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _ends(*said: Any) -> Ends:
+    *places, count, not_finite = said
+    return Ends(*map(float, places), count=int(count), not_finite=int(not_finite))
+
+
+def _check(values: Iterable[Any], kinds: Any) -> None:
+    if not all(isinstance(value, kinds) for value in values):
+        raise TypeError

@@ -1,0 +1,121 @@
+"""Names of runs that nobody has named: what differs from the runs beside them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from instep.loggers.folders import number_of
+from instep.runs.folder import Run
+from instep.utils.untrusted_files import clean
+
+Params = Mapping[str, bool | int | float | str]
+_MOST, _LONG = 4, 24  # settings in a name; characters of a value
+_OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
+
+
+def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
+    """Name runs: each as it was called, by its folder's own name, by what differs from its neighbours, or by its start.
+
+    Its neighbours are the runs in the same folder. Of several with one name each gets the number of its folder too.
+
+    Args:
+        runs: with their hyperparameters.
+    """
+    beside: dict[Path, list[Params]] = {}
+    for run, params in runs:
+        beside.setdefault(run.folder.parent, []).append(params)
+    differ = {folder: differing(all_params)[:_MOST] for folder, all_params in beside.items()}
+    names = [_name(run, params, differ[run.folder.parent]) for run, params in runs]
+    for tell_apart in (_with_number, lambda name, run: f"{name} ({run.name})"):
+        seen = Counter(names)
+        names = [tell_apart(name, run) if seen[name] > 1 else name for name, (run, _) in zip(names, runs, strict=True)]
+    return names
+
+
+def differing(all_params: Sequence[Params]) -> list[str]:
+    """List the hyperparameters that are not the same in all runs, in the order of the first run that has them."""
+    keys = dict.fromkeys(key for params in all_params for key in params)
+    missing = object()
+    return [key for key in keys if len({repr(params.get(key, missing)) for params in all_params}) > 1]
+
+
+def value(of: Any) -> str:
+    """Write a hyperparameter in short.
+
+    Example:
+        >>> value(0.1), value(3e-5), value(True), value("adam")
+        ('0.1', '3e-05', 'true', 'adam')
+    """
+    if isinstance(of, bool):
+        return str(of).lower()
+    text = f"{of:.6g}" if isinstance(of, float) else clean(str(of), "")
+    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
+
+
+def short(key: str, keys: Sequence[str]) -> str:
+    """Return the last part of a hyperparameter's name, where no other one ends so.
+
+    Example:
+        >>> keys = ["model/width", "lr", "a/size", "b/size"]
+        >>> [short(key, keys) for key in keys]
+        ['width', 'lr', 'a/size', 'b/size']
+    """
+    last = key.rpartition("/")[2]
+    alone = sum(other.rpartition("/")[2] == last for other in keys) == 1
+    return clean(last if alone and last else key, "")
+
+
+def options_of(command: Any) -> dict[str, bool | int | float | str]:
+    """Read the options of a command: what a run is told apart by where its module keeps no hyperparameters.
+
+    Example:
+        >>> options_of(["python", "train.py", "--lr", "0.1", "--fast", "model.width=8"])
+        {'lr': 0.1, 'fast': True, 'model.width': 8}
+    """
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    found: dict[str, bool | int | float | str] = {}
+    for word, after in pairwise([*words, "-"]):
+        if match := _OPTION.fullmatch(word):
+            found[match[1]] = _parsed(match[2])
+        elif re.fullmatch(r"--[A-Za-z_][\w./-]{0,63}", word):
+            found[word[2:]] = True if re.match(r"-[^\d.]|-$", after) else _parsed(after[:200])
+    return {clean(key, ""): told for key, told in found.items()}
+
+
+def _parsed(text: str) -> bool | int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return clean(text, "")
+
+
+def _name(run: Run, params: Params, differ: Sequence[str]) -> str:
+    if run.label.name:
+        return run.label.name
+    if number_of(run.folder.name) is None:
+        return clean(run.folder.name, "")
+    said = " ".join(f"{short(key, differ)}={value(params[key])}" for key in differ if key in params)
+    return said or _start(run.status.said) or run.name
+
+
+def _start(said: Mapping[str, Any]) -> str:
+    """Name the program and the time of its start; empty where they are not known."""
+    command, started = said.get("command"), said.get("started")
+    words = [Path(str(word)).name for word in command] if isinstance(command, list) else []
+    program = next((word for word in words if word.endswith(".py")), "instep" if "instep" in words else "")
+    if not program or not isinstance(started, (int, float)) or not 0 < started < 2**33:
+        return ""
+    return f"{clean(program, '')} {time.strftime('%d %b %H:%M', time.localtime(started))}"
+
+
+def _with_number(name: str, run: Run) -> str:
+    number = number_of(run.folder.name)
+    return name if number is None else f"{name} #{number}"

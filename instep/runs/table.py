@@ -1,0 +1,401 @@
+"""A sweep as a table: which columns, in which order, which run is best, and how it fits a terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from instep.errors import UsageError
+from instep.runs import naming, where
+from instep.runs.entries import Entry
+from instep.runs.facts import number
+from instep.utils.untrusted_files import clean
+
+MARK = "\u200e"
+"""Sign without a width after which a line goes on from left to right."""
+_GAP, _LEAST = 2, 10  # blanks between columns; width of a name or text that is cut
+_LONG = 100  # characters of a text where nothing limits the width
+_ALWAYS = 2  # rank of the columns for which a name is cut: the state and a best value
+_FEW = 8  # runs whose end is told below the table
+_UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
+_FACTS: dict[str, Callable[[Entry], Any]] = {
+    "name": lambda entry: entry.name,
+    "path": lambda entry: entry.run.name,
+    "state": lambda entry: entry.run.status.state,
+    "step": lambda entry: entry.run.status.step,
+    "epoch": lambda entry: None if entry.run.status.epoch is None else entry.run.status.epoch + 1,
+    "tag": lambda entry: entry.run.label.tags,
+    "note": lambda entry: entry.run.label.note,
+    "why": lambda entry: entry.why,
+    "updated": lambda entry: entry.run.updated,
+}
+_SAID = ("state", "step", "epoch", "note", "why")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric of a table, and which of its values is the best one.
+
+    Args:
+        name: of the metric.
+        greatest: the best is the greatest, else the least.
+    """
+
+    name: str
+    greatest: bool
+
+    @property
+    def title(self) -> str:
+        """Header of its best value."""
+        return "greatest" if self.greatest else "least"
+
+    def best(self, entry: Entry) -> tuple[float, float] | None:
+        """Return the best value of a run and its step; None where it has none, or ended with nan or infinity."""
+        ends = entry.ends.get(self.name)
+        if ends is None or not math.isfinite(ends.last):
+            return None
+        return (ends.greatest, ends.greatest_step) if self.greatest else (ends.least, ends.least_step)
+
+    def rank(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return the runs that have a best value, the best run first."""
+        found = [(best[0], index, entry) for index, entry in enumerate(entries) if (best := self.best(entry))]
+        return [entry for *_, entry in sorted(found, key=lambda at: (-at[0] if self.greatest else at[0], at[1]))]
+
+
+def metric_of(word: str) -> Metric:
+    """Return the metric that a word means: `val_loss`, or `val_x:max` where the greatest is best.
+
+    Example:
+        >>> metric_of("val_loss").greatest, metric_of("val_acc").greatest, metric_of("x:max").greatest
+        (False, True, True)
+    """
+    name, _, way = word.rpartition(":")
+    if name and way in ("min", "max"):
+        return Metric(name, way == "max")
+    parts = word.lower().replace("/", "_").replace("-", "_").split("_")
+    return Metric(word, "loss" not in parts and any(part.startswith(_UP) for part in parts))
+
+
+def usual_metric(entries: Sequence[Entry]) -> Metric | None:
+    """Choose the metric that tells runs apart: what checkpoints were ranked by, else a loss, of validation first."""
+    monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
+    if monitors:
+        return metric_of(monitors.most_common(1)[0][0])
+    counts = Counter(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric"))
+    order = sorted(counts, key=lambda name: ("val" not in name, "loss" not in name, -counts[name], name))
+    found = next((name for name in order if "val" in name or "loss" in name or "acc" in name), None)
+    return None if found is None else metric_of(found)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table.
+
+    Args:
+        header: its name.
+        cells: a text for each run.
+        right: its texts end below each other.
+        rank: the greater, the earlier it is left out where there is no room; the name has 0.
+        cut: its texts may be cut.
+    """
+
+    header: str
+    cells: list[str]
+    right: bool = False
+    rank: int = 4
+    cut: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        """Cells of a terminal that it takes."""
+        return max(map(width_of, [self.header, *self.cells]), default=0)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs with chosen hyperparameters and metrics.
+
+    Args:
+        entries: the runs, in order.
+        params: the hyperparameters.
+        metrics: the metrics.
+    """
+
+    entries: list[Entry]
+    params: list[str]
+    metrics: list[Metric]
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], columns: Sequence[str] = (), sort: str = "", condition: str = "") -> Table:
+        """Choose and sort runs.
+
+        Args:
+            entries: all runs that there are.
+            columns: hyperparameters and metrics; without any the hyperparameters that differ, and one metric.
+            sort: hyperparameter, metric or fact; the best or smallest is first, and `:max` turns that round.
+            condition: which runs (`instep.runs.where`).
+
+        Raises:
+            UsageError: no run has such a name, or the condition is none.
+        """
+        for word in (*columns, *filter(None, [sort]), *where.names_in(condition)):
+            _check_known(word, entries)
+        holds = where.parse(condition) if condition.strip() else lambda _: True
+        chosen = [entry for entry in entries if holds(lambda name, entry=entry: value_of(entry, name))]
+        if sort:
+            chosen.sort(key=_order(sort, chosen))
+        if columns:
+            is_param = {word: any(word in entry.params for entry in entries) for word in columns}
+            metrics = [metric_of(word) for word in columns if not is_param[word] and word not in _FACTS]
+            return cls(chosen, [word for word in columns if is_param[word]], metrics)
+        usual = usual_metric(chosen)
+        by_sort = [metric_of(sort)] if sort and any(metric_of(sort).name in entry.ends for entry in chosen) else []
+        return cls(chosen, naming.differing([entry.params for entry in chosen]), by_sort or ([usual] if usual else []))
+
+    def csv(self) -> str:
+        """Write all of it for a spreadsheet; a text that it would take for a formula begins with an apostrophe."""
+        heads = [
+            title
+            for metric in self.metrics
+            for title in (metric.name, f"{metric.title} {metric.name}", f"at step {metric.name}")
+        ]
+        rows: list[list[Any]] = [["name", "folder", *_SAID, "updated", "tags", *self.params, *heads]]
+        for entry in self.entries:
+            row = [entry.name, entry.run.folder, *(_FACTS[name](entry) for name in _SAID), entry.updated]
+            row += [" ".join(entry.run.label.tags), *(entry.params.get(key) for key in self.params)]
+            for metric in self.metrics:
+                ends = entry.ends.get(metric.name)
+                row += [None if ends is None else ends.last, *(metric.best(entry) or (None, None))]
+            rows.append(row)
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([[_cell(value) for value in row] for row in rows])
+        return text.getvalue().rstrip("\n")
+
+    def columns(self, age: Callable[[str], str]) -> list[Column]:
+        """Return all columns, the name first.
+
+        Args:
+            age: writes how long ago a time in ISO 8601 was.
+        """
+        entries, several = self.entries, len(self.metrics) > 1
+        columns = [
+            Column("run", [entry.name for entry in entries], rank=0, cut=True),
+            Column("state", self._facts("state"), rank=1),
+        ]
+        said = all(not entry.run.label.name and "=" in entry.name for entry in entries)  # in the names already
+        for place, key in enumerate(self.params):
+            cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]
+            title = naming.short(key, self.params)
+            columns.append(Column(title, cells, True, (40 if said and place < 4 else 20) + place))
+        for place, metric in enumerate(self.metrics):
+            columns += self._of_metric(metric, several, 3 * place)
+        columns += [
+            Column("step", self._facts("step"), True, 30),
+            Column("epoch", self._facts("epoch"), True, 32),
+            Column("tags", [" ".join(entry.run.label.tags) for entry in entries], rank=33, cut=True),
+            Column("note", [entry.run.label.note for entry in entries], rank=35, cut=True),
+            Column("updated", [age(entry.updated) for entry in entries], rank=31),
+            Column("why", [entry.why for entry in entries], rank=10, cut=True),
+        ]
+        return [column for column in columns if any(column.cells)]
+
+    def _facts(self, name: str) -> list[str]:
+        values = [_FACTS[name](entry) for entry in self.entries]
+        return ["" if value is None else str(value) for value in values]
+
+    def _of_metric(self, metric: Metric, several: bool, more: int) -> list[Column]:
+        first = next(iter(metric.rank(self.entries)), None)
+        bests = [metric.best(entry) for entry in self.entries]
+        top = None if first is None else metric.best(first)
+        marks = ["*" if top and best and best[0] == top[0] else " " for best in bests]
+        ends = [entry.ends.get(metric.name) for entry in self.entries]
+        title = clean(metric.name, "")
+        best_cells = [f"{number(best[0])}{mark}" if best else "" for best, mark in zip(bests, marks, strict=True)]
+        steps = [f"{best[1]:.0f}" if best else "" for best in bests]
+        return [
+            Column(title, ["" if each is None else number(each.last) for each in ends], True, 22 + more),
+            Column(f"{metric.title} {title}", best_cells, True, 2 + more),
+            Column(f"at step {title}" if several else "at step", steps, True, 23 + more),
+        ]
+
+    def summary(self, told: bool, gone: Sequence[str] = ()) -> list[str]:
+        """Sum up in sentences: how many runs are how, which is the best and by how much, and what went wrong.
+
+        Args:
+            told: the table has whole reasons already.
+            gone: headers of columns that were left out.
+        """
+        counts = Counter(entry.run.status.state for entry in self.entries)
+        states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+        lines = [f"{len(self.entries):,} run{'s' * (len(self.entries) != 1)}: {states}"]
+        lines += [line for metric in self.metrics if (line := self._best(metric))]
+        ended = [entry for entry in self.entries if entry.why and entry.run.status.state != "finished"]
+        ended += [entry for entry in self.entries if entry.why and entry.run.status.state == "finished"]
+        if ended and not told:
+            lines += [f"{upright(entry.name)}: {entry.run.status.state}: {entry.why}" for entry in ended[:_FEW]]
+            lines += [f"and {len(ended) - _FEW:,} more with a reason"] * (len(ended) > _FEW)
+        return [*lines, *([f"left out at this width: {', '.join(gone)}"] if gone else [])]
+
+    def _best(self, metric: Metric) -> str:
+        ranked = metric.rank(self.entries)
+        tops = [best for entry in ranked[:2] if (best := metric.best(entry))]
+        if not tops:
+            return ""
+        (value, step), *after = tops
+        line = f"best {metric.name} (*): {number(value)} at step {step:.0f}, {upright(ranked[0].name)}"
+        if after:
+            apart = abs(after[0][0] - value)
+            part = f" ({apart / abs(value):.0%})" if value else ""
+            line += f"; {number(apart)}{part} from the next, {upright(ranked[1].name)}"
+        return line
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = _line(str(value))
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def value_of(entry: Entry, name: str) -> Any:
+    """Return a fact, a hyperparameter or the last value of a metric of a run; None where it has none."""
+    if name in _FACTS:
+        return _FACTS[name](entry)
+    if name in entry.params:
+        return entry.params[name]
+    ends = entry.ends.get(metric_of(name).name)
+    return None if ends is None else ends.last
+
+
+def _check_known(word: str, entries: Sequence[Entry]) -> None:
+    names = (word, word.removesuffix(":max").removesuffix(":min"))
+    if any(name in _FACTS or any(name in entry.params or name in entry.ends for entry in entries) for name in names):
+        return
+    there = dict.fromkeys(name for entry in entries[:20] for name in (*entry.params, *entry.ends))
+    known = f"; there are {', '.join([*there][:20])}" if there else ""
+    raise UsageError(f"no run has a hyperparameter or metric {word!r}{known}; and {', '.join(_FACTS)}")
+
+
+def _order(sort: str, entries: Sequence[Entry]) -> Callable[[Entry], tuple[int, float, str]]:
+    metric = metric_of(sort)
+    plain = sort if value_is_plain(sort, entries) else metric.name
+    by_metric = not value_is_plain(plain, entries)
+
+    def key(entry: Entry) -> tuple[int, float, str]:
+        best = metric.best(entry) if by_metric else None
+        value = (best[0] if best else None) if by_metric else value_of(entry, plain)
+        if isinstance(value, (int, float)) and not math.isnan(value):
+            turned = metric.greatest if by_metric else sort.endswith(":max")
+            return 0, -float(value) if turned else float(value), ""
+        return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+    return key
+
+
+def value_is_plain(name: str, entries: Sequence[Entry]) -> bool:
+    """Return True if a name is that of a fact or a hyperparameter, not of a metric."""
+    return name in _FACTS or any(name in entry.params for entry in entries)
+
+
+# ---- fitting
+
+
+def width_of(text: str) -> int:
+    """Return how many cells of a terminal a text takes: two for a character of Chinese, none for an accent alone."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # late: few tables have such texts
+
+    return cell_len(text)
+
+
+def cut(text: str, width: int) -> str:
+    """Cut a text to a width, with an ellipsis, between two words where the first one fits.
+
+    Example:
+        >>> cut("RuntimeError: out of memory", 20), cut("baseline", 5)
+        ('RuntimeError: out…', 'base…')
+    """
+    if width_of(text) <= width:
+        return text
+    kept = ""
+    for char in text:
+        if width_of(kept + char) > width - 1:
+            break
+        kept += char
+    whole, blank, _ = kept.rpartition(" ")
+    if text[len(kept) : len(kept) + 1] in (" ", ""):
+        whole, blank = kept, " "
+    return f"{whole.rstrip() if blank and whole.strip() else kept}…"
+
+
+def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
+    """Write a table, one line for each run.
+
+    Where there is no room, columns are left out by their rank, then texts are cut, the names last.
+
+    Args:
+        columns: what there is, the name first.
+        width: cells of a line of the terminal; None where nothing limits it.
+
+    Returns:
+        The lines, the header first; the headers of columns that were left out; whether all reasons are whole.
+    """
+    kept = [replace(column, cells=[_line(cell) for cell in column.cells]) for column in columns]
+    if width is None:
+        widths = [min(column.width, _LONG) if column.cut and column.rank else column.width for column in kept]
+    else:
+        while len(kept) > 1 and _needed(kept) > width:
+            kept.remove(max(kept, key=lambda column: column.rank))
+        widths = [min(size, width) for size in _least(kept)]
+        room = width - _needed(kept)
+        for index in sorted(range(len(kept)), key=lambda index: kept[index].rank):
+            more = min(room, kept[index].width - widths[index])
+            widths[index] += max(0, more)
+            room -= max(0, more)
+    rows = zip(*([column.header, *column.cells] for column in kept), strict=True)
+    lines = [
+        (" " * _GAP).join(
+            _pad(cut(text, size), size, column.right) for text, size, column in zip(row, widths, kept, strict=True)
+        )
+        for row in rows
+    ]
+    there = {column.header: size >= column.width for column, size in zip(kept, widths, strict=True)}
+    gone = [column.header for column in columns if column.header not in there]
+    return [line.rstrip() for line in lines], gone, there.get("why", "why" not in gone)
+
+
+def _least(columns: Sequence[Column]) -> list[int]:
+    """Return the least width of each column: of a name that of the whole one, while there is a column to leave out."""
+    last = all(column.rank <= _ALWAYS for column in columns)
+    least = [column.width if not column.cut else _LEAST if last else 2 * _LEAST for column in columns]
+    return [
+        column.width if column.rank == 0 and not last else min(column.width, size)
+        for column, size in zip(columns, least, strict=True)
+    ]
+
+
+def _needed(columns: Sequence[Column]) -> int:
+    return sum(_least(columns)) + _GAP * (len(columns) - 1)
+
+
+def _line(text: str) -> str:
+    return clean(" ".join(text.split()), "")
+
+
+def _pad(text: str, width: int, right: bool) -> str:
+    blanks = " " * (width - width_of(text))
+    return blanks + upright(text) if right else upright(text) + blanks
+
+
+def upright(text: str) -> str:
+    """Keep a text that is written from right to left from turning the rest of its line round, by a mark beside it."""
+    if text.isascii() or not any(0x590 <= ord(char) < 0x900 or 0xFB1D <= ord(char) < 0xFEFD for char in text):
+        return text
+    return f"{MARK}{text}{MARK}"
