@@ -1,0 +1,460 @@
+"""Optimizers that need a whole matrix, such as Muon, over weights of which every rank holds a part.
+
+Each matrix has an owner among the ranks that share it. A step sends the parts of weights and gradients to the owners, a
+bucket of matrices at a time; the owner steps the optimizer over whole, plain tensors, and sends the parts of the new
+weights back: two collectives for each bucket. The next bucket travels meanwhile. So the arithmetic is the optimizer's
+own, and its result that of one process, to the last bit where the gradients are.
+
+Between two steps the state of a matrix lies whole with its owner. `state_dict` cuts it up as the weight is, so that
+a checkpoint looks like that of any optimizer, and can be loaded by other strategies and numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.errors import SettingError
+from instep.strategies.dtensors import box_of, with_local
+
+BUCKET_BYTES = 64 * 2**20  # of whole weights; a larger matrix is a bucket of its own
+_AHEAD = 2  # buckets under way to their owners
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape of a part, and where it begins in each dimension."""
+
+
+@dataclass
+class _Place:
+    """Where the parts of a matrix lie: the ranks that share it, this one's number among them, and everyone's part."""
+
+    group: Any
+    rank: int
+    boxes: list[Box]
+
+    @property
+    def slices(self) -> list[tuple[slice, ...]]:
+        return [tuple(slice(b, b + n) for n, b in zip(shape, begin, strict=True)) for shape, begin in self.boxes]
+
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape, _ in self.boxes]
+
+
+_places = WeakTensorKeyDictionary()  # parameter -> _Place
+
+
+@dataclass
+class _Matrix:
+    """A matrix in a step: its parameter, the parameter group it steps in, its place and its owner in that."""
+
+    parameter: DTensor
+    group: int
+    place: _Place
+    owner: int
+
+    @property
+    def is_mine(self) -> bool:
+        return self.owner == self.place.rank
+
+
+class WholeMatrix(Optimizer):
+    """Have an optimizer see whole matrices where ranks share the weights: FSDP, HSDP, tensor parallelism, or several.
+
+    `WholeMatrix(optimizer)` returns the same optimizer, of a class that is its own and this one. In one process and
+    under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13 collectives for each matrix, and
+    its result depends on the number of ranks; within this class it takes two for 64 MB of matrices, and its result is
+    that of one process.
+
+    The optimizer's `step` is called once for each bucket, with that bucket's parameters in its groups. So it may keep
+    state for each parameter, in `optimizer.state`, but none for all together. Its `state_dict` is a collective where
+    weights are shared: all ranks call it.
+
+    Args:
+        optimizer: over parameters of any shape, sharded before or after this call.
+
+    Raises:
+        SettingError: it is an optimizer that sees whole matrices already, or no optimizer.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4)
+        >>> muon = WholeMatrix(torch.optim.Muon([layer.weight], lr=0.02))
+        >>> isinstance(muon, torch.optim.Muon), isinstance(muon, WholeMatrix)
+        (True, True)
+
+    Source:
+        Jordan et al.: Muon, 2024 (https://kellerjordan.github.io/posts/muon/); owners of matrices as in Liu et al.:
+        Muon is Scalable for LLM Training, 2025 (https://arxiv.org/abs/2502.16982).
+    """
+
+    def __new__(cls, optimizer: Optimizer | None = None) -> Any:
+        if optimizer is None:  # a copy of one is being made
+            return super().__new__(cls)
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, WholeMatrix):
+            raise SettingError(
+                f"WholeMatrix wraps a torch optimizer once, and got a {type(optimizer).__name__}. Give it the "
+                "optimizer itself, such as WholeMatrix(torch.optim.Muon(matrices))",
+                field="optimizer",
+                got=optimizer,
+            )
+        optimizer.__class__ = _whole_class(type(optimizer))
+        optimizer._patch_step_function()
+        return optimizer
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        """Everything is done in `__new__`: the optimizer is made already."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters. Collective where ranks share weights: with gradients for the same ones on all of them.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plain, buckets = self._parts_of_a_step()
+        if plain:
+            self._step_on(plain)
+        under_way: deque[_Gather] = deque()
+        sent: list[_Scatter] = []
+        for bucket, follows in zip(buckets, [*buckets[_AHEAD:], *[None] * _AHEAD], strict=False):
+            if not under_way:
+                under_way.extend(_Gather(first, self.state) for first in buckets[:_AHEAD])
+            whole = under_way.popleft().finish(self.state)
+            if follows is not None:
+                under_way.append(_Gather(follows, self.state))
+            self._step_on([(matrix.group, whole[matrix.parameter]) for matrix in bucket if matrix.is_mine])
+            for parameter, tensor in whole.items():
+                self.state[parameter] = self.state.pop(tensor, {})
+            sent.append(_Scatter(bucket, whole))
+        for scatter in sent:
+            for parameter, local in scatter.finish():
+                parameter.to_local().copy_(local)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, cut up as the weights are. Collective where ranks share weights."""
+        before, buckets = self.state, self._parts_of_a_step(all_of_them=True)[1]
+        cut = dict(pair for bucket in buckets for pair in _cut(bucket, before))
+        rest = {parameter: values for parameter, values in before.items() if parameter not in cut}
+        self.state = defaultdict(dict, rest | {parameter: values for parameter, values in cut.items() if values})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = before
+
+    def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
+        """Return the parameters that this rank has whole, by their groups' numbers, and the others in buckets."""
+        plain: list[tuple[int, Tensor]] = []
+        shared: list[tuple[int, DTensor]] = []
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None or all_of_them:
+                    is_shared = isinstance(parameter, DTensor) and not all(
+                        p.is_replicate() for p in parameter.placements
+                    )
+                    (shared if is_shared else plain).append((number, parameter))
+        places = _places_of([parameter for _, parameter in shared])
+        owners = _owners([(parameter, place) for (_, parameter), place in zip(shared, places, strict=True)])
+        matrices = [
+            _Matrix(parameter, number, place, owner)
+            for (number, parameter), place, owner in zip(shared, places, owners, strict=True)
+        ]
+        return plain, _buckets(matrices)
+
+    def _step_on(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
+        """Call the optimizer's own step with these parameters alone."""
+        chosen: dict[int, list[Tensor]] = {}
+        for number, parameter in parameters:
+            chosen.setdefault(number, []).append(parameter)
+        if not chosen:
+            return
+        groups, own = self.param_groups, [self.param_groups[number]["params"] for number in chosen]
+        self.param_groups = [groups[number] for number in chosen]
+        try:
+            for group, mine in zip(self.param_groups, chosen.values(), strict=True):
+                group["params"] = mine
+            _own_step(type(self))(self)
+        finally:
+            for group, params in zip(self.param_groups, own, strict=True):
+                group["params"] = params
+            self.param_groups = groups
+
+
+@cache
+def _whole_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of a kind of optimizer that sees whole matrices; checkpoints know it by the kind's name."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (WholeMatrix, kind), names)
+
+
+def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of the wrapped optimizer, without the hooks that ran around ours."""
+    step: Any = kind.__mro__[2].step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+# ---- where matrices lie, and who owns them
+
+
+def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
+    """Return the place of each parameter; ranks tell each other their parts when a parameter is new. Collective."""
+    new: dict[Any, list[DTensor]] = {}
+    for parameter in parameters:
+        if parameter not in _places:
+            new.setdefault(_group_of(parameter), []).append(parameter)
+    for group, members in new.items():
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, [box_of(parameter) for parameter in members], group=group)
+        for number, parameter in enumerate(members):
+            _places[parameter] = _Place(group, dist.get_rank(group), [boxes[number] for boxes in everyone])
+    return [_places[parameter] for parameter in parameters]
+
+
+def _group_of(parameter: DTensor) -> Any:
+    """Return the process group of the ranks that share a parameter: of several, each copy has its own."""
+    mesh = parameter.device_mesh
+    cut = [number for number, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
+    if len(cut) == 1:
+        return mesh.get_group(cut[0])
+    if mesh.mesh_dim_names is None:
+        raise SettingError(
+            f"WholeMatrix cannot name the ranks that share a weight of shape {tuple(parameter.shape)}: its mesh of "
+            f"shape {tuple(mesh.shape)} has no names. Make it by init_device_mesh(..., mesh_dim_names=...)",
+            field="optimizer",
+        )
+    names = tuple(mesh.mesh_dim_names[number] for number in cut)
+    return (mesh if len(cut) == mesh.ndim else mesh[names])._flatten().get_group()
+
+
+def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
+    """Choose the owner of each matrix: who has least to do so far, by the multiplications of a product of it."""
+    loads: dict[Any, list[int]] = {}
+    owners = []
+    for parameter, place in matrices:
+        load = loads.setdefault(place.group, [0] * len(place.boxes))
+        owner = load.index(min(load))
+        load[owner] += parameter.numel() * min(parameter.shape, default=1)
+        owners.append(owner)
+    return owners
+
+
+def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
+    """Part matrices into those that travel together: of one group and dtype, up to `BUCKET_BYTES`."""
+    alike: dict[Any, list[_Matrix]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.place.group, matrix.parameter.dtype), []).append(matrix)
+    buckets: list[list[_Matrix]] = []
+    for members in alike.values():
+        room = 0
+        for matrix in members:
+            size = matrix.parameter.numel() * matrix.parameter.itemsize
+            if size > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(matrix)
+            room -= size
+    return buckets
+
+
+# ---- the way to the owners and back
+
+
+class _Exchange:
+    """One all-to-all under way.
+
+    Args:
+        group: the ranks.
+        to: the tensors for each rank.
+        sizes: how many elements come from each rank.
+        like: a tensor of the dtype and on the device of all of them.
+    """
+
+    def __init__(self, group: Any, to: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: Tensor) -> None:
+        self._sizes = list(sizes)
+        lengths = [sum(tensor.numel() for tensor in tensors) for tensors in to]
+        flat = [tensor.reshape(-1) for tensors in to for tensor in tensors]
+        self._sent = torch.cat(flat) if flat else like.new_empty(0)
+        self._received = like.new_empty(sum(sizes))
+        self._work: Any = dist.all_to_all_single(
+            self._received, self._sent, self._sizes, lengths, group=group, async_op=True
+        )
+
+    def finish(self) -> list[_Reader]:
+        """Wait, and return what came from each rank."""
+        self._work.wait()
+        return [_Reader(part) for part in self._received.split(self._sizes)]
+
+
+class _Reader:
+    """Tensors one after the other out of a flat one."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self._at = flat, 0
+
+    def read(self, shape: Sequence[int]) -> Tensor:
+        begin, self._at = self._at, self._at + math.prod(shape)
+        return self._flat[begin : self._at].view(*shape)
+
+
+@dataclass
+class _Part:
+    """This rank's part of a matrix's weight, gradient or state."""
+
+    matrix: _Matrix
+    name: str
+    local: Tensor
+
+
+class _Gather:
+    """The parts of a bucket on their way to the owners: weights, gradients, and state that was just loaded.
+
+    Args:
+        bucket: with gradients.
+        state: the optimizer's.
+    """
+
+    def __init__(self, bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> None:
+        parts: dict[torch.dtype, list[_Part]] = {}
+        for matrix in bucket:
+            parameter = matrix.parameter
+            loaded = {key: value for key, value in state.get(parameter, {}).items() if _is_cut(value)}
+            for name, tensor in {" weight": parameter, " gradient": parameter.grad, **loaded}.items():
+                local = tensor.to_local().detach().to(parameter.device_mesh.device_type)
+                parts.setdefault(local.dtype, []).append(_Part(matrix, name, local))
+        self._bucket = bucket
+        self._parts = list(parts.values())
+        self._exchanges = [_to_owners(bucket[0].place, parts) for parts in self._parts]
+
+    def finish(self, state: dict[Any, dict[str, Any]]) -> dict[DTensor, Tensor]:
+        """Return the whole weights that this rank owns, each with its gradient; its state has become theirs."""
+        whole: dict[DTensor, dict[str, Tensor]] = {matrix.parameter: {} for matrix in self._bucket if matrix.is_mine}
+        for parts, exchange in zip(self._parts, self._exchanges, strict=True):
+            received = exchange.finish()
+            for part in parts:
+                if part.matrix.is_mine:
+                    tensor = part.local.new_empty(part.matrix.parameter.shape)
+                    place = part.matrix.place
+                    for reader, (shape, _), where in zip(received, place.boxes, place.slices, strict=True):
+                        tensor[where] = reader.read(shape)
+                    whole[part.matrix.parameter][part.name] = tensor
+        weights: dict[DTensor, Tensor] = {}
+        for matrix in self._bucket:
+            values = state.pop(matrix.parameter, {})
+            if matrix.is_mine:
+                tensors = whole[matrix.parameter]
+                weight = weights[matrix.parameter] = tensors.pop(" weight")
+                weight.grad = tensors.pop(" gradient")
+                state[weight] = {
+                    **{key: _plain(value) for key, value in values.items() if key not in tensors},
+                    **tensors,
+                }
+        return weights
+
+
+def _to_owners(place: _Place, parts: Sequence[_Part]) -> _Exchange:
+    ranks = range(len(place.boxes))
+    to = [[part.local for part in parts if part.matrix.owner == rank] for rank in ranks]
+    mine = [part.matrix for part in parts if part.matrix.is_mine]
+    return _Exchange(place.group, to, [sum(m.place.sizes()[rank] for m in mine) for rank in ranks], parts[0].local)
+
+
+class _Scatter:
+    """Whole tensors of a bucket on their way from the owners.
+
+    Args:
+        bucket: whose tensors.
+        whole: those of this rank.
+        like: a tensor of the dtype and on the device of all; None: as the weights.
+    """
+
+    def __init__(self, bucket: list[_Matrix], whole: dict[DTensor, Tensor], like: Tensor | None = None) -> None:
+        place = bucket[0].place
+        if like is None:
+            like = bucket[0].parameter.to_local().detach().to(bucket[0].parameter.device_mesh.device_type)
+        mine = [matrix for matrix in bucket if matrix.is_mine]
+        to = [[whole[m.parameter][m.place.slices[rank]] for m in mine] for rank in range(len(place.boxes))]
+        sizes = [0] * len(place.boxes)
+        for matrix in bucket:
+            sizes[matrix.owner] += matrix.place.sizes()[place.rank]
+        self._bucket = bucket
+        self._exchange = _Exchange(place.group, to, sizes, like)
+
+    def finish(self) -> Iterator[tuple[DTensor, Tensor]]:
+        """Wait, and give this rank's part of each tensor."""
+        received = self._exchange.finish()
+        for matrix in self._bucket:
+            yield matrix.parameter, received[matrix.owner].read(matrix.place.boxes[matrix.place.rank][0])
+
+
+# ---- the state in a checkpoint
+
+
+def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tuple[DTensor, dict[str, Any]]]:
+    """Give each parameter's state on every rank: cut as the weight where it has its shape, else whole. Collective."""
+    mine = {
+        number: {key: _sent(value, matrix.parameter) for key, value in state.get(matrix.parameter, {}).items()}
+        for number, matrix in enumerate(bucket)
+        if matrix.is_mine
+    }
+    place = bucket[0].place
+    everyone: list[Any] = [None] * len(place.boxes)
+    dist.all_gather_object(everyone, mine, group=place.group)
+    told: dict[int, dict[str, Any]] = {number: values for one in everyone for number, values in one.items()}
+    cut: dict[int, dict[str, Any]] = {number: {} for number in range(len(bucket))}
+    device = bucket[0].parameter.device_mesh.device_type
+    for number, matrix in enumerate(bucket):
+        here = state.get(matrix.parameter, {})
+        for key, value in told[number].items():
+            if not isinstance(value, _Dtype):
+                cut[number][key] = here.get(key, value)
+                continue
+            whole = {matrix.parameter: here[key].to(device)} if matrix.is_mine else {}
+            like = torch.empty(0, dtype=value.dtype, device=device)
+            ((_, local),) = _Scatter([matrix], whole, like).finish()
+            cut[number][key] = with_local(local, matrix.parameter)
+    for number, matrix in enumerate(bucket):
+        yield matrix.parameter, cut[number]
+
+
+@dataclass
+class _Dtype:
+    """Stands for a tensor of the weight's shape."""
+
+    dtype: torch.dtype
+
+
+def _sent(value: Any, parameter: DTensor) -> Any:
+    """Return what an owner tells the other ranks of a state: a tensor of the weight's shape follows in parts."""
+    if _is_cut(value):  # it was loaded and not used yet: all ranks have their parts
+        return None
+    value = _plain(value)
+    if not isinstance(value, Tensor):
+        return value
+    return _Dtype(value.dtype) if value.ndim and value.shape == parameter.shape else value.cpu()
+
+
+def _is_cut(value: Any) -> bool:
+    """Return whether a state is a tensor of which each rank has a part."""
+    return isinstance(value, DTensor) and not all(isinstance(p, Replicate) for p in value.placements)
+
+
+def _plain(value: Any) -> Any:
+    """Return a state that every rank has whole as a plain tensor; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
