@@ -327,7 +327,7 @@ PUBLIC = {
         "UnsavableStateError",
         "UsageError",
     ],
-    "instep.optim": ["biases_and_norms", "layerwise_lr", "param_groups"],
+    "instep.optim": ["WholeMatrix", "biases_and_norms", "layerwise_lr", "param_groups"],
     "instep.schedules": [
         "SCHEDULES",
         "Schedule",
@@ -342,7 +342,7 @@ PUBLIC = {
     "instep.runs": ["Curve", "Label", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
 }
 
-FILES = {"errors", "optim", "schedules"}  # rooms of one file
+FILES = {"errors", "schedules"}  # rooms of one file
 INTERNAL = ("config", "dashboard", "health", "launch", "launchers", "streams")
 LAZY = ("big_models", "callbacks", "cli", "data", "loggers", "profilers", "strategies")
 

@@ -357,10 +357,8 @@ class Loaders:
                 source.close()
             at.val_loaded_epoch, at.val_loaded_step = epoch, at.global_step
         self._gave_validation = True
-        loaded, loaded_step = at.val_loaded_epoch, at.val_loaded_step
-        if loaded is None:
-            loaded, loaded_step = epoch, at.global_step
-        with self._as_of(loaded, loaded_step) if epoch > loaded or at.epoch_over else nullcontext():
+        of = (epoch, at.global_step) if at.val_loaded_epoch is None else (at.val_loaded_epoch, at.val_loaded_step)
+        with self._as_of(*of) if epoch > of[0] or at.epoch_over else nullcontext():
             return self.evaluation("val")
 
     # ---- both

@@ -1,6 +1,7 @@
 """Every strategy on the same model, and every checkpoint under every other strategy; keeps both tables.
 
-    python -m tests.strategies.parity_table      # writes docs/scale/parity.md
+    python -m tests.strategies.parity_table             # writes docs/scale/parity.md
+    python -m tests.strategies.parity_table --muon      # measures its section about Muon alone again
 
 `test_parity.py` runs the first steps of the first table and a part of the second. XLA has torch and an environment of
 its own (`make venv-xla`), in which this file runs a second time, with `--xla`.
@@ -22,7 +23,7 @@ import torch
 from instep.callbacks import Callback
 from instep.strategies import FSDPStrategy, Strategy
 from tests.helpers.spawn import run_command, run_ranks
-from tests.strategies.tiny_gpt import GLOBAL_BATCH, STEPS, TinyGPT, train
+from tests.strategies.tiny_gpt import GLOBAL_BATCH, STEPS, MuonGPT, TinyGPT, train
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "scale" / "parity.md"
@@ -96,6 +97,7 @@ CASES = {
         Case("DeepSpeed 3 x2", "deepspeed_stage_3", package="deepspeed"),
     )
 }
+MUON = ("single process", "DDP x2", "FSDP x2", "DDP x4", "HSDP 2x2", "TP x2", "TP x2, FSDP x2")
 
 
 # ---- in the ranks
@@ -103,7 +105,7 @@ CASES = {
 
 def checkpoint(folder: str, name: str) -> Path:
     """Where a case saves."""
-    return Path(folder, f"case-{[*CASES, XLA].index(name)}")
+    return Path(folder, f"case-{[*CASES, XLA, *(f'muon {name}' for name in MUON)].index(name)}")
 
 
 class Saves(Callback):
@@ -139,6 +141,22 @@ def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tupl
             run = train(steps=SAVED + RESUMED, module=TinyGPT(), ckpt_path=path, **settings(name))
             losses[source, name] = run.losses
     return losses
+
+
+def muon_losses(names: Iterable[str], folder: str, steps: int = STEPS) -> dict[Any, list[float]]:
+    """The losses of each case with Muon, unclipped, and what each goes on with from the checkpoint of the first."""
+    names, found = list(names), dict[Any, list[float]]()
+    how: dict[str, Any] = {"gradient_clip_val": None}
+    for name in names:
+        torch.manual_seed(1)
+        path = checkpoint(folder, f"muon {name}")
+        found[name] = train(steps=steps, module=MuonGPT(), callbacks=[Saves(path)], **how, **settings(name)).losses
+    for name in names:
+        torch.manual_seed(5)
+        path = checkpoint(folder, f"muon {names[0]}")
+        run = train(steps=SAVED + RESUMED, module=MuonGPT(), ckpt_path=path, **how, **settings(name))
+        found[names[0], name] = run.losses
+    return found
 
 
 def answer_for_xla(folder: str, *sources: str) -> None:
@@ -210,6 +228,29 @@ def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) 
     return rows
 
 
+def muon_rows(losses: dict[Any, list[float]]) -> list[str]:
+    """The third table: with Muon, how far each case is from one process, and whose bits it has."""
+    alone = losses["single process"]
+    rows = ["| strategy | first 3 steps | all steps | bit-equal to | resumed |", "|---|---|---|---|---|"]
+    by_name = {name: losses[name] for name in MUON}
+    for name in MUON:
+        source, resumed = next((pair[0], values) for pair, values in losses.items() if pair[1:] == (name,))
+        equal = (
+            "bit-equal"
+            if resumed == after_saving(losses[source])
+            else f"{difference(resumed, after_saving(losses[source])):.1e}"
+        )
+        early = difference(losses[name][:SAVED], alone[:SAVED])
+        cells = (
+            f"{early:.1e}",
+            f"{difference(losses[name], alone):.1e}",
+            same_bits(name, by_name),
+            f"{source}: {equal}",
+        )
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return rows
+
+
 def on_xla(folder: str, sources: Iterable[str]) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
     """Losses on one XLA device and after each checkpoint; both empty where XLA's environment is not there."""
     python = ROOT / ".venv-xla" / "bin" / "python"
@@ -227,16 +268,24 @@ def main() -> None:
     if sys.argv[1:2] == ["--xla"]:
         answer_for_xla(*sys.argv[2:])
         return
+    with tempfile.TemporaryDirectory() as folder:
+        muon = "\n".join(muon_rows(by_ranks(MUON, muon_losses, folder)))
+    if sys.argv[1:2] == ["--muon"]:
+        page = TABLE.read_text()
+        TABLE.write_text(
+            page[: page.index("## Muon")] + MUON_TEXT.format(muon=muon) + page[page.index("## How this") :]
+        )
+        return
     names = [name for name, case in CASES.items() if not case.missing]
     with tempfile.TemporaryDirectory() as folder:
         losses = by_ranks(names, losses_of, folder)
         xla, loaded = on_xla(folder, names)
         losses |= xla
         loaded |= by_ranks(names, load, list(losses), folder)
-    keep(losses, loaded)
+    keep(losses, loaded, muon)
 
 
-def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[float]]) -> None:
+def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[float]], muon: str) -> None:
     """Write the tables and show them; exit with an error where something is too far off."""
     alone = losses["single process"]
     parity = parity_rows(losses)
@@ -253,6 +302,7 @@ def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[floa
             batch=GLOBAL_BATCH,
             saved=SAVED,
             resumed=RESUMED,
+            muon=MUON_TEXT.format(muon=muon),
         )
     )
     print("\n".join([*parity, "", *matrix]))
@@ -260,6 +310,19 @@ def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[floa
     if far or worst > LIMIT:
         sys.exit(f"more than {LIMIT} apart: {far or 'a loaded checkpoint'}")
 
+
+MUON_TEXT = """## Muon
+
+The same model with [`WholeMatrix(torch.optim.Muon(...))`](../train/optimization.md#muon-over-divided-weights) for the
+matrices of its blocks and AdamW for the rest, without clipping. Muon computes in bfloat16, which has three digits. Two
+gradients that differ by the rounding of float32 can give updates that differ by the rounding of bfloat16. So the rows
+of DDP, in which no matrix is divided, show how far two orders of summation are apart. The other strategies are about as
+far. Where two strategies add gradients in the same order, they are equal bit for bit. The last column is of a
+checkpoint: who saved it, and how far the next steps of this strategy are from the run that saved it.
+
+{muon}
+
+"""
 
 TEXT = """# Strategies agree
 
@@ -298,7 +361,7 @@ state. The largest difference of all is {worst:.1e}.
 
 {matrix}
 
-## How this page is made
+{muon}## How this page is made
 
 `python -m tests.strategies.parity_table` wrote this page on a CPU with torch {torch}. To change its text, edit
 `tests/strategies/parity_table.py`.

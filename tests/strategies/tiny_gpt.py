@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback
+from instep.optim import WholeMatrix
 from instep.strategies import Strategy, sequence_positions
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 128, 32, 64, 4, 4
@@ -127,6 +128,16 @@ class TinyGPT(TrainModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, betas=(0.9, 0.95), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class MuonGPT(TinyGPT):
+    """The same with Muon for the matrices of the blocks."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
+        inside = set(map(id, matrices))
+        others = [p for p in self.parameters() if id(p) not in inside]
+        return [WholeMatrix(torch.optim.Muon(matrices, lr=0.01)), torch.optim.AdamW(others, lr=self.hparams.lr)]
 
 
 def loader(samples: int = GLOBAL_BATCH * STEPS, batch_size: int = 4, shuffle: bool = True) -> DataLoader[Any]:
