@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from instep.loggers.folders import number_of
+from instep.loggers.folders import RUNS, number_of
 from instep.runs.folder import Run
 from instep.utils.untrusted_files import clean
 
@@ -20,9 +20,11 @@ _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 
 
 def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
-    """Name runs: each as it was called, by its folder's own name, by what differs from its neighbours, or by its start.
+    """Name runs: each as it was called, by its folder's own name, or by what differs from its neighbours.
 
-    Its neighbours are the runs in the same folder. Of several with one name each gets the number of its folder too.
+    Its neighbours are the runs in the same folder. One without any is called as the next folder above that has a name
+    of its own. Where nothing differs, the program and its start are the name. Of several with one name each gets the
+    number of its folder too.
 
     Args:
         runs: with their hyperparameters.
@@ -31,7 +33,8 @@ def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
     for run, params in runs:
         beside.setdefault(run.folder.parent, []).append(params)
     differ = {folder: differing(all_params)[:_MOST] for folder, all_params in beside.items()}
-    names = [_name(run, params, differ[run.folder.parent]) for run, params in runs]
+    lonely = {folder for folder, all_params in beside.items() if len(all_params) == 1}
+    names = [_name(run, params, differ[run.folder.parent], run.folder.parent in lonely) for run, params in runs]
     for tell_apart in (_with_number, lambda name, run: f"{name} ({run.name})"):
         seen = Counter(names)
         names = [tell_apart(name, run) if seen[name] > 1 else name for name, (run, _) in zip(names, runs, strict=True)]
@@ -97,13 +100,19 @@ def _parsed(text: str) -> bool | int | float | str:
     return clean(text, "")
 
 
-def _name(run: Run, params: Params, differ: Sequence[str]) -> str:
+def _name(run: Run, params: Params, differ: Sequence[str], alone: bool) -> str:
     if run.label.name:
         return run.label.name
     if number_of(run.folder.name) is None:
         return clean(run.folder.name, "")
     said = " ".join(f"{short(key, differ)}={value(params[key])}" for key in differ if key in params)
-    return said or _start(run.status.said) or run.name
+    return said or (_place(run.folder) if alone else "") or _start(run.status.said) or run.name
+
+
+def _place(folder: Path) -> str:
+    """Return the next folder above a run's that is neither numbered nor called as all such folders are."""
+    above = (name for name in reversed(folder.parts[1:-1]) if number_of(name) is None)
+    return clean(next((name for name in above if name not in (RUNS, "lightning_logs")), ""), "")
 
 
 def _start(said: Mapping[str, Any]) -> str:

@@ -90,7 +90,7 @@ def test_show_of_a_crash_says_what_it_did_the_cause_by_rank_and_how_it_goes_on(
         (run / f"failures/rank-{rank}.json").write_text(json.dumps(report))
     (run / "train.log").write_text("last words\n")
     shown = said(capsys, "show", tmp_path)
-    assert shown.startswith(f"{run.name}: failed\n{run}\nwhy: {cause}\n")
+    assert shown.startswith(f"{tmp_path.name}: failed\n{run}\nwhy: {cause}\n")
     assert "was doing: train, phase save, epoch 3 of 5, batch 7 of 9, step 41, " in shown
     assert [line.split()[0] for line in shown.splitlines() if " n0 " in line or " n1 " in line] == ["1", "0"]
     assert "traceback of rank 1\n    in f\n  E1\\x1b[2J\n" in shown
