@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -95,7 +96,12 @@ except ImportError:  # it is not there, or needs a newer torch
     LEFT_OUT["docs/train/finetuning.md", "import torch"] = "the same"
 if TorchVersion(torch.__version__) < "2.13":
     LEFT_OUT["docs/scale/pipelines.md", "# pipe.py"] = "pp needs torch 2.13"
-RUNS = ("docs/command/checkpoints.md", "docs/recover/checkpoints.md", "docs/command/config_trainer.md")
+RUNS = (
+    "docs/observe/runs.md",
+    "docs/command/checkpoints.md",
+    "docs/recover/checkpoints.md",
+    "docs/command/config_trainer.md",
+)
 COMPARED = (  # what their commands print does not depend on the machine
     "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
     "instep launch --config run.yaml train.py",
@@ -108,7 +114,17 @@ COMPLETE = (  # pages of docs/train that take nothing for granted
     *("manual_optimization", "metrics", "modules", "optimization"),
 )
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
+SWEEP = ("finished 0.03 8", "running 0.03 32", "failed 0.3 8", "finished 0.003 32")  # of the guide to runs
 FILES = {  # what a page takes for granted
+    "docs/observe/runs.md": {
+        f"instep_runs/version_{number}/{file}": text
+        for number, (state, lr, batch) in enumerate(map(str.split, SWEEP))
+        for file, text in (
+            ("status.json", json.dumps({"status": state.replace("finished", "done"), "host": "n1", "pid": 1})),
+            ("hparams.yaml", f"lr: {lr}\nbatch: {batch}\n"),
+            ("metrics.csv", "step,val_loss,val_acc\n1,0.5,0.5\n"),
+        )
+    },
     "docs/porting/accelerate.md": {"train.py": ""},
     "docs/porting/fabric.md": {"train.py": ""},
     "docs/recover/hangs.md": {"train.py": ""},
@@ -231,6 +247,7 @@ def test_every_block_of(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in FILES.get(page, {}).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     known, printed = names(page), ""
     for block in blocks(page):
