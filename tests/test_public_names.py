@@ -328,6 +328,7 @@ PUBLIC = {
         "UsageError",
     ],
     "instep.optim": ["WholeMatrix", "biases_and_norms", "layerwise_lr", "param_groups"],
+    "instep.losses": ["linear_cross_entropy"],
     "instep.schedules": [
         "SCHEDULES",
         "Schedule",
@@ -342,7 +343,7 @@ PUBLIC = {
     "instep.runs": ["Curve", "Label", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
 }
 
-FILES = {"errors", "schedules"}  # rooms of one file
+FILES = {"errors", "losses", "schedules"}  # rooms of one file
 INTERNAL = ("config", "dashboard", "health", "launch", "launchers", "streams")
 LAZY = ("big_models", "callbacks", "cli", "data", "loggers", "profilers", "strategies")
 
