@@ -14,7 +14,9 @@ from instep.dashboard import chart
 from instep.dashboard.details import PANELS, Panel, ago, box
 from instep.dashboard.source import Source, in_thread
 from instep.runs import Run
+from instep.runs.entries import Entry, without_metrics
 from instep.runs.status import STATES
+from instep.runs.table import search
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 2.0
@@ -47,7 +49,7 @@ class View:
 
     def __init__(self, source: Source, tensorboard: str, asked: str) -> None:
         self._source, self._tensorboard, self._asked = source, tensorboard, asked
-        self._runs: list[Run] = []
+        self._runs, self._names = list[Entry](), dict[Path, str]()
         self._open: Run | None = None
         self._picked: dict[Path, int] | None = None  # with the number of its color
         self._metrics: list[str] | None = None
@@ -157,7 +159,8 @@ class View:
             return
         try:
             while (wanted := self._wanted) > 0:
-                self._runs = await in_thread(self._source.runs)
+                self._runs = await in_thread(lambda: without_metrics(self._source.runs()))
+                self._names = {entry.run.folder: entry.name for entry in self._runs}
                 self._open_default()
                 self._show_list()
                 await asyncio.gather(self._show_details(), self._show_plot())
@@ -171,21 +174,19 @@ class View:
         return is_new
 
     def _open_default(self) -> None:
-        by_folder = {run.folder: run for run in self._runs}
+        by_folder = {entry.run.folder: entry.run for entry in self._runs}
         if self._open is None:
-            self._open = next((run for run in self._runs if run.name == self._asked), None)
-        self._open = by_folder.get(self._open.folder) if self._open else next(iter(self._runs), None)
+            self._open = next((run for run in by_folder.values() if run.name == self._asked), None)
+        self._open = by_folder.get(self._open.folder) if self._open else next(iter(by_folder.values()), None)
         if self._picked is None and self._runs:
-            self._picked = {run.folder: number for number, run in enumerate(self._runs[:3])}
+            self._picked = {folder: number for number, folder in enumerate(list(by_folder)[:3])}
 
     def _show_list(self) -> None:
-        text, state = (self._text.value or "").lower(), self._state.value
-        found = [run for run in self._runs if text in run.name.lower() and state in ("all", run.status.state)]
+        found = search(self._runs, self._text.value or "", self._state.value)
         self._page.max = max(1, -(-len(found) // _ROWS))
         start = (min(self._page.value or 1, self._page.max) - 1) * _ROWS
-        opened = self._open and self._open.folder
-        rows = [(run, ago(run.updated), run.folder == opened) for run in found[start : start + _ROWS]]
-        running = sum(run.status.state == "running" for run in self._runs)
+        rows = [(run, ago(run.updated), run is self._open) for run in found[start : start + _ROWS]]
+        running = sum(entry.run.status.state == "running" for entry in self._runs)
         self._counts.set_text(f"{len(self._runs):,} run{'s' * (len(self._runs) != 1)}, {running:,} running")
         self._page.set_visibility(self._page.max > 1)
         if not self._changed("list", rows):
@@ -205,13 +206,10 @@ class View:
             if number is not None:
                 pick.style(f"--run: {chart.COLOURS[number]}")
             with box("open-run", "button").on("click", lambda: self._select(run)):
-                ui.label(run.name).classes("name")
-                status = run.status
-                ui.label(status.cause[:200] or f"step {status.step or 0:,}, epoch {status.epoch or 0:,}").classes(
-                    "cause"
-                )
+                ui.label(self._names[run.folder]).classes("name")
+                ui.label(run.status.cause[:200] or f"step {run.status.step or 0:,}").classes("cause")
             with box("right"):
-                ui.label(status.state).classes(f"chip {status.state}")
+                ui.label(run.status.state).classes(f"chip {run.status.state}")
                 ui.label(age).classes("quiet")
 
     async def _show_details(self) -> None:
@@ -219,7 +217,7 @@ class View:
         self._card.set_visibility(run is not None)
         if run is None:
             return
-        self._name.set_text(run.name)
+        self._name.set_text(self._names[run.folder])
         self._chip.set_text(run.status.state)
         self._chip.classes(replace=f"chip {run.status.state}")
         panel = self._panel
@@ -240,7 +238,7 @@ class View:
 
     async def _show_plot(self) -> None:
         colours, log, by_time = self._picked or {}, bool(self._log.value), bool(self._by_time.value)
-        picked = [run for run in self._runs if run.folder in colours]
+        picked = [entry.run for entry in self._runs if entry.run.folder in colours]
         curves = [(run, (await in_thread(self._source.metrics, run)).curves) for run in picked]
         names = dict.fromkeys(name for _, found in curves for name in found)
         if self._metrics is None and names:
@@ -249,7 +247,7 @@ class View:
         if self._changed("names", (list(names), chosen)):
             self._chosen.set_options({name: clean(name) for name in names}, value=chosen)
         drawn = {
-            name: [(run.name, colours[run.folder], found[name]) for run, found in curves if name in found]
+            name: [(self._names[run.folder], colours[run.folder], of[name]) for run, of in curves if name in of]
             for name in chosen
         }
         if self._changed("plot", (drawn, log, by_time)):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import datetime, timezone
@@ -168,6 +168,18 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
     return sorted(found, key=lambda entry: (entry.run.updated, entry.run.name), reverse=True)
 
 
+def without_metrics(runs: Sequence[Run]) -> list[Entry]:
+    """Return runs as a list shows them, of which no metric is read; their names are those of `read_entries`."""
+    params = [params_of(run) for run in runs]
+    names = call(list(zip(runs, params, strict=True)))
+    return [Entry(run, of, {}, "", name) for run, of, name in zip(runs, params, names, strict=True)]
+
+
+def params_of(run: Run) -> dict[str, Plain]:
+    """Return the hyperparameters of a run in one level; where it has none, the options of its command."""
+    return flatten(run.hparams) or options_of(run.status.said.get("command"))
+
+
 def at_path(path: str) -> list[Entry]:
     """Return the runs that a word means: those at a folder and below, or the one of a name below the working directory.
 
@@ -221,10 +233,9 @@ def find_one(word: str) -> Entry:
 def _read(run: Run) -> Entry:
     summary = run.status.said.get("summary")
     monitor = summary.get("monitor") if isinstance(summary, dict) else None
-    params = flatten(run.hparams) or options_of(run.status.said.get("command"))
     curves = MetricsReader(run.folder, None, 4).read().curves
     ends = {name: ends_of(curve) for name, curve in curves.items()}
-    return Entry(run, params, ends, monitor if isinstance(monitor, str) else "")
+    return Entry(run, params_of(run), ends, monitor if isinstance(monitor, str) else "")
 
 
 def ends_of(curve: Curve) -> Ends:

@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from instep.errors import UsageError
 from instep.runs import naming, where
 from instep.runs.entries import Entry
 from instep.runs.facts import number
+from instep.runs.folder import Run
 from instep.utils.untrusted_files import clean
 
 MARK = "\u200e"
@@ -261,6 +263,28 @@ def _cell(value: Any) -> Any:
         return value
     text = _line(str(value))
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]:
+    """Find the runs that fulfil a condition; a text that is none is looked for in name, path, tags and note.
+
+    Args:
+        entries: the runs.
+        text: empty for all.
+        state: of the runs; "all" for any.
+    """
+    condition = None
+    with suppress(UsageError):
+        condition = where.parse(text)
+    text = text.strip().lower()
+
+    def fits(entry: Entry) -> bool:
+        label = entry.run.label
+        said = (entry.name, entry.run.name, *label.tags, label.note)
+        as_text = any(text in part.lower() for part in said)
+        return as_text or (condition is not None and condition(lambda name: value_of(entry, name)))
+
+    return [entry.run for entry in entries if state in ("all", entry.run.status.state) and fits(entry)]
 
 
 def value_of(entry: Entry, name: str) -> Any:

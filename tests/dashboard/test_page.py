@@ -88,7 +88,7 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
     with dashboard(tmp_path) as (url, _):
         for look in ({}, {"phone": True}, {"dark": True}):
             page = browser.open(url, **look)
-            page.locator(".run").get_by_text("digits/first-run").wait_for()
+            page.locator(".run").get_by_text("first-run", exact=True).wait_for()
             page.locator(".facts").get_by_text(str(folder), exact=True).wait_for()
             chart = page.locator(".plot canvas").first
             chart.wait_for()
@@ -118,13 +118,19 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
         second = tmp_path / "digits" / "second-run"
         second.mkdir()
         (second / "status.json").write_text(json.dumps({"status": "failed", "error": "rank 3: RuntimeError: boom"}))
-        row = page.locator(".run").filter(has_text="digits/second-run")
+        row = page.locator(".run").filter(has_text="second-run")
         row.get_by_text("failed").wait_for()
         row.get_by_role("button").click()
+        find = page.get_by_placeholder("Find runs")
+        find.fill("lr<1 or state=running")
+        page.locator(".run").filter(has_text="second-run").wait_for(state="detached")
+        find.fill("second")
+        page.locator(".run").filter(has_text="first-run").wait_for(state="detached")
+        find.fill("")
         tab(page, "Ranks")
         page.get_by_role("cell", name="RuntimeError: boom").wait_for()
         page.reload()
-        page.locator(".title").get_by_text("digits/second-run").wait_for()
+        page.locator(".title").get_by_text("second-run").wait_for()
         assert {urlsplit(address).netloc for address in browser.asked if address.startswith("http")} == {
             urlsplit(url).netloc
         }
@@ -231,7 +237,7 @@ def test_an_attacker_gets_nothing(tmp_path, browser):
         for cookie in ("", f"instep_dashboard_{urlsplit(url).port}={'A' * 43}"):
             assert request(url, _SOCKET, Origin=origin, Cookie=cookie, **_UPGRADE)[0] == 403
         page = browser.open(url)  # the address that is printed
-        page.locator(".run").get_by_text("digits/first-run").wait_for()  # which comes by the websocket
+        page.locator(".run").get_by_text("first-run", exact=True).wait_for()  # which comes by the websocket
         assert "token" not in page.url
         (cookie,) = page.context.cookies()
         assert cookie["httpOnly"]
