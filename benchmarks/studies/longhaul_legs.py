@@ -360,7 +360,7 @@ def rows(length: int, folder: Path) -> None:
     """Rows that go straight to the three loggers that write files."""
     loggers = [CSVLogger(), JSONLinesLogger(), TensorBoardLogger()]
     for logger in loggers:
-        logger.start(folder / "run" / type(logger).__name__)
+        logger.delivery.start(folder / "run" / type(logger).__name__)
     meter = Meter(folder, length, before=lambda: [logger.save() for logger in loggers])
     for step in range(1, length + 1):
         for logger in loggers:

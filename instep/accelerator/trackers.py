@@ -205,7 +205,7 @@ class Trackers:
                 logger = item
             # Other trackers keep projects apart themselves.
             place = folder / project_name if type(logger).project_argument == "name" else folder
-            logger.start(place, is_main=self._is_main)
+            logger.delivery.start(place, is_main=self._is_main)
             self._started[name] = logger
             if config:
                 logger.log_hyperparams(config)

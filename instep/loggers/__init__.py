@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SettingError, one_of
-from instep.loggers.base import Logger
+from instep.loggers.base import Logger, takes
 from instep.utils.imports import loads
 from instep.utils.warn import warn_user
 
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register_logger(name: str, logger: type[Logger]) -> None:
-    """Give a logger a name by which `Trainer(logger=...)`, `Accelerator(log_with=...)` and YAML find it.
+    """Register a logger under a name by which `Trainer(logger=...)`, `Accelerator(log_with=...)` and YAML find it.
 
     An installed package does the same without a call, by an entry point of the group `instep.loggers`.
 
@@ -91,7 +91,7 @@ def logger_class(name: str) -> type[Logger]:
     """
     known = name if name in _names else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:
-        from importlib.metadata import entry_points  # late, as above
+        from importlib.metadata import entry_points  # late: 10 ms, paid where a logger is named
 
         found = next(iter(entry_points(group=GROUP, name=name)), None)
         if found is None:
@@ -105,23 +105,6 @@ def name_of(logger: type[Logger]) -> str:
     return next((name for name, known in NAMES.items() if known in (logger, logger.__name__)), logger.__name__)
 
 
-def make_logger(name: str, **arguments: Any) -> Logger:
-    """Make a logger of a registered name.
-
-    Args:
-        name: such as "mlflow".
-        **arguments: of its class.
-
-    Raises:
-        SettingError: nobody registered it.
-        MissingPackageError: its package is not installed.
-    """
-    return logger_class(name)(**arguments)
-
-
 def that_take(kind: str) -> list[str]:
     """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
-    return [name for name in _names if _load(name).takes(kind)]
-
-
-Logger._that_take = staticmethod(that_take)
+    return [name for name in _names if takes(_load(name), kind)]

@@ -80,19 +80,15 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
-        if self._sends_rest:  # of this process, which is not the run
-            self._extras = {
-                "system_tracking_interval": None,
-                "log_system_params": False,
-                "capture_terminal_logs": False,
-            }
+        if self.delivery.sends_rest:  # of this process, which is not the run
+            self._extras = {**dict.fromkeys(self._extras, False), "system_tracking_interval": None}
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
             warn_user("Aim's log_system_params is left out: it needs pkg_resources, of setuptools below 81")
-        repo = self._repo or self._save_dir or (self._log_dir if self._is_strangers else None)
+        repo = self._repo or self._save_dir or (self.delivery.folder if self.delivery.is_strangers else None)
         if repo is not None and "://" not in str(repo):
             Path(repo).mkdir(parents=True, exist_ok=True)
-        arguments = {"run_hash": self._version, "repo": repo, "experiment": self._experiment_name, **self._extras}
+        arguments = {"run_hash": self.version, "repo": repo, "experiment": self._experiment_name, **self._extras}
         errors = require("aim.sdk.errors", extra="aim", purpose="AimLogger")
         try:
             self._run = self._aim.Run(**arguments)
@@ -100,7 +96,7 @@ class AimLogger(Logger):
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
         except (errors.RunLockingError, TimeoutError):  # of a process that was killed elsewhere, or had our number
             self._run = self._aim.Run(force_resume=True, **arguments)
-        self._version = self._run.hash
+        self.delivery.version = self._run.hash
         self._run.name = self._name or self._run.name
 
     def _delivered(self) -> dict[str, int]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
 from instep.utils.atomic import append, replacing
 from instep.utils.untrusted_files import open_regular
+
+if TYPE_CHECKING:
+    from instep.loggers.backlog import Record, RowKey
 
 
 class AppendedFile:
@@ -119,6 +123,40 @@ class AppendedFile:
             import fcntl
 
             fcntl.flock(self._fd, fcntl.LOCK_EX if begins else fcntl.LOCK_UN)
+
+
+class OutputFile:
+    """A logger's file as its delivery sees it, so that each record comes into it once. By itself that of no file."""
+
+    appended: AppendedFile | None = None
+    later_rows: Sequence[RowKey] = ()
+    """Rows that a resumed run keeps of what came after its checkpoint."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "appended": None}  # a copy is closed
+
+    @property
+    def opened(self) -> AppendedFile:
+        """The file, while it is open."""
+        assert self.appended is not None
+        return self.appended
+
+    def is_due(self, first: Record, last: Record) -> bool:
+        """Return True if the few records from the first to the last are to be written now, not with later ones."""
+        return True
+
+    def holds(self, record: Record) -> bool:
+        """Return True if the file has a record that an earlier process left as one that waits."""
+        return False
+
+    def row_count(self) -> int | None:
+        """Return how many rows the file has, to which each record adds one; None where that is not counted."""
+        return None
+
+    def stop(self) -> None:
+        """Write nothing more from now on."""
+        if self.appended is not None:
+            self.appended.stop()
 
 
 def check_no_link(path: Path) -> None:

@@ -1,19 +1,16 @@
-"""The base class of loggers: it takes what is logged and keeps the books; a subclass writes, in a thread of its own."""
+"""The base class of loggers: it takes what is logged, and a subclass writes it, in a thread of its own."""
 
 from __future__ import annotations
 
-import atexit
 import inspect
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
-from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
-from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
+from instep.errors import LogError, SettingError, UsageError, one_of
+from instep.loggers.folders import folder_name, next_version
 from instep.types import Location, PathLike
 from instep.utils.checks import FLAG, PATH, TEXT, above_zero
 from instep.utils.hparams import plain_values
@@ -24,27 +21,24 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from instep.loggers.appended import AppendedFile
-    from instep.loggers.backlog import Record, Row, RowKey
-    from instep.loggers.delivery import Delivery, Marks
+    from instep.loggers.appended import OutputFile
+    from instep.loggers.backlog import Row
+    from instep.loggers.delivery import Delivery
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 T = TypeVar("T")
-_Call: TypeAlias = "tuple[str, tuple[Any, ...], int | None, float]"  # of a hook: name, arguments, step, time
 
 _MOST_TIMEOUT_S = 1e9  # 30 years; locks of the system take no infinity
-_CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
-
 _OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
 
 
 def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the arguments of `Logger` out of those of a subclass, which hands the rest to its package."""
+    """Remove the arguments of `Logger` from those of a subclass, which gives the rest to its package; return them."""
     return {name: arguments.pop(name) for name in _OPTIONS if name in arguments}
 
 
 def numbered(name: str, values: Sequence[T]) -> list[tuple[str, T]]:
-    """Give each of several values a name of its own, `<name>/<i>`; one alone keeps the name."""
+    """Pair each of several values with a name of its own, `<name>/<i>`; one alone keeps the name."""
     return [(name if len(values) == 1 else f"{name}/{i}", value) for i, value in enumerate(values)]
 
 
@@ -64,19 +58,19 @@ class Logger:
     again after a pause; what does not fit into the memory or has not arrived at the end waits in
     `<run>/loggers/<logger>.jsonl`, which `instep runs sync` sends. `save`, `finalize` and a checkpoint send what waits.
 
-    What comes before `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no
-    run starts; with a `save_dir`, and before a Trainer has the logger, the logger opens at once. What comes after
-    `finalize` opens it again.
+    What comes before a run waits in memory and is written at its start, or by `save`, `finalize` and the program's end
+    where no run starts. With a `save_dir`, and no Trainer that has the logger, it opens at once; `experiment` opens it
+    too. What comes after `finalize` opens it again.
 
     A subclass overrides hooks: `_start`, `_log_metrics`, `_log_hyperparams`, `_log_text`, `_log_image` and so on, as
     below. They run while the logger is open, with plain values. What a subclass has no hook for is left out, with one
     warning.
 
-    A logger writes into `log_dir`: the run folder that the Trainer gives to `start`, or, with an explicit `save_dir`,
-    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given. The first logger with a
-    `save_dir` decides: that folder is the run folder then, with the checkpoints, and loggers of the same `save_dir` and
-    `name` write there too. Opened before a run a logger takes the folder that the run will have; where that turns out
-    to be another one (the run is resumed, or has another `default_root_dir`), what was written moves there.
+    A logger writes into `log_dir`: the run folder, or, with a `save_dir`, `<save_dir>/<name>/<version>`, where the
+    version is the next free `version_N` unless given. The first logger with a `save_dir` decides: that folder is
+    the run folder then, with the checkpoints, and loggers of the same `save_dir` and `name` write there too. Opened
+    before a run a logger takes the folder that the run will have. Where the run goes on in another one (it is resumed,
+    or has another `default_root_dir`), what was written stays where it is, with a warning.
 
     Args:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
@@ -96,62 +90,39 @@ class Logger:
         MissingPackageError: the tracker's package is not installed; the text has the `pip install`.
 
     Example:
+        A complete logger, which writes a file in the run folder:
+
+        >>> import tempfile
         >>> from pathlib import Path
-        >>> class ListLogger(Logger):
-        ...     def __init__(self):
-        ...         super().__init__(name="list")
-        ...         self.rows = []
+        >>> class LinesLogger(Logger):
+        ...     def _start(self):
+        ...         Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        ...         self.file = Path(self.log_dir, "lines.txt").open("a")
         ...
         ...     def _log_metrics(self, metrics, step):
-        ...         self.rows.append((step, metrics))
-        >>> logger = ListLogger()
-        >>> logger.log_metrics({"loss": 0.5}, step=10)
-        >>> logger.start(Path("run"), is_main=True)
-        >>> logger.finalize()
-        >>> logger.rows
-        [(10, {'loss': 0.5})]
+        ...         self.file.write(f"{step} {metrics}\\n")
+        ...
+        ...     def _save(self):
+        ...         self.file.flush()
+        ...
+        ...     def _finalize(self, status):
+        ...         self.file.close()
+        >>> with tempfile.TemporaryDirectory() as folder:  # by hand; a Trainer takes Trainer(logger=LinesLogger())
+        ...     logger = LinesLogger(folder, version="first")
+        ...     logger.log_metrics({"loss": 0.5}, step=10)
+        ...     logger.finalize()
+        ...     print(Path(logger.log_dir, "lines.txt").read_text().strip())
+        10 {'loss': 0.5}
     """
 
     # Defaults on the class: a subclass that forgets `super().__init__()` still works.
     _save_dir: Path | None = None
     _name: str | None = None
-    _version: int | str | None = None
-    _given_version: int | str | None = None  # the user's; `_version` is also what was chosen, or is resumed
-    _run_dir: Path | None = None
-    _log_dir: Path | None = None
-    _is_main: bool = True
-    _open: bool = False
-    _early: bool = False  # opened before any run
-    _earlier: Path | None = None  # where it wrote then, when the run goes on elsewhere: that stays there
-    _fresh: bool = False  # nothing was in that folder
-    _among_others: bool = False  # something was, and the user named it: what is written there stays there
-    _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
-    _decides: bool = False  # the Trainer's run folder is this logger's
-    _resumed: bool = False
-    _kept: list[_Call] | None = None  # what came before it was open
-    _delivery: Delivery | None = None
-    _marks: Marks | None = None
-    _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
-    _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
-    _sends_rest: bool = False  # of a run that is over
-    _rest_dir: Path | None = None  # where that wrote
-    _is_strangers: bool = False  # that run's note was not written by this user
-    _appended: AppendedFile | None = None  # that only grows, of a logger with one
-    _had_rows: tuple[int, AbstractSet[int]] = 0, frozenset()  # at the start: how many first ones, and which others
-    status: str = "interrupted"
-    """How the run ended: "success", "interrupted" or "failed"."""
-    _in_doubt: int = 0  # records in front of which a part may have arrived: sending them failed
-    _number: int = 0  # among the run's loggers of this class
-    _rank: int = 0  # of a process that writes for itself
-    _began_s: float = 0.0  # when the run began, in seconds since 1970
-    _step: int = 0  # of the record that is being written
-    _now_s: float = 0.0  # when that was made, in seconds since 1970
-    _x: float | None = None  # the last place on another x-axis than the steps
-    _lacks_x: bool = False  # said that nothing has that name
-    step_of_run: Callable[[], int] | None = None
-    """Tells the global step, of what is logged without one; the Trainer sets it."""
-    _last_step: int = -1
+    _given_version: int | str | None = None
     _prefix: str = ""
+    _sub_dir: str | None = None  # below the run's folder
+    _file: OutputFile | None = None  # of a logger that writes one
+    _refused: frozenset[str] = frozenset()  # kinds that the subclass lacks, each warned of once
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
     _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
     _x_axis: str = "step"
@@ -207,7 +178,7 @@ class Logger:
         self.check_installed()
         self._save_dir = None if save_dir is None else local_path(PATH("save_dir", save_dir))
         self._name = name
-        self._version = self._given_version = version
+        self._given_version = version
         self._prefix = f"{prefix}-" if prefix else ""
         self._x_axis = TEXT("x_axis", x_axis)
         if log_model not in (True, False, "all", "best"):
@@ -220,8 +191,7 @@ class Logger:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        closed = {"_open": False, "_delivery": None, "step_of_run": None}
-        return {**self.__dict__, **closed, **dict.fromkeys(self._writers & self.__dict__.keys())}
+        return {**self.__dict__, **dict.fromkeys(self._writers & self.__dict__.keys())}
 
     @classmethod
     def check_installed(cls) -> None:
@@ -234,6 +204,34 @@ class Logger:
             package, extra = cls._NEEDS
             check_installed(package, extra=extra, purpose=cls.__name__)
 
+    @cached_property
+    def delivery(self) -> Delivery:
+        """The way of its records: where they go in which run, which ones wait, and the thread that writes them."""
+        from instep.loggers.appended import OutputFile  # late: a Trainer without loggers does not need them
+        from instep.loggers.delivery import Delivery, Writer
+
+        kind = type(self)
+        of_metrics = next(base for base in kind.__mro__ if {"_log_rows", "_log_metrics"} & vars(base).keys())
+        writer = Writer(
+            kind=kind,
+            save_dir=self._save_dir,
+            base=self.runs_dir,
+            asked=None if self._given_version is None else folder_name(self._given_version),
+            sub_dir=self._sub_dir,
+            is_local=self._LOCAL,
+            owns_folders=self._OWN_FOLDERS,
+            per_rank=self._per_rank,
+            x_axis=self._x_axis,
+            start_timeout_s=self._start_timeout_s,
+            flush_timeout_s=self._flush_timeout_s,
+            file=self._file or OutputFile(),
+            takes_many=of_metrics is not Logger and "_log_rows" in vars(of_metrics),
+            call=partial(_call_hook, self),
+            code=self.log_code if self._save_code else None,
+            arguments=partial(_sync_arguments, self),
+        )
+        return Delivery(writer, self._given_version)
+
     # ---- who and where
 
     @property
@@ -244,31 +242,29 @@ class Logger:
     @property
     def version(self) -> int | str | None:
         """The run's version or id. Before a run, with a `save_dir`: the given or the next free one; else None."""
-        if self._version is None and self._run_dir is None and self.runs_dir is not None:
-            return next_version(self.runs_dir)
-        return self._version
+        version, base = self.delivery.version, self.runs_dir
+        if version is None and base is not None and self.delivery.run_dir is None:
+            return next_version(base)
+        return version
 
     @property
     def save_dir(self) -> str | None:
-        """The explicit folder, else the run folder; None before `start`."""
-        folder = self._save_dir if self._save_dir is not None else self._run_dir
+        """The explicit folder, else the run folder; None before a run."""
+        folder = self._save_dir if self._save_dir is not None else self.delivery.run_dir
         return None if folder is None else str(folder)
 
     @property
     def log_dir(self) -> str | None:
         """The folder this logger writes into; before a run that of `version`, and None without a `save_dir`."""
-        if self._log_dir is None and self._run_dir is None and self.runs_dir is not None and self.version is not None:
-            return str(self._within(self.runs_dir / folder_name(self.version)))
-        return None if self._log_dir is None else str(self._log_dir)
+        folder = self.delivery.log_dir
+        if folder is None and self.delivery.run_dir is None and self.runs_dir is not None and self.version is not None:
+            folder = self.runs_dir / folder_name(self.version) / (self._sub_dir or "")
+        return None if folder is None else str(folder)
 
     @property
     def root_dir(self) -> str | None:
         """The folder that has one folder per run; without a `save_dir` the run folder."""
         return self.save_dir if self.runs_dir is None else str(self.runs_dir)
-
-    def _within(self, folder: Path) -> Path:
-        """Return where in the run's folder this logger writes."""
-        return folder
 
     @property
     def runs_dir(self) -> Path | None:
@@ -278,113 +274,15 @@ class Logger:
         return self._save_dir / self._name if self._name else self._save_dir
 
     @property
-    def asked_folder(self) -> str | None:
-        """The run folder's name in `runs_dir` that the user asked for by `version`; None leaves it open."""
-        return None if self._given_version is None else folder_name(self._given_version)
-
-    @property
-    def last_folder(self) -> str | None:
-        """The run folder's name in `runs_dir` that this logger wrote into last, else `asked_folder`."""
-        return None if self._version is None else folder_name(self._version)
-
-    @property
     def experiment(self) -> Any:
         """The tracker's real object, for what this class has no method for; opened on first use, before a run too.
 
         On ranks that do not write, every method of it does nothing.
         """
-        if not self._opened() or self._delivery is None:
-            return NoExperiment()
-        if self._delivery.is_begun:
-            try:
-                return self._delivery.ask(self._experiment, self._flush_timeout_s)
-            except TimeoutError as error:
-                warn_user(str(error))
-        else:
-            warn_user(f"{type(self).__name__} is not open yet: what `experiment` is given now is lost")
-        return NoExperiment()
+        found = self.delivery.ask(self._experiment, after_all=False)
+        return NoExperiment() if found is None else found
 
     # ---- the public methods
-
-    def start(self, run_dir: PathLike, is_main: bool = True) -> None:
-        """Open the logger and write what was kept.
-
-        Called by the Trainer at the start of fit, validate, test and predict, after `load_state_dict`. Does nothing if
-        the logger is open in that folder already.
-
-        Args:
-            run_dir: the run folder, used unless the logger has a `save_dir`.
-            is_main: True on the main process; elsewhere the logger stays closed and swallows its records, unless
-                `per_rank`.
-
-        Raises:
-            InstepError: the logger cannot be opened with these settings. A tracker that cannot be reached is no error:
-                it is tried again while the run goes on.
-        """
-        run_dir, early = Path(run_dir), self._early
-        self._early = False
-        if self._open and (self._run_dir == run_dir or (early and self._stays(run_dir))):
-            self._run_dir = run_dir
-            return
-        if early:
-            self._earlier = self._log_dir
-        if self._open:
-            self.finalize("success")
-        self._is_main = is_main
-        self._run_dir = run_dir
-        if self._per_rank and not is_main:
-            from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
-
-            self._rank = read_environment().rank
-        self._is_main = is_main or self._per_rank
-        if not self._is_main:
-            self._kept = None
-            return
-        self._reopen()
-
-    def attach(self, claim: Callable[[], Path], decides: bool = False, number: int = 0) -> None:
-        """Say where the next run will write, for what is written before it. Called by the Trainer.
-
-        Args:
-            claim: makes the run folder, if it is not there yet, and returns it.
-            decides: the run folder stands in this logger's `runs_dir`.
-            number: index of this logger among the run's loggers of its class.
-        """
-        self._claim, self._decides, self._number = claim, decides, number
-
-    def take_up(self, version: int | str | None, number: int, rank: int, status: str) -> None:
-        """Send what waits of a run that is over, from the next start on. Called by `instep runs sync`.
-
-        Args:
-            version: of the run.
-            number: index of this logger among the run's loggers of its class.
-            rank: of the process that wrote.
-            status: how the run ended.
-        """
-        self._version, self._number, self._rank, self.status = version, number, rank, status
-        self._resumed = self._sends_rest = True
-
-    def follow(self, folder: str) -> None:
-        """Write into this folder of `runs_dir` from the next start on: the run's. Called by the Trainer."""
-        self._version = version_of(folder)
-
-    def begin_anew(self) -> None:
-        """Write into a folder of `runs_dir` that no other run has, from the next start on. Called by the Trainer."""
-        if self.runs_dir is None or self._early:
-            return
-        self._version = self._given_version
-        if self._version is not None and not is_free(taken := self.runs_dir / folder_name(self._version)):
-            self._version = next_version(self.runs_dir)
-            new = self.runs_dir / folder_name(self._version)
-            warn_user(f"{taken} is taken: it has the files of another run. {type(self).__name__} writes into {new}")
-
-    def discard(self) -> None:
-        """Take back what was written before a run: the ranks that are about to start do all of it again."""
-        self._kept = None
-        if self._early:
-            self.finalize("success")
-            self._discard()
-            self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._given_version
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record metrics.
@@ -397,18 +295,17 @@ class Logger:
         Raises:
             LogError: a value is not a number.
         """
-        if not self._is_main:
+        delivery = self.delivery
+        if not delivery.is_main:
             return
-        plain = dict(metrics)
-        if step is None:
-            step = self._last_step + 1
+        plain, at = dict(metrics), delivery.last_step + 1 if step is None else step
         for name, value in metrics.items():
             if type(value) is dict:
                 del plain[name]
-                plain |= {f"{name}/{part}": self._number_of(f"{name}/{part}", one) for part, one in value.items()}
+                plain |= {f"{name}/{part}": _number_of(self, f"{name}/{part}", one) for part, one in value.items()}
             elif type(value) is not float and type(value) is not int:
-                plain[name] = self._number_of(name, value)
-        x = step if self._x_axis == "step" else self._place(plain, step)
+                plain[name] = _number_of(self, name, value)
+        x = delivery.place(plain, at)
         if self._prefix or type(self)._sent_name is not Logger._sent_name:
             sent = {name: self._sent_name(self._prefix + name) for name in plain}
             plain = {sent[name]: value for name, value in plain.items()}
@@ -418,9 +315,9 @@ class Logger:
                     f"{type(self).__name__} allows only one name for {', '.join(alike)}, so the last of their values "
                     "takes the place of the others. Log them under names that differ in letters or digits."
                 )
-        if step > self._last_step:
-            self._last_step = step
-        self._put("_log_metrics", plain, x, step=step)
+        if at > delivery.last_step:
+            delivery.last_step = at
+        delivery.put("_log_metrics", (plain, x), at)
 
     def log(self, kind: str, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Record values of any kind by name; `log_image`, `log_table` and so on call it.
@@ -441,39 +338,12 @@ class Logger:
 
         if kind not in MAKERS:
             raise one_of("kind", kind, ("metrics", *MAKERS))
-        if self._is_main and self._takes(kind):
-            step = self._step_now() if step is None else step
-            x = step if self._x_axis == "step" else self._place({}, step)
+        if self.delivery.is_main and _has_place(self, kind):
+            step = self.delivery.step_now() if step is None else step
+            x = self.delivery.place({}, step)
             for name, value in values.items():
                 plain = MAKERS[kind](name, value, **options)
-                self._put(_hook(kind), self._sent_name(self._prefix + name), plain, x, step=step)
-
-    def _step_now(self) -> int:
-        if self.step_of_run is not None and self._delivery is not None:
-            return self.step_of_run()
-        return max(self._last_step, 0)
-
-    _that_take: Callable[[str], list[str]]
-    """Lists the loggers that have a place for a kind; set by the package, which knows their names."""
-
-    @classmethod
-    def takes(cls, kind: str) -> bool:
-        """Return whether the logger has a place for a kind, such as "image"."""
-        return getattr(cls, _hook(kind)) is not getattr(Logger, _hook(kind))
-
-    @property
-    def _takes_rows(self) -> bool:
-        first = next(kind for kind in type(self).__mro__ if {"_log_rows", "_log_metrics"} & vars(kind).keys())
-        return first is not Logger and "_log_rows" in vars(first)
-
-    def _takes(self, kind: str) -> bool:
-        if self.takes(kind):
-            return True
-        if kind not in self._refused:
-            self._refused |= {kind}
-            others = ", ".join(self._that_take(kind))
-            warn_user(f"{type(self).__name__} has no place for {kind}: it is left out. These have one: {others}")
-        return False
+                self.delivery.put(_hook(kind), (self._sent_name(self._prefix + name), plain, x), step)
 
     def log_text(
         self,
@@ -564,10 +434,11 @@ class Logger:
             name: None for that of the path.
             type: such as "model" or "dataset".
         """
-        if self._is_main and self._takes("artifact"):
+        if self.delivery.is_main and _has_place(self, "artifact"):
             from instep.loggers.kinds import Artifact  # late: it loads NumPy
 
-            self._put("_log_artifact", Artifact(local_path(path).absolute(), name or Path(path).name, type))
+            artifact = Artifact(local_path(path).absolute(), name or Path(path).name, type)
+            self.delivery.put("_log_artifact", (artifact,))
 
     def log_code(self, folder: PathLike | None = None) -> None:
         """Record the git commit, what is not committed, and the script's path.
@@ -575,10 +446,10 @@ class Logger:
         Args:
             folder: in the git repository. None: the working directory.
         """
-        if self._is_main:
+        if self.delivery.is_main:
             from instep.loggers.kinds import code_state  # late: it loads NumPy
 
-            self._put("_log_code", code_state(None if folder is None else local_path(folder)))
+            self.delivery.put("_log_code", (code_state(None if folder is None else local_path(folder)),))
 
     def log_hyperparams(
         self, params: Any = None, metrics: Mapping[str, float] | float | None = None, step: int | None = None
@@ -601,25 +472,26 @@ class Logger:
                 f"{type(self).__name__}.log_hyperparams got a {type(params).__name__}. Give a dict, Namespace, "
                 "dataclass or OmegaConf container."
             )
-        if not self._is_main:
+        delivery = self.delivery
+        if not delivery.is_main:
             return
         numbers = None
         if metrics is not None:
             named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
-            numbers = {name: self._number_of(name, value) for name, value in named.items()}
+            numbers = {name: _number_of(self, name, value) for name, value in named.items()}
         from instep.loggers.hparams import plain as as_json  # late: not every run has hyperparameters
 
         if step is not None:
-            self._last_step = max(self._last_step, step)
-        self._put("_log_hyperparams", as_json(plain), numbers, step=max(self._last_step, 0))
+            delivery.last_step = max(delivery.last_step, step)
+        delivery.put("_log_hyperparams", (as_json(plain), numbers), max(delivery.last_step, 0))
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:
         """Record the model's graph, where the logger has a place for that; waits for it."""
-        if self._is_main and self._takes("graph"):
-            self._at_once(lambda: self._log_graph(module, example_input))
+        if self.delivery.is_main and _has_place(self, "graph"):
+            self.delivery.ask(partial(self._log_graph, module, example_input))
 
     def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Let the tracker's own package watch a module while it trains, where it can.
+        """Have the tracker's own package watch a module while it trains, where it can.
 
         Args:
             module: the model.
@@ -627,16 +499,17 @@ class Logger:
             log_freq: backward passes between two records.
             log_graph: record the graph too.
         """
-        if self._is_main and self._takes("watch"):
-            self._at_once(lambda: self._log_watch(module, log, log_freq, log_graph))
+        if self.delivery.is_main and _has_place(self, "watch"):
+            self.delivery.ask(partial(self._log_watch, module, log, log_freq, log_graph))
 
     def after_save_checkpoint(self, path: Location) -> None:
-        """Take note of a checkpoint that was committed at this path; with `log_model="all"` send it."""
-        if self._is_main:
-            if self._open and type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
-                self._at_once(lambda: self._after_save_checkpoint(to_path(path)))  # later it may be deleted
-            elif not self._open:
-                self._put("_after_save_checkpoint", to_path(path))
+        """Record a checkpoint that was committed at this path; with `log_model="all"` send it."""
+        delivery = self.delivery
+        if delivery.is_main:
+            if not delivery.is_open:
+                delivery.put("_after_save_checkpoint", (to_path(path),))
+            elif type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
+                delivery.ask(partial(self._after_save_checkpoint, to_path(path)))  # later it may be deleted
             if self.log_model == "all":
                 self.log_checkpoint(path)
 
@@ -647,13 +520,12 @@ class Logger:
             path: of the checkpoint's folder or file.
             aliases: names that it has in the tracker beside its own, such as "best".
         """
-        if self._is_main and (self.takes("checkpoint") or self._takes("artifact")):
-            self._put("_log_checkpoint", to_path(path), list(aliases))
+        if self.delivery.is_main and (takes(type(self), "checkpoint") or _has_place(self, "artifact")):
+            self.delivery.put("_log_checkpoint", (to_path(path), list(aliases)))
 
     def save(self) -> None:
         """Bring everything recorded so far to the tracker, or else to the disk."""
-        if self._open or (self._waits and self._opened()):
-            self._flush(self._flush_timeout_s)
+        self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:
         """Close the logger; a second call does nothing.
@@ -661,27 +533,17 @@ class Logger:
         Args:
             status: "success", "interrupted" or "failed".
         """
-        if self._waits:
-            self._opened()
-        if self._open and self._delivery is not None:
-            self._open, self.status = False, status  # first: a failing close is not tried again
-            delivery, self._delivery = self._delivery, None
-            delivery.close(lambda: self._finalize(status), self._flush_timeout_s)
+        self.delivery.close(status)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to append instead of starting anew: JSON values.
 
         Flushes first, so that a checkpoint never knows more than the files do.
         """
-        if self._open:
-            self._flush(_CHECKPOINT_WAIT_S)
-        state: dict[str, Any] = {"version": self._version, "step": self._last_step, "logged": dict(self._logged or {})}
-        if self._x_axis == "time":
-            state["began_s"] = self._began_s
-        return state
+        return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state, from the next `start` on; an open logger is closed first.
+        """Continue the run of this state, from the next start on; an open logger is closed first.
 
         Args:
             state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
@@ -690,31 +552,12 @@ class Logger:
         Raises:
             CorruptCheckpointError: its version leads out of the folder of logs.
         """
-        if self._open:
-            self.finalize("success")
-        if self._early:
-            self._early, self._earlier, self._version = False, self._log_dir, self._given_version
-        if self._version is None:
-            version = state_dict.get("version")
-            kind = type(self).__name__
-            from instep.loggers.trust import is_version  # late: a new run does not need it
-
-            if not is_version(version):
-                raise CorruptCheckpointError(
-                    f"the checkpoint's {kind} has the version {version!r}, which is no name of a folder. Give "
-                    f"version=... to {kind}, or resume with Resume(loggers=False)."
-                )
-            self._version = version
-        self._last_step = max(state_dict.get("step", -1), state_dict.get("global_step", -1))
-        logged = state_dict.get("logged")
-        self._logged = dict(logged) if isinstance(logged, dict) else {}
-        self._began_s = float(state_dict.get("began_s", 0.0))
-        self._resumed = True
+        self.delivery.load_state_dict(state_dict)
 
     # ---- the hooks, all optional
 
     def _start(self) -> None:
-        """Open files or connections; `self._log_dir` is known, its folder not made yet."""
+        """Open files or connections; `self.log_dir` is known, its folder not made yet."""
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
@@ -760,13 +603,12 @@ class Logger:
 
     def _log_code(self, code: Code) -> None:
         """Keep the state of the program: by default `git.json` and `git.patch` in the folder of logs."""
-        if self._log_dir is not None:
-            from instep.loggers.kinds import write_code  # late: it loads NumPy
+        from instep.loggers.kinds import write_code  # late: it loads NumPy
 
-            write_code(code, self._log_dir)
+        write_code(code, self.delivery.folder)
 
     def _after_save_checkpoint(self, path: Path) -> None:
-        """Take note of a committed checkpoint."""
+        """Record a committed checkpoint."""
 
     def _save(self) -> None:
         """Flush."""
@@ -781,27 +623,6 @@ class Logger:
         """
         return None
 
-    def _kept_rows(self) -> Iterable[RowKey]:
-        """Return the rows of a file that `_start` has kept of what came after the checkpoint."""
-        return ()
-
-    def _sync_arguments(self) -> dict[str, Any]:
-        """Return what `instep runs sync` gives to the constructor: `_SYNC`."""
-        return {name: getattr(self, f"_{name}", None) for name in self._SYNC}
-
-    def _due(self, first: Record, last: Record) -> bool:
-        """Return True if the few records from the first to the last are to be written now, not with later ones."""
-        return True
-
-    def _row_count(self) -> int | None:
-        """Return how many rows the file has, to which each record adds one; None where there is no such file."""
-        return None
-
-    def _holds(self, record: Record) -> bool:
-        """Return True if the files have a record that an earlier process left as one that waits. After `_start`."""
-        front, others = self._had_rows
-        return record.row is not None and (record.row < front or record.row in others)
-
     def _sent_name(self, name: str) -> str:
         """Return the name that the tracker allows for a name; the same for the same."""
         return name
@@ -810,186 +631,44 @@ class Logger:
         """Return what `experiment` shows."""
         return self
 
-    def _discard(self) -> None:
-        """Delete what was written before the run; after `_finalize`."""
-        if self._fresh and self._log_dir is not None:
-            rmtree(self._log_dir, ignore_errors=True)
-            with suppress(OSError):  # others write there too
-                self._log_dir.parent.rmdir()  # of a sub_dir, the run folder
 
-    # ---- the books
+def takes(logger: type[Logger], kind: str) -> bool:
+    """Return True if a class of loggers has a hook for a kind, such as "image"."""
+    return getattr(logger, _hook(kind)) is not getattr(Logger, _hook(kind))
 
-    @property
-    def _waits(self) -> bool:
-        """Whether something is kept for a run that has not begun."""
-        return bool(self._kept) and self._run_dir is None
 
-    def _opened(self) -> bool:
-        """Open the logger where it is closed, outside a run too; return whether this process writes."""
-        if not self._open and self._is_main and self._run_dir is None and self._is_main_here():
-            self._open_early()
-        elif not self._open and self._is_main and self._run_dir is not None:
-            self._reopen()  # the run is over but its logger is still used
-            self._close_at_exit()
-        return self._open
+def _has_place(logger: Logger, kind: str) -> bool:
+    """Return True if a logger has a hook for a kind; else warn once, with the loggers that have one."""
+    if takes(type(logger), kind):
+        return True
+    if kind not in logger._refused:
+        from instep.loggers import that_take  # late: the package knows the names of all loggers
 
-    def _open_early(self) -> None:
-        if self._decides or self._save_dir is None:
-            self._run_dir = make_next(Path.cwd() / RUNS) if self._claim is None else self._claim()
-        elif self.runs_dir is None:
-            self._run_dir = self._save_dir
-        elif self._version is None:
-            self._run_dir = make_next(self.runs_dir)
-        else:
-            self._run_dir = self.runs_dir / folder_name(self._version)
-            self._among_others = self._run_dir.exists() and any(self._run_dir.iterdir())
-        folder = self._choose_log_dir(self._run_dir)
-        self._fresh = not folder.exists() or not any(folder.iterdir())
-        self._early = True
-        self._reopen()
-        self._close_at_exit()
-
-    @property
-    def early_folder(self) -> Path | None:
-        """The run folder that the logger has taken before a run; None where it has not, or another one has its own."""
-        taken = self._save_dir is None or (self.runs_dir is not None and not self._among_others)
-        return self._run_dir if self._early and taken else None
-
-    def _stays(self, run_dir: Path) -> bool:
-        """Return whether a logger that was opened before the run writes into the same folder in it."""
-        return self._log_dir is not None and self._choose_log_dir(run_dir).absolute() == self._log_dir.absolute()
-
-    def _is_main_here(self) -> bool:
-        """Return whether this process will be the main one of a run, by its launcher's environment."""
-        from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
-
-        self._is_main = read_environment().rank == 0
-        return self._is_main
-
-    def _close_at_exit(self) -> None:
-        atexit.unregister(self.finalize)
-        atexit.register(self.finalize, "success")  # last: it runs before the end of the package that it writes with
-
-    def _put(self, hook: str, *args: Any, step: int | None = None) -> None:
-        """Give one call of a hook to the delivery thread, or keep it until there is one."""
-        call = (hook, args, step, time.time())
-        if self._delivery is None and (
-            self._run_dir is not None or (self.runs_dir is not None and self._claim is None)
-        ):
-            self._opened()  # after a run; or by hand: no Trainer is to say where
-        if self._delivery is not None:
-            self._send(self._delivery, call)
-        elif self._kept is not None:
-            self._kept.append(call)
-        elif self._is_main_here():
-            self._kept = [call]
-            self._close_at_exit()
-
-    def _send(self, delivery: Delivery, call: _Call) -> None:
-        record = delivery.put(*call)
-        if record.step is not None and self._logged is not None:
-            self._logged.update(dict.fromkeys(record.names(), record.step))
-
-    def _at_once(self, call: Callable[[], Any]) -> None:
-        """Run a call that needs the live module, once all earlier records were sent, and wait for its end."""
-        if not self._opened() or self._delivery is None:
-            return
-        if not self._delivery.is_begun:
-            warn_user(f"{type(self).__name__} is not open yet: what needs the model itself is left out")
-            return
-        try:
-            self._delivery.ask(call, self._flush_timeout_s, after_all=True)
-        except InstepError:
-            raise
-        except Exception as error:  # noqa: BLE001  a tracker never ends a run
-            warn_user(f"{type(self).__name__} failed: {type(error).__name__}: {error}")
-
-    def _flush(self, timeout_s: float) -> None:
-        assert self._delivery is not None
-        if self._delivery.flush(timeout_s, early=True):
-            try:
-                self._delivery.ask(self._save, timeout_s)
-            except Exception as error:  # noqa: BLE001  a tracker never ends a run
-                warn_user(f"{type(self).__name__} could not flush: {type(error).__name__}: {error}")
-
-    def _place(self, metrics: Mapping[str, float], step: int) -> int:
-        """Return the place on an x-axis that is not the step: that of the last record that had one."""
-        if self._x_axis == "time":
-            self._x = time.time() - self._began_s if self._began_s else 0.0
-        else:
-            self._x = metrics.get(self._x_axis, self._x)
-        if self._x is None and metrics and not self._lacks_x:
-            self._lacks_x = True
-            warn_user(
-                f"{type(self).__name__}(x_axis={self._x_axis!r}): there is no metric of that name yet; what is logged "
-                "before it is drawn over the steps"
-            )
-        return int(step if self._x is None else self._x)
-
-    def _reopen(self) -> None:
-        # Late: a Trainer without loggers does not need them.
-        from instep.loggers.backlog import Backlog
-        from instep.loggers.delivery import Delivery, LoggerSide, Marks, close_in_forks
-
-        assert self._run_dir is not None
-        self._log_dir = self._rest_dir or self._choose_log_dir(self._run_dir)
-        if self._rank and self._rest_dir is None:
-            self._log_dir /= f"rank-{self._rank}"
-        earlier, self._earlier = self._earlier, None
-        if earlier is not None and earlier.absolute() != self._log_dir.absolute():
-            warn_user(f"{type(self).__name__} wrote into {earlier} before the run, which goes on in {self._log_dir}")
-        self._began_s = self._began_s or time.time()
-        self._logged = {} if self._logged is None else self._logged
-        is_new = not self._resumed
-        if self._resumed or self._marks is None:
-            at_checkpoint = dict(self._logged) if self._resumed and not self._sends_rest else None
-            self._marks = Marks(at_checkpoint, exact=self._LOCAL)
-        number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
-        folder = self._run_dir.absolute() / "loggers"
-        backlog = Backlog(folder / f"{type(self).__name__}{number}{rank}.jsonl")
-        self._delivery = Delivery(LoggerSide(self, backlog, self._marks), type(self).__name__, backlog)
-        try:
-            self._delivery.begin(self._start_timeout_s)
-        except BaseException:
-            self._delivery = None
-            raise
-        self._open = True
-        close_in_forks(self)
-        kept, self._kept = self._kept, None
-        for call in kept or ():
-            self._send(self._delivery, call)
-        if self._save_code and is_new:
-            self.log_code()
-
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        parent = self.runs_dir
-        if parent is None:
-            return run_dir
-        if run_dir.absolute().parent == parent.absolute() and self.asked_folder in (None, run_dir.name):
-            self.follow(run_dir.name)  # one run, one folder
-            return run_dir
-        if self._version is None:
-            self._version = next_version(parent)
-        return parent / folder_name(self._version)
-
-    def _error(self, doing: str, error: Exception) -> InstepError:
-        if isinstance(error, InstepError):
-            return error
-        return InstepError(
-            f"{type(self).__name__} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
-            f"It writes into {self.log_dir!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
+        logger._refused |= {kind}
+        warn_user(
+            f"{type(logger).__name__} has no place for {kind}: it is left out. These have one: "
+            f"{', '.join(that_take(kind))}"
         )
-
-    def _number_of(self, name: str, value: Any) -> float:
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise LogError(
-                f"{type(self).__name__}: the metric {name!r} must be a number, "
-                f"got {type(value).__name__}: {repr(value)[:80]}. "
-                "Log one scalar per name; texts and settings go to log_hyperparams."
-            ) from error
+    return False
 
 
 def _hook(kind: str) -> str:
     return f"_log_{'image' if kind == 'figure' else kind}"
+
+
+def _call_hook(logger: Logger, hook: str, *args: Any) -> Any:
+    return getattr(logger, f"_{hook}")(*args)
+
+
+def _sync_arguments(logger: Logger) -> dict[str, Any]:
+    return {"name": logger._name, **{name: getattr(logger, f"_{name}", None) for name in logger._SYNC}}
+
+
+def _number_of(logger: Logger, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LogError(
+            f"{type(logger).__name__}: the metric {name!r} must be a number, got {type(value).__name__}: "
+            f"{repr(value)[:80]}. Log one scalar per name; texts and settings go to log_hyperparams."
+        ) from error

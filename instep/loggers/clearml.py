@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -73,8 +72,8 @@ class ClearMLLogger(Logger):
         if self._offline is not None:
             Task.set_offline(self._offline)
         if Task._offline_mode:
-            self._version = self._version or f"offline-{uuid4().hex}"
-            folder = (self._save_dir or self._log_dir or Path()).absolute() / "clearml" / str(self._version)
+            self.delivery.version = self.version or f"offline-{uuid4().hex}"
+            folder = (self._save_dir or self.delivery.folder).absolute() / "clearml" / str(self.version)
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
             os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
             try:
@@ -84,10 +83,10 @@ class ClearMLLogger(Logger):
                 del os.environ[_CACHE]
                 os.environ.update(given)
             return
-        again = {} if self._version is None else {"continue_last_task": self._version}
+        again = {} if self.version is None else {"continue_last_task": self.version}
         self._task = Task.init(self._project_name, self._name, **{**self._given, **again})
         self._task.set_initial_iteration(0)  # steps are those of the run, not of this process
-        self._version = self._task.id
+        self.delivery.version = self._task.id
 
     def _delivered(self) -> dict[str, int]:
         last: dict[str, int] = {}

@@ -74,8 +74,8 @@ class CometLogger(Logger):
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # before its import, which patches torch otherwise
         comet = require("comet_ml", extra="comet", purpose="CometLogger")
         offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
-        key = self._version or (comet.generate_guid() if offline else None)
-        folder = ((self._save_dir or self._log_dir or Path()) / "comet").absolute()
+        key = self.version or (comet.generate_guid() if offline else None)
+        folder = ((self._save_dir or self.delivery.folder) / "comet").absolute()
         self._archives = Path(self._offline_directory or folder)
         config = {"name": self._name, **self._config, "offline_directory": str(self._archives)}
         with self._unfinished(str(key), folder) if offline else nullcontext():
@@ -84,13 +84,13 @@ class CometLogger(Logger):
                 workspace=self._workspace,
                 project=self._project,
                 experiment_key=key,
-                mode="get_or_create" if self._version else self._mode,
+                mode="get_or_create" if self.version else self._mode,
                 online=not offline,
                 experiment_config=comet.ExperimentConfig(**config),
             )
         if not self._comet.alive:
             raise ConnectionError("Comet's server cannot be reached")
-        self._version = self._comet.get_key()
+        self.delivery.version = self._comet.get_key()
 
     @contextmanager
     def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
@@ -124,7 +124,7 @@ class CometLogger(Logger):
         last: dict[str, int] = {}
         if not hasattr(self._comet, "offline_directory"):
             return None  # Comet's service is not asked: it shows what it gets with a delay
-        for archive in self._archives.glob(f"{self._version}*.zip"):
+        for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
                 with suppress(ValueError):  # the half line of a machine that went down
                     metric = json.loads(line)["payload"].get("metric") or {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.loggers.appended import AppendedFile
 from instep.loggers.backlog import Record, Row, RowKey
-from instep.loggers.row_file import RowFileLogger
+from instep.loggers.row_file import RowFile, RowFileLogger
 from instep.types import PathLike
 from instep.utils.checks import at_least
 
@@ -37,21 +37,17 @@ class CSVLogger(RowFileLogger):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> logger = CSVLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger.start(folder)
+        ...     logger = CSVLogger(folder, version="first")
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.log_metrics({"loss": 0.25, "accuracy": 1.0}, step=2)
         ...     logger.finalize()
-        ...     print((Path(folder) / "metrics.csv").read_text())
+        ...     print(Path(folder, "first", "metrics.csv").read_text())
         step,loss,accuracy
         1,0.5,
         2,0.25,1.0
         <BLANKLINE>
     """
-
-    _FILE = "metrics.csv"
-    _COUNTED = "rows"
 
     def __init__(
         self,
@@ -64,75 +60,75 @@ class CSVLogger(RowFileLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix, **options)
         check = at_least(1, "1 flushes at every step")
-        self._flush_steps = check("flush_logs_every_n_steps", flush_logs_every_n_steps)
+        self._rows = self._file = _Table(check("flush_logs_every_n_steps", flush_logs_every_n_steps))
+
+
+class _Table(RowFile):
+    """The table, whose columns become more."""
+
+    NAME, COUNTED = "metrics.csv", "rows"
+
+    def __init__(self, flush_steps: int) -> None:
+        super().__init__()
+        self._flush_steps = flush_steps
         self._columns: dict[str, None] = {"step": None}
         self._columns_in_file = 0
         self._flushed_step: int | None = None
 
-    def _start(self) -> None:
+    def open(self, folder: Path, keep: int | None, last_step: float) -> None:
         self._columns, self._columns_in_file, self._flushed_step = {"step": None}, 0, None
-        super()._start()
+        super().open(folder, keep, last_step)
 
-    def _parse(self, content: bytes) -> list[list[str]]:
+    def parse(self, content: bytes) -> list[list[str]]:
         header, *rows = csv.reader(content.decode().splitlines(keepends=True)) if content else [[]]
         self._columns = dict.fromkeys(header) or {"step": None}
         self._columns_in_file = len(header)
         return rows
 
-    def _step_of(self, row: list[str]) -> float:
-        return float(row[0] or 0)
-
-    def _key_of(self, row: list[str]) -> RowKey:
+    def key(self, row: list[str]) -> RowKey:
         names = (name for name, cell in zip(list(self._columns)[1:], row[1:], strict=False) if cell)
-        return RowKey(self._step_of(row), frozenset(names))
+        return RowKey(float(row[0] or 0), frozenset(names))
 
-    def _replace(self, rows: list[list[str]]) -> None:
-        assert self._appended is not None
-        _write_table(self._appended, list(self._columns)[: self._columns_in_file], rows)
+    def replace(self, rows: list[list[str]]) -> None:
+        _write_table(self.opened, list(self._columns)[: self._columns_in_file], rows)
 
-    def _due(self, first: Record, last: Record) -> bool:
+    def is_due(self, first: Record, last: Record) -> bool:
         if first.hook != "_log_metrics" or last.hook != "_log_metrics":
             return True
         flushed = first.args[1] if self._flushed_step is None else self._flushed_step
         return abs(last.args[1] - flushed) >= self._flush_steps
 
-    def _log_rows(self, rows: list[Row]) -> None:
-        assert self._appended is not None
+    def add(self, rows: list[Row]) -> None:
         # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
         named: list[dict[str, float]] = [{"step": row.step, **row.metrics} for row in rows]
-        with self._appended.turn() as changed:
+        with self.opened.turn() as changed:
             if changed:  # by another logger of this folder
-                self._read_columns(self._appended.path)
-            self._add(self._appended, named)
-        self._rows_in_file += len(rows)
+                self._read_columns()
+            self._append(named)
+        self.rows += len(rows)
         self._flushed_step = rows[-1].step
 
-    def _add(self, file: AppendedFile, named: list[dict[str, float]]) -> None:
+    def _append(self, named: list[dict[str, float]]) -> None:
         for row in named:
             if not row.keys() <= self._columns.keys():
                 self._columns |= dict.fromkeys(row)
         columns = list(self._columns)
         if len(columns) > self._columns_in_file:
-            self._widen(file, columns)
+            _write_table(self.opened, columns, self._read()[1:])
+            self._columns_in_file = len(columns)
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([row.get(name, "") for name in columns] for row in named)
-        file.append(text.getvalue().encode())
+        self.opened.append(text.getvalue().encode())
 
-    def _read_columns(self, path: Path) -> None:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.reader(file)
-            header = next(table, [])
-            self._rows_in_file = sum(1 for _ in table)
+    def _read(self) -> list[list[str]]:
+        with self.opened.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))
+
+    def _read_columns(self) -> None:
+        header, *rows = self._read() or [[]]
+        self.rows = len(rows)
         self._columns = dict.fromkeys(header or ["step"]) | self._columns
         self._columns_in_file = len(header)
-
-    def _widen(self, file: AppendedFile, columns: list[str]) -> None:
-        rows: list[list[str]] = []
-        if self._columns_in_file:
-            with file.path.open(newline="", encoding="utf-8") as table:
-                rows = list(csv.reader(table))[1:]
-        _write_table(file, columns, rows)
-        self._columns_in_file = len(columns)
 
 
 def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:

@@ -1,371 +1,556 @@
-"""Delivery of what is logged to a tracker: a thread sends the records that wait in a backlog, in their order.
+"""Delivery of what is logged: where a logger writes, which records wait, and how far its tracker got.
 
-A record that the tracker refuses or cannot take now stays in the backlog and is sent again later. Training goes on
-meanwhile. A call of the tracker that never returns blocks that thread alone: whoever waits for it has a time limit.
+Each logger has one `Delivery`, for all its runs. What is logged before a run waits in memory; while the logger is open
+a thread (`sender`) sends it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import sys
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
-from contextlib import suppress
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from shutil import rmtree
+from typing import Any
 from weakref import WeakValueDictionary
 
-from instep.errors import InstepError
-from instep.loggers.backlog import BATCH, Backlog, Record, Row, RowKey, read_note, written_name
-from instep.loggers.trust import seal_of, sent_in, signed, version_in, why_not
+from instep.errors import CorruptCheckpointError, InstepError
+from instep.loggers import folders
+from instep.loggers.appended import OutputFile
+from instep.loggers.backlog import Backlog, Record, Row, RowKey, read_note, written_name
+from instep.loggers.sender import Sender
+from instep.loggers.trust import is_version, seal_of, sent_in, signed, version_in, why_not
+from instep.types import PathLike
 from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
-if TYPE_CHECKING:
-    from instep.loggers.base import Logger
-
-_PERIOD_S = 0.5  # how long records wait for company
-_LONGEST_PAUSE_S = 60.0
-_MOST_TEXT = 200
-_TRIES = 3  # of one record, until the next one shows whether the tracker works
+_CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
 
-_HELD_UP: dict[Path, threading.Thread] = {}
-"""Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
-waits for them: both would send the record that the call is about."""
+_OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
 
 
-_OPEN: WeakValueDictionary[int, Logger] = WeakValueDictionary()
-
-
-def close_in_forks(logger: Logger) -> None:
-    """Have forked processes see this logger closed: they have no thread, and what waits is the parent's to send."""
-    _OPEN[id(logger)] = logger
-
-
-def _forget() -> None:
-    for logger in _OPEN.values():
-        logger._open, logger._delivery, logger._is_main = False, None, False
+def _close_in_child() -> None:
+    """Close all loggers of a forked process: it has no thread, and what waits is the parent's to send."""
+    for delivery in _OPEN.values():
+        delivery.sender, delivery.is_main = None, False
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)  # once: a handler cannot be taken back
+    os.register_at_fork(after_in_child=_close_in_child)  # once: a handler cannot be taken back
 
 
-def in_short(error: Exception | None) -> str:
-    """Write an error on one line: clients put whole chains of causes into theirs."""
-    text = clean(" ".join(str(error).split()).rstrip("."))
-    return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
+@dataclass(frozen=True)
+class Writer:
+    """A logger as its delivery sees it: its hooks, and what its arguments say.
 
+    Args:
+        kind: its class.
+        save_dir: its argument.
+        base: folder with one folder per run; None: it writes into the run's, wherever that is.
+        asked: name of a folder in `base` that the user asked for; None leaves it open.
+        sub_dir: folder below that of the run.
+        is_local: a resumed run takes back what was written after the checkpoint; else the tracker keeps it.
+        owns_folders: the tracker's package names the places of its runs.
+        per_rank: every rank writes.
+        x_axis: what metrics are drawn over.
+        start_timeout_s: seconds that the start waits for the tracker.
+        flush_timeout_s: seconds that the end waits for the tracker.
+        file: its file, if it has one.
+        takes_many: rows of metrics are written several at once, all or none.
+        call: calls a hook by its name, less the underscore, with its arguments.
+        code: records the state of the program at the begin of a run; None: nobody asked for it.
+        arguments: returns the plain arguments of which `instep runs sync` makes the logger again.
+    """
 
-class Tracker(Protocol):
-    """What a `Delivery` sends to; every method runs in its thread."""
-
+    kind: type[Any]
+    save_dir: Path | None
+    base: Path | None
+    asked: str | None
+    sub_dir: str | None
+    is_local: bool
+    owns_folders: bool
+    per_rank: bool
+    x_axis: str
+    start_timeout_s: float
+    flush_timeout_s: float
+    file: OutputFile
     takes_many: bool
-    """Whether several rows of metrics may be sent at once, all or none of them."""
-    is_started: bool
-    """Whether it has to be closed, also where `begin` failed after that."""
-
-    def begin(self) -> None:
-        """Open it."""
-        ...
-
-    def send(self, records: list[Record]) -> None:
-        """Write one record, or several rows of metrics."""
-        ...
-
-    def is_due(self, first: Record, last: Record) -> bool:
-        """Return True if the few records from the first to the last should not wait for more."""
-        ...
-
-    def place(self) -> int | None:
-        """Return the number of rows in the tracker's file; None where it does not count them."""
-        ...
-
-    def stop(self) -> None:
-        """Write nothing more from now on. Called from another thread, where a call of this one does not end."""
-        ...
-
-    def rest(self) -> None:
-        """Called when nothing waits, and now and then in between."""
-        ...
-
-    def write_note(self) -> None:
-        """Write a file beside the backlog: which logger this is, and the last step that was sent of each metric."""
-        ...
+    call: Callable[..., Any]
+    code: Callable[[], None] | None
+    arguments: Callable[[], dict[str, Any]]
 
 
 class Delivery:
-    """Thread that brings a backlog to a tracker, and opens and closes the tracker too.
-
-    Each failure is a warning, and the record is sent again after a pause, which doubles up to a minute. A record that
-    fails several times while the next one succeeds is moved into the file `<logger>.refused.jsonl`.
+    """Way of a logger's records into its files or tracker, and the books of it: of one run, then of the next.
 
     Args:
-        tracker: the logger's side.
-        name: of the logger, for texts.
-        backlog: what waits.
+        writer: the logger.
+        version: its argument; the tracker's id, where that names its runs.
     """
 
-    def __init__(self, tracker: Tracker, name: str, backlog: Backlog) -> None:
-        self.backlog = backlog
-        self.error: Exception | None = None
-        """Why nothing could be sent last; None while it works."""
-        self.is_begun = False
-        self._tracker, self._name = tracker, name
-        self._failures = 0
-        self._singly = 0  # records that are sent one by one, since one of them was refused
-        self._next_try_s = 0.0
-        self._hurries = False  # to send what else would wait for more
-        self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
-        self._wake = threading.Event()
-        self._ends = False
-        self._noted_s = time.monotonic()
-        self._before = _HELD_UP.get(backlog.path)
-        self._begun: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name=f"instep-{name}", daemon=True)
-        self._thread.start()
+    def __init__(self, writer: Writer, version: int | str | None) -> None:
+        self.writer = writer
+        self._name = writer.kind.__name__
+        self._given_version = version
+        self.version = version
+        """The run's version or id: the user's, the resumed run's, or the one that was chosen."""
+        self.run_dir: Path | None = None
+        """The run folder; None before the start."""
+        self.log_dir: Path | None = None
+        """The folder that the logger writes into; None before the start, and on ranks that do not write."""
+        self.is_main = True
+        """Whether this process writes."""
+        self.status = "interrupted"
+        """How the run ended: "success", "interrupted" or "failed"."""
+        self.resumed = False
+        """Whether the run goes on from a checkpoint; until the logger has begun."""
+        self.sends_rest = False
+        """Whether only what waits of a run that is over is sent, by `instep runs sync`."""
+        self.is_strangers = False
+        """Whether the note of that run was not written by this user."""
+        self.logged: dict[str, int] = {}
+        """The last step of each name; of a resumed run that of its checkpoint."""
+        self.last_step = -1
+        """The highest step that was logged."""
+        self.step, self.time_s = 0, 0.0
+        """Global step of the record that is being written, and when it was made, in seconds since 1970."""
+        self._step_of_run: Callable[[], int] | None = None
+        self._claim: Callable[[], Path] | None = None  # the Trainer's, which makes the folder of its next run
+        self._decides = False  # the Trainer's run folder is this logger's
+        self._number = self._rank = 0  # among the run's loggers of this class; of a process that writes for itself
+        self._began_s = 0.0
+        self._x: float | None = None  # the last place on another x-axis than the steps
+        self._lacks_x = False  # a warning has said that nothing has that name
+        self._waiting: list[Record] = []  # until the logger is open
+        self._early: Path | None = None  # where it wrote when it was opened before a run
+        self.opened_folder: Path | None = None
+        """The new run folder that was opened before a run, which then takes it."""
+        self._rest_dir: Path | None = None  # where the run that is over wrote
+        self._home = Path()  # where relative paths point from
+        self.sender: Sender | None = None
+        """The thread, while the logger is open."""
+        self._note = Path()  # of the backlog
+        self._backlog: Backlog | None = None
+        self._marks = Marks(exact=writer.is_local)
+        self._in_doubt = 0  # records in front of which a part may have arrived: sending them failed
+        self._has_escaped = False
 
-    # ---- from any thread
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "sender": None, "_backlog": None, "_step_of_run": None}  # a copy is closed
 
-    def begin(self, timeout_s: float) -> None:
-        """Wait until the tracker is open; where that fails or takes too long, the thread goes on trying.
+    # ---- where and when
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the thread runs."""
+        return self.sender is not None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the logger writes into, for hooks."""
+        assert self.log_dir is not None
+        return self.log_dir
+
+    def attach(self, claim: Callable[[], Path], decides: bool, number: int) -> None:
+        """Take the place of the next run from a Trainer, which begins it by `start`.
+
+        Args:
+            claim: makes the run folder, if it is not there yet, and returns it.
+            decides: the run folder stands where this logger's `save_dir` says.
+            number: index of this logger among the run's loggers of its class.
+        """
+        self._claim, self._decides, self._number = claim, decides, number
+
+    def start(
+        self,
+        run_dir: PathLike,
+        is_main: bool = True,
+        begins: bool = False,
+        step_of_run: Callable[[], int] | None = None,
+    ) -> None:
+        """Open the logger for a run, and send what was logged before.
+
+        Does nothing if the logger is open in that folder already.
+
+        Args:
+            run_dir: the run folder, used unless the logger has a `save_dir`.
+            is_main: True on the main process; elsewhere nothing is written, unless the logger is `per_rank`.
+            begins: the run is new: it writes into no folder of an earlier one.
+            step_of_run: returns the global step, for what is logged without one.
 
         Raises:
-            InstepError: the logger's settings are wrong.
+            InstepError: the logger cannot be opened with these settings. A tracker that cannot be reached is no error:
+                it is tried again while the run goes on.
         """
-        try:
-            error = self._begun.exception(timeout_s)
-        except NotInTime:
-            warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
+        run_dir, self._step_of_run = Path(run_dir), step_of_run
+        early, self._early, self.opened_folder = self._early, None, None
+        self.is_main = is_main or self.writer.per_rank
+        if not self.is_main:
+            self._waiting.clear()
             return
-        except BaseException:  # Ctrl-C
-            self._end()
+        folder, version = self._choose(run_dir, begins and early is None)
+        if not is_main:
+            self._rank = _environment_rank()
+            folder /= f"rank-{self._rank}"
+        # A tracker's own run, which users hold, would end if it was opened again.
+        stays = early is not None and (self.writer.owns_folders or folder.absolute() == early.absolute())
+        if self.is_open:
+            if stays or self.run_dir == run_dir:
+                self.run_dir = run_dir
+                return
+            self.close("success")
+        if early is not None and not stays:
+            warn_user(f"{self._name} wrote into {early} before the run, which goes on in {folder}")
+        self.version = version
+        self._open(run_dir, folder)
+
+    def take_up(
+        self, version: int | str | None, number: int, rank: int, status: str, folder: Path, is_strangers: bool
+    ) -> None:
+        """Send only what waits of a run that is over, from the next start on.
+
+        Args:
+            version: of the run.
+            number: index of this logger among the run's loggers of its class.
+            rank: of the process that wrote.
+            status: how the run ended.
+            folder: where it wrote.
+            is_strangers: its note was not written by this user.
+        """
+        self.version, self._number, self._rank, self.status = version, number, rank, status
+        self._rest_dir, self.is_strangers = folder, is_strangers
+        self.resumed = self.sends_rest = True
+
+    def discard(self) -> None:
+        """Drop what was logged before a run, and its folder: the ranks that are about to start log all of it again."""
+        self._waiting.clear()
+        if self._early is not None:
+            self.close("success")
+            if self.opened_folder is not None:
+                rmtree(self.opened_folder, ignore_errors=True)
+            self._early = self.opened_folder = self.run_dir = self.log_dir = None
+            self.version = self._given_version
+
+    def open(self) -> bool:
+        """Open the logger where it is closed, outside a run too; return True if this process writes."""
+        if self.sender is None and self.is_main:
+            if self.run_dir is not None and self.log_dir is not None:  # the run is over but its logger is still used
+                self._open(self.run_dir, self.log_dir)
+            elif self._is_main_here():
+                run_dir = self._choose_early()
+                is_tracker = self.writer.owns_folders and self.writer.save_dir is not None
+                is_new = not is_tracker and not (run_dir.exists() and any(run_dir.iterdir()))
+                self.opened_folder = run_dir if is_new else None
+                folder, self.version = self._choose(run_dir, False)
+                self._open(run_dir, folder)
+                self._early = folder
+            self._close_at_exit()
+        return self.is_open
+
+    def _choose_early(self) -> Path:
+        writer = self.writer
+        if self._decides or writer.save_dir is None:
+            return folders.make_next(Path.cwd() / folders.RUNS) if self._claim is None else self._claim()
+        if writer.base is None:
+            return writer.save_dir
+        return (
+            folders.make_next(writer.base) if self.version is None else writer.base / folders.folder_name(self.version)
+        )
+
+    def _choose(self, run_dir: Path, begins: bool) -> tuple[Path, int | str | None]:
+        """Return where the logger writes in a run, and its version."""
+        base, asked = self.writer.base, self.writer.asked
+        if self._rest_dir is not None:
+            return self._rest_dir, self.version
+        folder, version = run_dir, self.version
+        if base is not None:
+            run, named = folders.name_in(base, run_dir, asked), base / (asked or "")
+            asked = run if self._decides and run is not None else asked
+            free, number = folders.is_free(named), folders.next_version(base)
+            last = None if begins or version is None else folders.folder_name(version)
+            place = folders.choose_place(asked, run=run, goes_on=last, is_free=free, next_number=number)
+            version = folders.version_of(place.name)
+            folder = run_dir if place.name == run else base / place.name
+            if begins and asked not in (None, place.name):
+                warn_user(f"{named} is taken: it has the files of another run. {self._name} writes into {folder}")
+        return folder / (self.writer.sub_dir or ""), version
+
+    def _is_main_here(self) -> bool:
+        """Return True if this process will be the main one of a run, by its launcher's environment."""
+        self.is_main = _environment_rank() == 0
+        return self.is_main
+
+    def _close_at_exit(self) -> None:
+        atexit.unregister(self.close)
+        atexit.register(self.close, "success")  # last: it runs before the end of the package that it writes with
+
+    def _open(self, run_dir: Path, folder: Path) -> None:
+        self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
+        self._began_s = self._began_s or time.time()
+        is_new = not self.resumed
+        if self.resumed:
+            self._marks = Marks(None if self.sends_rest else dict(self.logged), exact=self.writer.is_local)
+        number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
+        backlog = self._backlog = Backlog(run_dir.absolute() / "loggers" / f"{self._name}{number}{rank}.jsonl")
+        note = self._note = backlog.path.with_suffix(".json")
+        backlog.refuses, backlog.announce = self._refuses, self.write_note
+        backlog.note, backlog.find_seal = note if self.writer.is_local else None, lambda: seal_of(note)
+        sender = self.sender = Sender(self, self._name, backlog)
+        try:
+            sender.begin(self.writer.start_timeout_s)
+        except BaseException:
+            self.sender = None
             raise
-        if isinstance(error, InstepError):
-            self._end()
-            raise error
+        _OPEN[id(self)] = self
+        waiting, self._waiting = self._waiting, []
+        for record in waiting:
+            self._send(sender, record)
+        if self.writer.code is not None and is_new:
+            self.writer.code()
 
-    def _end(self) -> None:
-        self._ends = True
-        self._wake.set()
+    # ---- what is logged
 
-    def put(self, hook: str, args: tuple[Any, ...], step: int | None, time_s: float) -> Record:
-        """Send one call of a hook when its turn comes."""
-        record = Record(hook, args, step, time_s)
-        if self.backlog.append(record):
-            self._wake.set()
-        return record
+    def put(self, hook: str, args: tuple[Any, ...], step: int | None = None) -> None:
+        """Send one call of a hook, at once or from the next start on.
 
-    def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
-        """Run a function in the thread and return its result.
+        Args:
+            hook: its name.
+            args: plain values.
+            step: the global step; None: the record is of none.
+        """
+        record = Record(hook, args, step, time.time())
+        if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
+            self.open()  # after a run; or by hand: no Trainer is to say where
+        if self.sender is not None:
+            self._send(self.sender, record)
+        elif self._waiting:
+            self._waiting.append(record)
+        elif self._is_main_here():
+            self._waiting.append(record)
+            self._close_at_exit()
+
+    def _send(self, sender: Sender, record: Record) -> None:
+        sender.put(record)
+        if record.step is not None:
+            self.logged.update(dict.fromkeys(record.names(), record.step))
+
+    def ask(self, function: Callable[[], Any], after_all: bool = True) -> Any:
+        """Run a function in the thread, which is opened for it, and return its result; None where that cannot be.
 
         Args:
             function: what to run.
-            timeout_s: how long to wait.
-            after_all: run it once all that waits now has been sent, or cannot be.
-            early: send what would wait for more, too.
+            after_all: run it once all earlier records were sent; an error of its own is a warning then.
+        """
+        if not self.open() or self.sender is None:
+            return None
+        if not self.sender.is_begun:
+            warn_user(f"{self._name} is not open yet: what needs the tracker or the model itself is left out")
+            return None
+        try:
+            return self.sender.ask(function, self.writer.flush_timeout_s, after_all=after_all)
+        except TimeoutError as error:
+            warn_user(str(error))
+        except Exception as error:  # a tracker never ends a run
+            if isinstance(error, InstepError) or not after_all:
+                raise
+            warn_user(f"{self._name} failed: {type(error).__name__}: {error}")
+        return None
+
+    def step_now(self) -> int:
+        """Return the step of what is logged without one: that of the run, else the last one."""
+        if self._step_of_run is not None and self.is_open:
+            return self._step_of_run()
+        return max(self.last_step, 0)
+
+    def place(self, metrics: Mapping[str, float], step: int) -> int:
+        """Return the place on the x-axis; on another one than the steps that of the last record that had one."""
+        axis = self.writer.x_axis
+        if axis == "step":
+            return step
+        if axis == "time":
+            self._x = time.time() - self._began_s if self._began_s else 0.0
+        else:
+            self._x = metrics.get(axis, self._x)
+        if self._x is None and metrics and not self._lacks_x:
+            self._lacks_x = True
+            warn_user(
+                f"{self._name}(x_axis={axis!r}): there is no metric of that name yet; what is logged before it is "
+                "drawn over the steps"
+            )
+        return int(step if self._x is None else self._x)
+
+    def save(self, timeout_s: float | None = None) -> None:
+        """Bring everything recorded so far to the tracker, or else to the disk."""
+        if self._waiting:
+            self.open()
+        timeout_s = self.writer.flush_timeout_s if timeout_s is None else timeout_s
+        if self.sender is not None and self.sender.flush(timeout_s, early=True):
+            try:
+                self.sender.ask(partial(self.writer.call, "save"), timeout_s)
+            except Exception as error:  # noqa: BLE001  a tracker never ends a run
+                warn_user(f"{self._name} could not flush: {type(error).__name__}: {error}")
+
+    def close(self, status: str) -> None:
+        """Send what waits and close the logger; a second call does nothing."""
+        if self._waiting:
+            self.open()
+        sender, self.sender = self.sender, None  # first: a failing close is not tried again
+        if sender is not None:
+            self.status = status
+            sender.close(partial(self.writer.call, "finalize", status), self.writer.flush_timeout_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the version, the last step, that of each name, and when a run with a time axis began."""
+        if self.is_open:
+            self.save(_CHECKPOINT_WAIT_S)
+        state: dict[str, Any] = {"version": self.version, "step": self.last_step, "logged": dict(self.logged)}
+        if self.writer.x_axis == "time":
+            state["began_s"] = self._began_s
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the run of this state from the next start on.
 
         Raises:
-            TimeoutError: it did not come to its end in time.
+            CorruptCheckpointError: its version leads out of the folder of logs.
         """
-        if threading.current_thread() is self._thread:
-            return function()
-        future: Future[Any] = Future()
-        self._hurries |= after_all and early
-        self._tasks.append((function, future, after_all))
-        self._wake.set()
-        try:
-            future.exception(timeout_s)
-        except (NotInTime, CancelledError):
-            raise TimeoutError(f"{self._name} did not answer within {timeout_s:g} s") from None
-        return future.result()
-
-    def flush(self, timeout_s: float, early: bool = False) -> bool:
-        """Send what is due; what does not arrive in time is brought to the disk. Returns whether all arrived.
-
-        Args:
-            timeout_s: how long to wait.
-            early: send what would wait for more, too.
-        """
-        with suppress(TimeoutError):
-            self.ask(lambda: None, timeout_s, after_all=True, early=early)
-        left = len(self.backlog) > 0 and (early or self._is_due())
-        if left:
-            self.backlog.spill()
-            self._tracker.write_note()
-        return not left
-
-    def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
-        """Send all that waits, close the tracker and end the thread; say what did not arrive.
-
-        Args:
-            finalize: closes the tracker.
-            timeout_s: how long all of that may last.
-        """
-        end_s = time.monotonic() + timeout_s
-
-        def last() -> None:
-            self._ends = True  # first: nothing is sent to a closed tracker
-            if self._tracker.is_started:
-                finalize()
-
-        self._next_try_s = 0.0  # one more try, whatever the pause
-        self.flush(timeout_s, early=True)
-        try:
-            self.ask(last, max(0.1, end_s - time.monotonic()))
-        except TimeoutError:
-            warn_user(f"{self._name} did not close within {timeout_s:g} s")
-        except Exception as error:  # noqa: BLE001  a tracker never ends a run
-            warn_user(f"{self._name} could not be closed: {in_short(error)}")
-        self._end()
-        self._thread.join(max(0.1, end_s - time.monotonic()))
-        if self._thread.is_alive():
-            self._tracker.stop()  # so that the number that is said stays true
-        self.backlog.spill()
-        self._say_left()
-        if self._thread.is_alive():
-            _HELD_UP[self.backlog.path] = self._thread
-        else:
-            self.backlog.close()
-
-    def _say_left(self) -> None:
-        left, path = len(self.backlog), self.backlog.path
-        reason = f": {in_short(self.error)}" if self.error is not None else ""
-        if left:
-            self._tracker.write_note()
-            warn_user(
-                f"{self._name} did not take {left} records{reason}. They are kept in {path}; send them by: "
-                f"instep runs sync {path.parent.parent}"
-            )
-        if self.backlog.refused:
-            warn_user(f"{self._name} refused {self.backlog.refused} records; they are in {self.backlog.refused_path}")
-        if self.backlog.lost:
-            warn_user(f"{self._name} lost {self.backlog.lost} records: neither it nor the disk took them")
+        if self.is_open:
+            self.close("success")
+        if self._early is not None:
+            self.version = self._given_version
+        if self.version is None:
+            version = state.get("version")
+            if not is_version(version):
+                raise CorruptCheckpointError(
+                    f"the checkpoint's {self._name} has the version {version!r}, which is no name of a folder. Give "
+                    f"version=... to {self._name}, or resume with Resume(loggers=False)."
+                )
+            self.version = version
+        self.last_step = max(state.get("step", -1), state.get("global_step", -1))
+        logged = state.get("logged")
+        self.logged = dict(logged) if isinstance(logged, dict) else {}
+        self._began_s = float(state.get("began_s", 0.0))
+        self.resumed = True
 
     # ---- in the thread
 
-    def _run(self) -> None:
-        if self._before is not None:
-            self._before.join()
-        while not self._ends:
-            waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
-            hurries, self._hurries = self._hurries, False
-            if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
-                self._try()
-            self._run_tasks(waited)
-            if not self._tasks and not self._ends:
-                self._wake.wait(_PERIOD_S)
-            self._wake.clear()
-        self._run_tasks(())  # such as the tracker's end
-        while self._tasks:
-            self._tasks.popleft()[1].cancel()
-        if _HELD_UP.get(self.backlog.path) is self._thread:
-            del _HELD_UP[self.backlog.path]
-            self.backlog.close()
-
-    def _is_due(self) -> bool:
-        few = self.backlog.few()
-        return not self.is_begun or (len(self.backlog) > 0 and (few is None or self._tracker.is_due(*few)))
-
-    def _try(self) -> None:
-        group: list[Record] = []
+    def start_writer(self, backlog: Backlog) -> int:
+        """Open the tracker and take over what an earlier process left; return how many records that are."""
+        if self.resumed and self.version is None and not self.writer.is_local:
+            self.version = version_in(read_note(self._note))
         try:
-            if not self.is_begun:
-                self._tracker.begin()
-                self.is_begun = True
-                if not self._begun.done():
-                    self._begun.set_result(None)
-            left = len(self.backlog)
-            # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
-            while not self._ends and max(left, len(self.backlog) - BATCH + 1) > 0 and (group := self._next_group()):
-                self._tracker.send(group)
-                self.backlog.drop(len(group), self._tracker.place())
-                left -= len(group)
-                self._failures, self._singly = 0, max(0, self._singly - len(group))
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # also of a tracker that never catches up
-                    self._rest()
-                self._run_tasks(())
-            self.error = None
-            self._rest()
-        except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
-            if self._ends and group:
-                return  # it was stopped, and what is left has been said
-            self._singly = self._singly or len(group)
-            self._note(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            if self._failures >= _TRIES and group and self._next_one_goes():
-                self._put_aside(group[0])
+            self.writer.call("start")
+        except Exception as error:
+            if isinstance(error, InstepError) or not (self.writer.is_local or isinstance(error, _MISTAKES)):
+                raise
+            raise self.start_error(error) from error
+        return backlog.take_over(self._keep, self.writer.file.row_count())
 
-    def _rest(self) -> None:
-        self._noted_s = time.monotonic()
-        self._tracker.rest()
+    def start_error(self, error: Exception) -> InstepError:
+        """Return the error that ends a start: of what failed in the hook, and what to do."""
+        return InstepError(
+            f"{self._name} failed in start: {type(error).__name__}: {str(error).rstrip('.')}. It writes into "
+            f"{str(self.log_dir)!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
+        )
 
-    def _next_group(self) -> list[Record]:
-        records = self.backlog.peek(BATCH if self._tracker.takes_many and not self._singly else 1)
-        if records and records[0].hook != "_log_metrics":
-            return records[:1]
-        return list(takewhile(lambda record: record.hook == "_log_metrics", records))
+    def begin(self, left_over: int) -> None:
+        """Find out what the tracker of a resumed run has; so many records in front an earlier process left."""
+        if self.resumed:
+            writer, by_step = self.writer, self.writer.x_axis == "step"
+            sent = {} if writer.is_local else sent_in(read_note(self._note))
+            rows = writer.file.later_rows if by_step else ()
+            self._marks.resume(sent, writer.call("delivered") if by_step else None, left_over, rows)
+        self.resumed = False
+        self.rest()
 
-    def _note(self, error: Exception) -> None:
-        self.error = error
-        self._failures += 1
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (self._failures - 1))
-        self._next_try_s = time.monotonic() + pause_s
-        if not self._begun.done():
-            self._begun.set_exception(error)
-            if isinstance(error, InstepError):
-                return
-        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 ...
-            self._say(
-                f"{self._name} failed: {in_short(error)}. Training goes on; what it was given is kept and sent again "
-                f"in {pause_s:g} s"
+    def _keep(self, record: Record) -> bool:
+        after_checkpoint = self.resumed and not self._marks.belongs(record)
+        return not (self.writer.file.holds(record) or after_checkpoint)
+
+    def _refuses(self, record: Record) -> bool:
+        why = clean(why_not(record, self._note.parent.parent))
+        if why:
+            warn_user(f"{self._name} does not take a record that you did not write: {why}")
+        return bool(why)
+
+    def write(self, records: list[Record]) -> None:
+        """Write one record, or several rows of metrics, less what the tracker has of them."""
+        writer, marks = self.writer, self._marks
+        if self._in_doubt and not writer.is_local and writer.x_axis == "step":
+            has = writer.call("delivered")
+            if has is not None:
+                marks.doubt(has, self._in_doubt)
+        self._in_doubt = max(self._in_doubt, len(records))
+        left = [self._written(record) for record in marks.missing(records)]
+        if left and writer.takes_many and left[0].hook == "_log_metrics":
+            self.time_s = left[-1].time_s
+            writer.call("log_rows", [Row(record.args[0], record.args[1], record.time_s) for record in left])
+        else:
+            for record in left:
+                self.time_s = record.time_s
+                self.step = self.step if record.step is None else record.step
+                writer.call(record.hook.removeprefix("_"), *record.args)
+        self._in_doubt = 0
+        marks.note(records)
+
+    def _written(self, record: Record) -> Record:
+        """Return a record with the names of its metrics as they can be written."""
+        names = record.names() if record.hook == "_log_metrics" else []
+        changed = {name: written_name(name) for name in names}
+        wrong = [name for name, text in changed.items() if name != text]
+        if not wrong:
+            return record
+        if not self._has_escaped:
+            self._has_escaped = True
+            warn_user(
+                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {self._name} writes it as it "
+                "is here"
             )
+        metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
+        return record._replace(args=(metrics, *record.args[1:]))
 
-    def _next_one_goes(self) -> bool:
+    def rest(self) -> None:
+        """Record how far a tracker came: nothing waits, or some time has passed."""
+        if not self.writer.is_local:
+            self.write_note()
+
+    def write_note(self) -> None:
+        """Write which logger this is, where it writes, and how far it came, beside the backlog."""
+        kind, run, folder = self.writer.kind, self._note.parent.parent, Path(self._home, self.folder)
+        arguments = self.writer.arguments()
+        if self.writer.save_dir is not None:
+            arguments["save_dir"] = Path(self._home, self.writer.save_dir)
+        seal = None if self._backlog is None else self._backlog.seal
+        note = {
+            "logger": f"{kind.__module__}:{kind.__qualname__}",
+            "arguments": {name: value for name, value in arguments.items() if value is not None},
+            "version": self.version,
+            "status": self.status,
+            "sent": dict(self._marks.sent),  # a copy: the other thread may add to it
+            "id": seal and seal.about,
+            "cwd": self._home,
+            # Of a folder in the run folder the part below it: the run folder may be moved.
+            "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
+        }
+        note = json.loads(json.dumps(note, default=str))
         try:
-            self.backlog.spill(sync=False)  # both in the file, or both in memory
-            second = self.backlog.peek(2)[1:]
-            if second:
-                self._tracker.send(second)
-        except BaseException:  # noqa: BLE001  it is the tracker, not the record
-            return False
-        return bool(second)
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            replace(self._note, json.dumps(note if self.is_strangers else signed(note)).encode())
+        except OSError as error:
+            warn_user(f"{self._note} could not be written: {error}")
 
-    def _put_aside(self, record: Record) -> None:
-        names = clean(", ".join(record.names()) or record.hook)
-        self._say(f"{self._name} refuses {names}: {in_short(self.error)}")
-        try:
-            # Without its step: later ones have arrived, and say nothing of this one.
-            self.backlog.refuse(record._replace(step=None), self.backlog.seal)
-        except OSError:
-            self.backlog.lost += 1
-        self.backlog.drop(2, self._tracker.place())  # with the one after it, which has arrived
-        self._failures, self._next_try_s = 0, 0.0
 
-    def _say(self, text: str) -> None:
-        try:
-            warn_user(text)
-        except Warning:  # the user made warnings errors, but this thread cannot end the run
-            print(clean(text), file=sys.stderr)  # noqa: T201
+def _environment_rank() -> int:
+    from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
 
-    def _run_tasks(self, waited: Collection[Any]) -> None:
-        """Run what may run at any time, and what has waited for all that was put before it."""
-        for _ in range(len(self._tasks)):
-            function, future, late = task = self._tasks.popleft()
-            if late and task not in waited:
-                self._tasks.append(task)
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  raised where it was asked
-                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    return read_environment().rank
 
 
 class Marks:
@@ -439,131 +624,3 @@ class Marks:
         for record in records:
             if record.step is not None:
                 self.sent.update(dict.fromkeys(record.names(), record.step))
-
-
-class LoggerSide:
-    """A logger as the `Tracker` of its delivery: opens it, writes records by its hooks, and notes what was sent."""
-
-    def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
-        self._logger, self._backlog, self._marks = logger, backlog, marks
-        self.is_started = False
-        self.note_path = backlog.path.with_suffix(".json")
-        self.takes_many = logger._takes_rows
-        self._home = Path.cwd()  # where relative paths point from
-        self._left_over = 0
-        self._has_escaped = False
-        backlog.refuses = self._refuses
-        backlog.note = self.note_path if logger._LOCAL else None
-        backlog.find_seal = lambda: seal_of(self.note_path)
-        backlog.announce = self.write_note
-
-    def begin(self) -> None:
-        logger = self._logger
-        if not self.is_started:
-            self._start(logger)
-            self.is_started = True
-        if logger._resumed:
-            sent = {} if logger._LOCAL else sent_in(read_note(self.note_path))
-            rows = logger._kept_rows() if logger._x_axis == "step" else ()
-            self._marks.resume(sent, self._delivered(), self._left_over, rows)
-        logger._resumed = False
-        self.rest()
-
-    def _start(self, logger: Logger) -> None:
-        if logger._resumed and logger._version is None and not logger._LOCAL:
-            logger._version = version_in(read_note(self.note_path))
-        try:
-            logger._start()
-        except Exception as error:
-            if logger._LOCAL or isinstance(error, _MISTAKES):
-                raise logger._error("start", error) from error
-            raise
-        self._left_over = self._backlog.take_over(self._keep, logger._row_count())
-
-    def _keep(self, record: Record) -> bool:
-        logger = self._logger
-        return not (logger._holds(record) or (logger._resumed and not self._marks.belongs(record)))
-
-    def _refuses(self, record: Record) -> bool:
-        why = clean(why_not(record, self._backlog.path.parent.parent))
-        if why:
-            warn_user(f"{type(self._logger).__name__} does not take a record that you did not write: {why}")
-        return bool(why)
-
-    def _delivered(self) -> Mapping[str, int] | None:
-        return self._logger._delivered() if self._logger._x_axis == "step" else None
-
-    def send(self, records: list[Record]) -> None:
-        logger, marks = self._logger, self._marks
-        if logger._in_doubt and not logger._LOCAL:
-            has = self._delivered()
-            if has is not None:
-                marks.doubt(has, logger._in_doubt)
-        logger._in_doubt = max(logger._in_doubt, len(records))
-        left = [self._written(record) for record in marks.missing(records)]
-        if left and self.takes_many and left[0].hook == "_log_metrics":
-            logger._log_rows([Row(record.args[0], record.args[1], record.time_s) for record in left])
-            logger._now_s = left[-1].time_s
-        else:
-            for record in left:
-                logger._now_s = record.time_s
-                logger._step = logger._step if record.step is None else record.step
-                getattr(logger, record.hook)(*record.args)
-        logger._in_doubt = 0
-        marks.note(records)
-
-    def _written(self, record: Record) -> Record:
-        """Return a record with the names of its metrics as they can be written."""
-        names = record.names() if record.hook == "_log_metrics" else []
-        changed = {name: written_name(name) for name in names}
-        wrong = [name for name, text in changed.items() if name != text]
-        if not wrong:
-            return record
-        if not self._has_escaped:
-            self._has_escaped = True
-            warn_user(
-                f"the name {wrong[0]!r} is no text of UTF-8, or would control a terminal: {type(self._logger).__name__}"
-                " writes it as it is here"
-            )
-        metrics = {changed.get(name, name): value for name, value in record.args[0].items()}
-        return record._replace(args=(metrics, *record.args[1:]))
-
-    def is_due(self, first: Record, last: Record) -> bool:
-        return self._logger._due(first, last)
-
-    def place(self) -> int | None:
-        return self._logger._row_count()
-
-    def stop(self) -> None:
-        if self._logger._appended is not None:
-            self._logger._appended.stop()
-
-    def rest(self) -> None:
-        if not self._logger._LOCAL:
-            self.write_note()
-
-    def write_note(self) -> None:
-        """Write which logger this is, where it writes, and how far it came, beside the backlog."""
-        logger, kind = self._logger, type(self._logger)
-        assert logger._log_dir is not None
-        run, folder = self._backlog.path.parent.parent, Path(self._home, logger._log_dir)
-        arguments = {"name": logger._name, **logger._sync_arguments()}
-        arguments["save_dir"] = None if logger._save_dir is None else Path(self._home, logger._save_dir)
-        seal = self._backlog.seal
-        note = {
-            "logger": f"{kind.__module__}:{kind.__qualname__}",
-            "arguments": {name: value for name, value in arguments.items() if value is not None},
-            "version": logger._version,
-            "status": logger.status,
-            "sent": dict(self._marks.sent),  # a copy: the other thread may add to it
-            "id": seal and seal.about,
-            "cwd": self._home,
-            # Of a folder in the run folder the part below it: the run folder may be moved.
-            "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
-        }
-        note = json.loads(json.dumps(note, default=str))
-        try:
-            self.note_path.parent.mkdir(parents=True, exist_ok=True)
-            replace(self.note_path, json.dumps(note if logger._is_strangers else signed(note)).encode())
-        except OSError as error:
-            warn_user(f"{self.note_path} could not be written: {error}")

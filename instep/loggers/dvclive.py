@@ -70,29 +70,23 @@ class DVCLiveLogger(Logger):
         self._dir = None if dir is None else fspath(dir)
         self._resume = resume
         self._dvcyaml = dvcyaml
-        self._settings: dict[str, Any] = {
-            "report": report,
-            "save_dvc_exp": save_dvc_exp,
-            "cache_images": cache_images,
-            "exp_message": exp_message,
-            "monitor_system": monitor_system,
-        }
+        about: dict[str, Any] = {"report": report, "save_dvc_exp": save_dvc_exp, "cache_images": cache_images}
+        self._settings = about | {"exp_message": exp_message, "monitor_system": monitor_system}
         self._given = self._live = experiment
 
     def _start(self) -> None:
         dvclive = require("dvclive", extra="dvclive", purpose="DVCLiveLogger")
         if self._given is not None:
             return
-        assert self._log_dir is not None
-        folder = Path(self._log_dir / "dvclive" if self._dir is None else self._dir)
-        resume, self._resume = self._resume or self._resumed, True  # what comes after the end goes on too
+        folder = Path(self.delivery.folder / "dvclive" if self._dir is None else self._dir)
+        resume, self._resume = self._resume or self.delivery.resumed, True  # what comes after the end goes on too
         if resume:
             for table in folder.glob("plots/metrics/**/*.tsv"):
                 text = table.read_bytes()
                 if not text.endswith(b"\n"):  # of a machine that went down
                     table.write_bytes(text[: text.rfind(b"\n") + 1])
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
-        if self._sends_rest:
+        if self.delivery.sends_rest:
             self._settings["save_dvc_exp"] = False  # of the repository of this folder, which is not the run's
         self._live = dvclive.Live(fspath(folder), resume=resume, dvcyaml=dvcyaml, exp_name=self._name, **self._settings)
 

@@ -1,4 +1,4 @@
-"""Folders of runs: how they are named and numbered, and which ones are a run's.
+"""Folders of runs: how they are named and numbered, which one a run or a logger writes into, and which are a run's.
 
 A logger's `save_dir` may be shared with other programs: what stands there is looked at as a stranger's.
 """
@@ -9,6 +9,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from instep.health.run_status import NAME
 from instep.utils.warn import warn_user
@@ -18,6 +19,62 @@ RUNS = "instep_runs"
 
 _NUMBERED = re.compile(r"version_([0-9]{1,18})")
 _LOGS = ("events.out.tfevents.*", "metrics.csv", "hparams.*")
+
+
+class Place(NamedTuple):
+    """Name of a run folder among the others, and whether it is a new run's."""
+
+    name: str
+    is_new: bool
+
+
+def choose_place(
+    asked: str | None = None,
+    *,
+    opened: str | None = None,
+    run: str | None = None,
+    goes_on: str | None = None,
+    is_free: bool = True,
+    next_number: int = 0,
+) -> Place:
+    """Choose the folder that a run, or one of its loggers, writes into. A pure function: it looks at no disk.
+
+    All names are those of folders beside each other, in `<save_dir>/<name>` or `instep_runs`.
+
+    Args:
+        asked: the name that the user gave by a logger's `version`; None leaves it open.
+        opened: the folder that was opened before the run, which takes it.
+        run: for a logger, the folder of its run: one run has one folder, unless the user asked for another.
+        goes_on: the folder that is gone on in: that of the resumed run, or of the one that is evaluated.
+        is_free: the asked folder has nothing of another run.
+        next_number: the number of the next folder `version_<n>`.
+
+    Returns:
+        The first that there is: `opened`, `run`, `goes_on`, `asked` if it is free, the next number.
+
+    Example:
+        >>> choose_place("best", is_free=False, next_number=3)
+        Place(name='version_3', is_new=True)
+    """
+    if opened is not None:
+        return Place(opened, True)
+    if run is not None and asked in (None, run):
+        return Place(run, False)
+    if goes_on is not None:
+        return Place(goes_on, False)
+    if asked is not None and is_free:
+        return Place(asked, True)
+    return Place(folder_name(next_number), True)
+
+
+def name_in(base: Path, folder: Path | None, asked: str | None = None) -> str | None:
+    """Return the name of a run folder in `base`, several folders deep only as `asked`; None where it is elsewhere."""
+    if folder is None:
+        return None
+    folder, base = folder.absolute(), base.absolute()
+    if asked is not None and folder == base / asked:
+        return asked
+    return folder.name if folder.parent == base else None
 
 
 def folder_name(version: int | str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.loggers.appended import check_no_link
 from instep.loggers.backlog import Row, RowKey
-from instep.loggers.row_file import RowFileLogger
+from instep.loggers.row_file import RowFile, RowFileLogger
 from instep.types import PathLike
 from instep.utils.atomic import replace
 
@@ -36,17 +36,13 @@ class JSONLinesLogger(RowFileLogger):
         >>> import json
         >>> import tempfile
         >>> from pathlib import Path
-        >>> logger = JSONLinesLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger.start(folder)
+        ...     logger = JSONLinesLogger(folder, version="first")
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.finalize()
-        ...     json.loads((Path(folder) / "metrics.jsonl").read_text())["loss"]
+        ...     json.loads(Path(folder, "first", "metrics.jsonl").read_text())["loss"]
         0.5
     """
-
-    _FILE = "metrics.jsonl"
-    _COUNTED = "lines"
 
     def __init__(
         self,
@@ -56,77 +52,79 @@ class JSONLinesLogger(RowFileLogger):
         **options: Any,
     ) -> None:
         super().__init__(save_dir, name, version, **options)
-
-    def _parse(self, content: bytes) -> list[bytes]:
-        return content.splitlines(keepends=True)
-
-    def _step_of(self, row: bytes) -> float:
-        try:
-            step = json.loads(row)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return math.inf  # no line of ours
-        return step if isinstance(step, int | float) else math.inf
-
-    def _key_of(self, row: bytes) -> RowKey:
-        values: dict[str, Any] = json.loads(row)
-        if "kind" in values and isinstance(values.get("name"), str):
-            return RowKey(values["step"], frozenset({f"_log_{values['kind']}:{values['name']}"}))
-        return RowKey(values["step"], frozenset(values) - {"step", "time"})
-
-    def _replace(self, rows: list[bytes]) -> None:
-        assert self._appended is not None
-        with self._appended.replacing() as part:
-            part.write_bytes(b"".join(rows))
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._append([(step, self._now_s, values)])
-
-    def _append(self, rows: list[tuple[int, float, dict[str, Any]]]) -> None:
-        assert self._appended is not None
-        lines = [
-            json.dumps({"step": step, "time": round(time_s, 3), **values}, ensure_ascii=False) + "\n"
-            for step, time_s, values in rows
-        ]
-        with self._appended.turn():
-            self._appended.append("".join(lines).encode("utf-8", "backslashreplace"))  # half a surrogate, as in JSON
-        self._rows_in_file += len(rows)
-
-    def _log_rows(self, rows: list[Row]) -> None:
-        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
-        self._append(
-            [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
-        )
+        self._rows = self._lines = self._file = _Lines()
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._write(step, {"kind": "text", "name": name, "value": text})
+        self._write("text", name, text, step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        self._keep("image", name, [image.png() for image in images], "png", step)
+        self._log_files("image", name, [image.png() for image in images], "png", step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
-        self._keep("audio", name, [audio.wav() for audio in audios], "wav", step)
+        self._log_files("audio", name, [audio.wav() for audio in audios], "wav", step)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
-        self._keep("video", name, [video.gif() for video in videos], "gif", step)
+        self._log_files("video", name, [video.gif() for video in videos], "gif", step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         value = {"counts": histogram.counts.tolist(), "edges": histogram.edges.tolist()}
-        self._write(step, {"kind": "histogram", "name": name, "value": value})
+        self._write("histogram", name, value, step)
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
         rows = [[_number(cell) if isinstance(cell, float) else cell for cell in row] for row in table.rows]
-        self._write(step, {"kind": "table", "name": name, "value": {"columns": table.columns, "rows": rows}})
+        self._write("table", name, {"columns": table.columns, "rows": rows}, step)
 
-    def _keep(self, kind: str, name: str, contents: list[bytes], suffix: str, step: int) -> None:
-        assert self._log_dir is not None
-        folder = self._log_dir / "media"
+    def _log_files(self, kind: str, name: str, contents: list[bytes], suffix: str, step: int) -> None:
+        folder = self.delivery.folder / "media"
         check_no_link(folder)
         folder.mkdir(exist_ok=True)
         stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{step}"
         files = [folder / f"{stem}-{i}.{suffix}" for i in range(len(contents))]
         for file, content in zip(files, contents, strict=True):
             replace(file, content)
-        self._write(step, {"kind": kind, "name": name, "value": [f"media/{file.name}" for file in files]})
+        self._write(kind, name, [f"media/{file.name}" for file in files], step)
+
+    def _write(self, kind: str, name: str, value: Any, step: int) -> None:
+        self._lines.append([(step, self.delivery.time_s, {"kind": kind, "name": name, "value": value})])
+
+
+class _Lines(RowFile):
+    """The lines, each of them an object of JSON."""
+
+    NAME, COUNTED = "metrics.jsonl", "lines"
+
+    def parse(self, content: bytes) -> list[bytes]:
+        return content.splitlines(keepends=True)
+
+    def key(self, row: bytes) -> RowKey:
+        try:
+            values: dict[str, Any] = json.loads(row)
+            step = float(values["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return RowKey(math.inf, frozenset())  # no line of ours
+        if "kind" in values and isinstance(values.get("name"), str):
+            return RowKey(step, frozenset({f"_log_{values['kind']}:{values['name']}"}))
+        return RowKey(step, frozenset(values) - {"step", "time"})
+
+    def replace(self, rows: list[bytes]) -> None:
+        with self.opened.replacing() as part:
+            part.write_bytes(b"".join(rows))
+
+    def add(self, rows: list[Row]) -> None:
+        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
+        self.append(
+            [(row.step, row.time_s, {name: _number(value) for name, value in row.metrics.items()}) for row in rows]
+        )
+
+    def append(self, rows: list[tuple[int, float, dict[str, Any]]]) -> None:
+        """Append lines of a step, a time in seconds since 1970, and further values."""
+        lines = [
+            json.dumps({"step": step, "time": round(time_s, 3), **values}, ensure_ascii=False) + "\n"
+            for step, time_s, values in rows
+        ]
+        with self.opened.turn():
+            self.opened.append("".join(lines).encode("utf-8", "backslashreplace"))  # half a surrogate, as in JSON
+        self.rows += len(rows)
 
 
 def _number(value: float) -> float | str:

@@ -40,10 +40,7 @@ class Image:
 
     def png(self) -> bytes:
         """Return the picture as a PNG file."""
-        return _encoded(self._pillow(), "PNG")
-
-    def _pillow(self) -> Any:
-        return _pillow(self.array)
+        return _encoded(_pillow(self.array), "PNG")
 
 
 @dataclass(frozen=True, eq=False)

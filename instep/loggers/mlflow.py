@@ -110,12 +110,12 @@ class MLFlowLogger(Logger):
     @property
     def run_id(self) -> str | None:
         """The id of the MLflow run, which is made on first use."""
-        return str(self.version) if self._opened() else None
+        return str(self.version) if self.delivery.open() else None
 
     @property
     def experiment_id(self) -> str | None:
         """The id of the MLflow experiment, which is made on first use."""
-        return self._experiment_id if self._opened() else None
+        return self._experiment_id if self.delivery.open() else None
 
     def _experiment(self) -> Any:
         return self._client
@@ -125,11 +125,11 @@ class MLFlowLogger(Logger):
         self._entities = mlflow.entities
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        if self._sends_rest:  # where MLflow would print what the note and its host say, among the lines of the command
+        if self.delivery.sends_rest:  # MLflow would print what the note and its host say among the command's lines
             os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         if self._tracking_uri is None:
-            assert self._log_dir is not None
-            folder = (self._save_dir or (self._log_dir if self._is_strangers else self._log_dir.parent)).absolute()
+            place = self.delivery.folder
+            folder = (self._save_dir or (place if self.delivery.is_strangers else place.parent)).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             self._tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
             self._artifact_location = self._artifact_location or str(folder / "mlartifacts")
@@ -144,17 +144,17 @@ class MLFlowLogger(Logger):
         if system if self._system is None else self._system:
             monitors = require("mlflow.system_metrics.system_metrics_monitor", extra="mlflow", purpose="system metrics")
             self._monitor = monitors.SystemMetricsMonitor(
-                self._version, resume_logging=self._resumed, tracking_uri=self._tracking_uri
+                self.version, resume_logging=self.delivery.resumed, tracking_uri=self._tracking_uri
             )
             self._monitor.start()
 
     def _open_run(self) -> None:
         client = self._client
-        if self._version is not None:
-            info = client.get_run(self._version).info
+        if self.version is not None:
+            info = client.get_run(self.version).info
             self._check_place(info.artifact_uri)
             self._experiment_id = info.experiment_id
-            client.update_run(self._version, status="RUNNING", name=self._name)
+            client.update_run(self.version, status="RUNNING", name=self._name)
             self._tag(self._tags)
             return
         context = require("mlflow.tracking.context.registry", extra="mlflow", purpose="MLFlowLogger")
@@ -164,35 +164,35 @@ class MLFlowLogger(Logger):
         else:
             self._experiment_id = experiment.experiment_id
         # Who runs which program here is no matter of another user's host.
-        tags = self._tags if self._is_strangers else context.resolve_tags(self._tags)
+        tags = self._tags if self.delivery.is_strangers else context.resolve_tags(self._tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
         self._check_place(run.info.artifact_uri)
-        self._version = run.info.run_id
+        self.delivery.version = run.info.run_id
 
     def _check_place(self, uri: str) -> None:
         """Raise where the server or database of another user's note would have files written outside of the run."""
-        assert self._log_dir is not None
-        if not self._is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
+        folder = self.delivery.folder
+        if not self.delivery.is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
             return
         is_remote = str(self._tracking_uri).startswith(("http:", "https:"))
         if is_remote and urlsplit(uri).scheme == "mlflow-artifacts" and not urlsplit(uri).netloc:
             return
         path = unquote(uri.removeprefix("file:").removeprefix("//"))
-        if is_remote or not Path(path).resolve().is_relative_to(self._log_dir.resolve()):
-            raise SettingError(f"MLflow's run has its files in {uri!r:.300}, which is outside of {self._log_dir}")
+        if is_remote or not Path(path).resolve().is_relative_to(folder.resolve()):
+            raise SettingError(f"MLflow's run has its files in {uri!r:.300}, which is outside of {folder}")
 
     def _delivered(self) -> dict[str, int]:
-        has = {metric.key: metric.step for metric in self._client.get_run(self._version).to_proto().data.metrics}
-        return has | {name: has.get(_plain(name), -1) for name in self._logged or () if ":" not in name}
+        has = {metric.key: metric.step for metric in self._client.get_run(self.version).to_proto().data.metrics}
+        return has | {name: has.get(_plain(name), -1) for name in self.delivery.logged if ":" not in name}
 
     def _log_rows(self, rows: list[Row]) -> None:
         metric = self._entities.Metric
         made = [metric(_plain(k), v, int(row.time_s * 1000), row.step) for row in rows for k, v in row.metrics.items()]
         for at in range(0, len(made), _MOST_METRICS):
-            self._client.log_batch(self._version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
+            self._client.log_batch(self.version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        known = self._client.get_run(self._version).data.params
+        known = self._client.get_run(self.version).data.params
         most = require("mlflow.utils.validation", extra="mlflow", purpose="MLFlowLogger").MAX_PARAM_VAL_LENGTH
         texts = {_plain(name): str(value)[:most] for name, value in flatten(params).items()}
         changed = {name: text for name, text in texts.items() if known.get(name, text) != text}
@@ -200,18 +200,18 @@ class MLFlowLogger(Logger):
             warn_user(f"MLflow does not change parameters: the new values of {', '.join(changed)} are tags of the run")
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
         for at in range(0, len(new), _MOST_PARAMS):
-            self._client.log_batch(self._version, params=new[at : at + _MOST_PARAMS], synchronous=True)
+            self._client.log_batch(self.version, params=new[at : at + _MOST_PARAMS], synchronous=True)
         self._tag(changed)
         if metrics:
-            self._log_rows([Row(metrics, max(self._last_step, 0), self._now_s)])
+            self._log_rows([Row(metrics, max(self.delivery.last_step, 0), self.delivery.time_s)])
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._client.log_text(self._version, text, f"text/{_plain(name)}/{step}.txt")
+        self._client.log_text(self.version, text, f"text/{_plain(name)}/{step}.txt")
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         for key, image in numbered(_plain(name), images):
-            time_ms = int(self._now_s * 1000)
-            self._client.log_image(self._version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
+            time_ms = int(self.delivery.time_s * 1000)
+            self._client.log_image(self.version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for i, audio in enumerate(audios):
@@ -224,17 +224,17 @@ class MLFlowLogger(Logger):
     def _log_bytes(self, place: str, data: bytes) -> None:
         with TemporaryDirectory() as folder:
             (file := Path(folder) / Path(place).name).write_bytes(data)
-            self._client.log_artifact(self._version, str(file), str(Path(place).parent))
+            self._client.log_artifact(self.version, str(file), str(Path(place).parent))
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
         columns = {column: [row[i] for row in table.rows] for i, column in enumerate(table.columns)}
-        self._client.log_table(self._version, columns, f"tables/{_plain(name)}/{step}.json")
+        self._client.log_table(self.version, columns, f"tables/{_plain(name)}/{step}.json")
 
     def _log_artifact(self, artifact: Artifact) -> None:
         if artifact.path.is_dir():
-            self._client.log_artifacts(self._version, str(artifact.path), f"{artifact.type}/{artifact.name}")
+            self._client.log_artifacts(self.version, str(artifact.path), f"{artifact.type}/{artifact.name}")
         else:
-            self._client.log_artifact(self._version, str(artifact.path), artifact.type)
+            self._client.log_artifact(self.version, str(artifact.path), artifact.type)
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
         super()._log_checkpoint(path, aliases)
@@ -242,8 +242,8 @@ class MLFlowLogger(Logger):
         if self._model is not None:
             if not self._client.search_registered_models(f"name = '{self._model}'"):
                 self._client.create_registered_model(self._model)
-            source = f"{self._client.get_run(self._version).info.artifact_uri}/model/{path.name}"
-            made = self._client.create_model_version(self._model, source, self._version)
+            source = f"{self._client.get_run(self.version).info.artifact_uri}/model/{path.name}"
+            made = self._client.create_model_version(self._model, source, self.version)
             for alias in aliases:
                 self._client.set_registered_model_alias(self._model, alias, made.version)
 
@@ -251,16 +251,16 @@ class MLFlowLogger(Logger):
         git = {"commit": code.commit, "branch": code.branch, "repoURL": code.remote, "dirty": code.is_dirty}
         self._tag({f"mlflow.source.git.{name}": str(value) for name, value in git.items() if value is not None})
         if code.patch:
-            self._client.log_text(self._version, code.patch, "code/git.patch")
+            self._client.log_text(self.version, code.patch, "code/git.patch")
 
     def _tag(self, tags: Mapping[str, str]) -> None:
         made = [self._entities.RunTag(name, text) for name, text in tags.items()]
-        self._client.log_batch(self._version, tags=made, synchronous=True)
+        self._client.log_batch(self.version, tags=made, synchronous=True)
 
     def _finalize(self, status: str) -> None:
         if self._monitor is not None:
             self._monitor.finish()
-        self._client.set_terminated(self._version, _STATUS[status])
+        self._client.set_terminated(self.version, _STATUS[status])
 
 
 def _plain(name: str) -> str:

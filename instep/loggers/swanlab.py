@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from io import BytesIO
-from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,27 +64,24 @@ class SwanLabLogger(Logger):
         super().__init__(**{"name": experiment_name, "version": id, **options})
         self._project, self._workspace, self._mode = project, workspace, mode
         self._given = {"description": description, "tags": tags, **kwargs}
-        self._folder = log_dir
+        self._log_dir = log_dir
         self._run: Any = None
         self._ours = False
         self._sent: dict[str, int] = {}  # the last step of each metric,
         self._written: dict[str, int] = {}  # and that which SwanLab's thread has written
         self._writes = Condition()
 
-    def _sync_arguments(self) -> dict[str, Any]:
-        return {**super()._sync_arguments(), "log_dir": self._folder}
-
     def _start(self) -> None:
         self._swanlab = require("swanlab", extra="swanlab", purpose="SwanLabLogger")
         self._ours = not self._swanlab.has_run()
         self._run = self._init() if self._ours else self._swanlab.get_run()
-        self._version = self._run.id
+        self.delivery.version = self._run.id
         self._sent, self._written = {}, {}
         self._run._callbacker.merge_callbacks(self._listener())
         self._run._components.consumer._flush_timeout = _GATHER_S
 
     def _init(self) -> Any:
-        folder = self._folder or (self._save_dir or self._log_dir or Path()) / "swanlog"
+        folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
         given = {"settings": self._swanlab.Settings(interactive=False), **self._given}  # nobody answers in a thread
         try:
             return self._swanlab.init(
@@ -94,8 +90,8 @@ class SwanLabLogger(Logger):
                 name=self._name,
                 log_dir=os.path.abspath(folder),
                 mode=self._mode,
-                id=self._version,
-                resume=None if self._version is None else "allow",
+                id=self.version,
+                resume=None if self.version is None else "allow",
                 **given,
             )
         except RuntimeError as error:
@@ -126,7 +122,7 @@ class SwanLabLogger(Logger):
         for file in (
             sorted(self._run.dir.parent.glob("run-*/*.swanlab")) if self._run.mode in ("offline", "local") else ()
         ):
-            if file.stem == f"run-{self._version}" and file.parent != self._run.dir and file.stat().st_size:
+            if file.stem == f"run-{self.version}" and file.parent != self._run.dir and file.stat().st_size:
                 reader = store.DataStoreReader()
                 reader.open(file)
                 records = [proto.Record.FromString(data).scalar for data in reader]

@@ -21,7 +21,7 @@ from instep.loggers import logger_class, logger_names
 from instep.loggers.appended import check_no_link
 from instep.loggers.backlog import Record, is_own, read_note
 from instep.loggers.base import Logger
-from instep.loggers.delivery import in_short
+from instep.loggers.sender import in_short
 from instep.loggers.trust import (
     arguments_in,
     files_of,
@@ -123,8 +123,7 @@ def _send(run: Path, path: Path, timeout_s: float, ask: Callable[[str], None]) -
     number, rank = (int(match[key] or 0) for key in ("number", "rank")) if match is not None else (0, 0)
     with _apart(_home(note, kind, arguments) if own else None, bare) as left_running:
         logger = kind(**arguments)
-        logger.take_up(version_in(note), max(0, number - 1), rank, status_in(note))
-        logger._rest_dir, logger._is_strangers = run / folder, not own
+        logger.delivery.take_up(version_in(note), max(0, number - 1), rank, status_in(note), run / folder, not own)
         sent, thread = _deliver(logger, run, len(waiting), timeout_s)
         if thread.is_alive():
             left_running.append(thread)
@@ -283,16 +282,16 @@ def _check_free(backlog: Path, name: str) -> None:
 
 def _deliver(logger: Logger, run: Path, waited: int, timeout_s: float) -> tuple[Sent, threading.Thread]:
     end_s = time.monotonic() + timeout_s
-    logger.start(run)
-    delivery = logger._delivery
-    assert delivery is not None
+    logger.delivery.start(run)
+    sender = logger.delivery.sender
+    assert sender is not None
     for attempt in range(_TRIES):
-        all_sent = delivery.flush(max(0.1, end_s - time.monotonic()), early=True) and delivery.is_begun
+        all_sent = sender.flush(max(0.1, end_s - time.monotonic()), early=True) and sender.is_begun
         if all_sent or time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S * (attempt + 1))
-    left, error = len(delivery.backlog) if delivery.is_begun else waited, delivery.error
-    logger.finalize(logger.status)
+    left, error = len(sender.backlog) if sender.is_begun else waited, sender.error
+    logger.finalize(logger.delivery.status)
     reason = in_short(error) if error is not None else ""
-    sent = Sent(type(logger).__name__, waited, left + delivery.backlog.refused, reason)
-    return sent, delivery._thread
+    sent = Sent(type(logger).__name__, waited, left + sender.backlog.refused, reason)
+    return sent, sender.thread

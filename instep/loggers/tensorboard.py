@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.loggers.appended import AppendedFile
+from instep.loggers.appended import AppendedFile, OutputFile
 from instep.loggers.backlog import Record, Row
 from instep.loggers.base import Logger, numbered
 from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file
@@ -56,16 +56,15 @@ class TensorBoardLogger(Logger):
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> logger = TensorBoardLogger()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger.start(folder)
+        ...     logger = TensorBoardLogger(folder, version="first")
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.finalize()
-        ...     print(len(list(Path(folder).glob("events.out.tfevents.*"))))
+        ...     print(len(list(Path(folder, "first").glob("events.out.tfevents.*"))))
         1
     """
 
-    _writers = frozenset({"_appended", "_summary_writer", "_event", "_proto", "_records"})
+    _writers = frozenset({"_summary_writer", "_event", "_proto"})
 
     NAME_HPARAMS_FILE = NAME
 
@@ -85,13 +84,11 @@ class TensorBoardLogger(Logger):
         self._draws_graph = FLAG("log_graph", log_graph)
         self._default_hp_metric = FLAG("default_hp_metric", default_hp_metric)
         self._sub_dir = sub_dir
-        self._flush_s = above_zero("of seconds above 0")("flush_s", flush_s)
-        self._records: Any = None
+        self._events = self._file = _EventFile(above_zero("of seconds above 0")("flush_s", flush_s))
         self._summary_writer: Any = None
         self._event: Any = None
         self._proto: Any = None
         self._has: dict[str, int] = {}
-        self._events: set[tuple[int, float]] | None = None  # step and time of those that were there
         self._has_hparams = False
         self._has_hp_metric = False
 
@@ -102,78 +99,31 @@ class TensorBoardLogger(Logger):
             self._summary_writer = module.SummaryWriter(self.log_dir)
         return self._summary_writer
 
-    def _within(self, folder: Path) -> Path:
-        return folder / self._sub_dir if self._sub_dir else folder
-
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        return self._within(super()._choose_log_dir(run_dir))
-
     def _start(self) -> None:
         # Slow imports, 0.2 s together.
-        self._records = require("tensorboard.summary.writer.record_writer", extra=None, purpose="TensorBoardLogger")
         self._event = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="TensorBoardLogger")
         self._proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
-        assert self._log_dir is not None
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        earlier, self._events = any(self._log_dir.glob("events.out.tfevents.*")), None
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._appended = AppendedFile(self._log_dir.absolute() / name)
-        self._write([self._event.Event(wall_time=time.time(), file_version="brain.Event:2")])
-        self._has_hp_metric = self._has_hp_metric or self._resumed
-        if self._resumed and earlier and not self._sends_rest:
-            self._has = self._scalars_up_to(self._last_step)
+        delivery = self.delivery
+        earlier = self._events.open(delivery.folder)
+        self._events.write([self._event.Event(wall_time=time.time(), file_version="brain.Event:2")])
+        self._has_hp_metric = self._has_hp_metric or delivery.resumed
+        if delivery.resumed and earlier and not delivery.sends_rest:
+            self._has = self._events.scalars_up_to(delivery.last_step)
             log = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._add(step=self._last_step + 1, session_log=log)
-
-    def _found(self) -> Iterator[Any]:
-        """Yield the events in the files, in their order."""
-        reader = require(
-            "tensorboard.backend.event_processing.event_file_loader", extra=None, purpose="TensorBoardLogger"
-        )
-        assert self._log_dir is not None
-        for file in sorted(self._log_dir.glob("events.out.tfevents.*")):
-            if file.is_file() and not file.is_symlink():
-                yield from reader.LegacyEventFileLoader(str(file)).Load()
-
-    def _scalars_up_to(self, last: int) -> dict[str, int]:
-        """Return the last step of each scalar, of those that a resumed run keeps."""
-        has: dict[str, int] = {}
-        for event in self._found():
-            if event.HasField("session_log"):
-                has = {name: min(step, event.step - 1) for name, step in has.items()}
-            elif event.step <= last:
-                has.update(dict.fromkeys((value.tag for value in event.summary.value), event.step))
-        return has
+            self._add(step=delivery.last_step + 1, session_log=log)
 
     def _delivered(self) -> dict[str, int]:
         return self._has
 
-    def _holds(self, record: Record) -> bool:
-        if self._events is None:
-            self._events = {(event.step, event.wall_time) for event in self._found()}
-        step = record.args[1] if record.hook == "_log_metrics" else record.args[-1]
-        return (step if type(step) is int else 0, record.time_s) in self._events
-
-    def _due(self, first: Record, last: Record) -> bool:
-        return time.time() - first.time_s >= self._flush_s or first.hook != "_log_metrics"
-
     def _add(self, **event: Any) -> None:
-        self._write([self._event.Event(wall_time=self._now_s or time.time(), **event)])
-
-    def _write(self, events: list[Any]) -> None:
-        assert self._appended is not None
-        framed = io.BytesIO()
-        writer = self._records.RecordWriter(framed)
-        for event in events:
-            writer.write(event.SerializeToString())
-        self._appended.append(framed.getvalue())
+        self._events.write([self._event.Event(wall_time=self.delivery.time_s or time.time(), **event)])
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._log_rows([Row(metrics, step, self._now_s or time.time())])
+        self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
         value, summary = self._proto.Summary.Value, self._proto.Summary
-        self._write(
+        self._events.write(
             [
                 self._event.Event(
                     wall_time=row.time_s,
@@ -186,7 +136,7 @@ class TensorBoardLogger(Logger):
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         writer = self._experiment()
-        writer.add_text(name, text, step, self._now_s)
+        writer.add_text(name, text, step, self.delivery.time_s)
         writer.flush()
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
@@ -219,8 +169,7 @@ class TensorBoardLogger(Logger):
         counts, edges = histogram.counts, histogram.edges
         middles = (edges[1:] + edges[:-1]) / 2
         total = float(counts.sum())
-        proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
-        content = proto.HistogramProto(
+        content = self._proto.HistogramProto(
             min=float(edges[0]),
             max=float(edges[-1]),
             num=total,
@@ -240,8 +189,7 @@ class TensorBoardLogger(Logger):
         self._add(step=step, summary=self._proto.Summary(value=[self._proto.Summary.Value(tag=tag, **content)]))
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        assert self._log_dir is not None
-        merge_file(self._log_dir / NAME, params)
+        merge_file(self.delivery.folder / NAME, params)
         data = require("tensorboard.plugins.hparams.plugin_data_pb2", extra=None, purpose="TensorBoardLogger")
         info = data.SessionStartInfo(start_time_secs=time.time())
         for name, value in flatten(params).items():
@@ -257,7 +205,7 @@ class TensorBoardLogger(Logger):
             metrics = {"hp_metric": -1.0}
         self._has_hp_metric = True
         if metrics:
-            self._log_metrics(metrics, self._step)
+            self._log_metrics(metrics, self.delivery.step)
 
     def _add_hparams(self, tag: str, content: Any) -> None:
         metadata = require("tensorboard.plugins.hparams.metadata", extra=None, purpose="TensorBoardLogger")
@@ -299,10 +247,61 @@ class TensorBoardLogger(Logger):
                 info = data.SessionEndInfo(status=end, end_time_secs=time.time())
                 self._add_hparams("SESSION_END_INFO_TAG", data.HParamsPluginData(session_end_info=info))
         finally:
-            assert self._log_dir is not None
-            assert self._appended is not None
-            ensure_file(self._log_dir / NAME)
-            self._appended.close()
+            ensure_file(self.delivery.folder / NAME)
+            self._events.opened.close()
             if self._summary_writer is not None:
                 self._summary_writer.close()
                 self._summary_writer = None
+
+
+class _EventFile(OutputFile):
+    """Event file of one process in a folder that may have those of earlier ones."""
+
+    def __init__(self, flush_s: float) -> None:
+        self._flush_s = flush_s
+        self._there: set[tuple[int, float]] | None = None  # step and time of the events that were there
+
+    def open(self, folder: Path) -> bool:
+        """Make the file; return True if the folder has others."""
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier, self._there = any(folder.glob("events.out.tfevents.*")), None
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self.appended = AppendedFile(folder.absolute() / name)
+        return earlier
+
+    def write(self, events: list[Any]) -> None:
+        """Append events: all, or none."""
+        records = require("tensorboard.summary.writer.record_writer", extra=None, purpose="TensorBoardLogger")
+        framed = io.BytesIO()
+        writer = records.RecordWriter(framed)
+        for event in events:
+            writer.write(event.SerializeToString())
+        self.opened.append(framed.getvalue())
+
+    def scalars_up_to(self, last: int) -> dict[str, int]:
+        """Return the last step of each scalar, of those that a resumed run keeps."""
+        has: dict[str, int] = {}
+        for event in self._all_events():
+            if event.HasField("session_log"):
+                has = {name: min(step, event.step - 1) for name, step in has.items()}
+            elif event.step <= last:
+                has.update(dict.fromkeys((value.tag for value in event.summary.value), event.step))
+        return has
+
+    def holds(self, record: Record) -> bool:
+        if self._there is None:
+            self._there = {(event.step, event.wall_time) for event in self._all_events()}
+        step = record.args[1] if record.hook == "_log_metrics" else record.args[-1]
+        return (step if type(step) is int else 0, record.time_s) in self._there
+
+    def is_due(self, first: Record, last: Record) -> bool:
+        return time.time() - first.time_s >= self._flush_s or first.hook != "_log_metrics"
+
+    def _all_events(self) -> Iterator[Any]:
+        """Yield the events in the folder's files, in their order."""
+        reader = require(
+            "tensorboard.backend.event_processing.event_file_loader", extra=None, purpose="TensorBoardLogger"
+        )
+        for file in sorted(self.opened.path.parent.glob("events.out.tfevents.*")):
+            if file.is_file() and not file.is_symlink():
+                yield from reader.LegacyEventFileLoader(str(file)).Load()

@@ -43,12 +43,8 @@ class TrackioLogger(Logger):
         >>> logger = TrackioLogger("digits", name="first", auto_log_gpu=False)  # doctest: +SKIP
     """
 
-    _NEEDS, _LOCAL, _SYNC, _writers = (
-        ("trackio", "trackio"),
-        False,
-        ("project", "space_id", "server_url"),
-        frozenset({"_run"}),
-    )
+    _NEEDS, _LOCAL, _writers = ("trackio", "trackio"), False, frozenset({"_run"})
+    _SYNC = ("project", "space_id", "server_url")
     _HOSTS = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}
 
     _OWN_FOLDERS = True
@@ -78,8 +74,8 @@ class TrackioLogger(Logger):
 
     def _start(self) -> None:
         folder = self._save_dir
-        if self._is_strangers and "TRACKIO_DIR" not in os.environ:
-            folder = self._log_dir
+        if self.delivery.is_strangers and "TRACKIO_DIR" not in os.environ:
+            folder = self.delivery.folder
         if folder is not None and "trackio" not in sys.modules:
             os.environ["TRACKIO_DIR"] = str(folder.absolute())  # read when it is imported
         trackio = self._package()
@@ -89,10 +85,10 @@ class TrackioLogger(Logger):
                 f"{trackio.utils.TRACKIO_DIR}. It has one folder in a process: set TRACKIO_DIR before it is imported.",
                 field="save_dir",
             )
-        name = self._name if self._version is None else self._version
-        resume = "never" if self._version is None else "allow"
+        name = self._name if self.version is None else self.version
+        resume = "never" if self.version is None else "allow"
         self._run = trackio.init(self._project, name, **{"resume": resume, "embed": False, **self._init})
-        self._version = self._run.name
+        self.delivery.version = self._run.name
 
     def _package(self) -> Any:
         return require("trackio", extra="trackio", purpose="TrackioLogger")
@@ -132,7 +128,7 @@ class TrackioLogger(Logger):
         self._run.config.update({name: value for name, value in plain(params).items() if not name.startswith("_")})
         self._config = self._run.config
         if metrics:
-            self._run.log(metrics, step=max(self._last_step, 0))
+            self._run.log(metrics, step=max(self.delivery.last_step, 0))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         self._run.log({name: self._package().Markdown(text)}, step=step)

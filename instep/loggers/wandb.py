@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.errors import InstepError, SettingError
@@ -143,7 +142,6 @@ class WandbLogger(Logger):
         self._disk: WandbFile | None = None  # what W&B has written
         self._there: dict[str, int] = {}  # the last step of each metric in it
         self._last: tuple[dict[str, float], int] = {}, 0
-        self._own_dir: Path | None = None  # the run's own folder, of all runs below `<log_dir>/wandb`
         self._config: dict[str, Any] = {}  # of a run that was opened before a resumed one was known
 
     def _experiment(self) -> Any:
@@ -160,37 +158,32 @@ class WandbLogger(Logger):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run of this id, unless the logger was given another."""
-        if self._early and self._run is not None:
+        if self._run is not None:
             self._config = dict(self._run.config)
         super().load_state_dict(state_dict)
-        self._earlier = None  # the configuration is taken over
         if self._project is None:
             self._project = state_dict.get("project")
 
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        # W&B makes a folder per run by itself, below `<folder>/wandb`.
-        return run_dir if self._save_dir is None else self._save_dir
-
-    def _stays(self, run_dir: Path) -> bool:
-        return True  # users hold its run, which would end
+    @property
+    def log_dir(self) -> str | None:
+        """The folder below which W&B makes one per run, in `<log_dir>/wandb`; None before the start."""
+        return self.save_dir if self._save_dir is not None else super().log_dir
 
     def _start(self) -> None:
         self._wandb = wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
-        assert self._log_dir is not None
         self._run, self._ours = self._given, False
         if self._run is None and wandb.run is not None and wandb.run.id not in _OPEN:
             self._run = wandb.run
-            if self._version is not None and self._version != self._run.id:
+            if self.version is not None and self.version != self._run.id:
                 warn_user(
-                    f"WandbLogger uses the run {self._run.id!r} that the script opened by wandb.init; its own "
-                    f"id {self._version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init."
+                    f"WandbLogger uses the run {self._run.id!r} that the script opened by wandb.init; its own id "
+                    f"{self.version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init."
                 )
         if self._run is None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            Path(str(self.log_dir)).mkdir(parents=True, exist_ok=True)
             self._run, self._ours = self._open_run(wandb), True
-            self._own_dir = Path(self._run.dir).parent
             _OPEN.add(self._run.id)
-        self._version = self._run.id
+        self.delivery.version = self._run.id
         self._disk, self._there, self._last = WandbFile(Path(self._run.settings.sync_file)), {}, ({}, 0)
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP, step_sync=True)
@@ -206,7 +199,7 @@ class WandbLogger(Logger):
             raise self._no_access(error) from error
         except wandb.errors.CommError as error:
             if not any(sign in str(error).lower() for sign in _NO_NETWORK):
-                raise self._error("start", error) from error
+                raise self.delivery.start_error(error) from error
             reason = str(error).split("\n", 1)[0]
             if not self._fall_back:
                 raise InstepError(
@@ -216,7 +209,7 @@ class WandbLogger(Logger):
                 ) from error
             warn_user(
                 f"WandbLogger could not reach the W&B server within {self._init_timeout_s:g} s and goes on offline: "
-                f"the run is written to {self._log_dir}/wandb; upload it later with `wandb sync`. ({reason})"
+                f"the run is written to {self.log_dir}/wandb; upload it later with `wandb sync`. ({reason})"
             )
             return self._init(wandb, "offline")
         except wandb.errors.UsageError as error:
@@ -236,17 +229,17 @@ class WandbLogger(Logger):
         settings = {name: value for name, value in limits.items() if name == "init_timeout" or name in known}
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
-        if self._sends_rest:
+        if self.delivery.sends_rest:
             settings |= {"disable_git": True, "disable_code": True}  # of this folder, which is not the run's
         if wandb.run is not None:
             given.setdefault("reinit", "create_new")  # another logger's run stays open beside this one
         return wandb.init(
             name=self._name,
             project=self._project,
-            id=None if self._version is None else str(self._version),
-            dir=str(self._log_dir),
+            id=None if self.version is None else str(self.version),
+            dir=self.log_dir,
             mode=mode,
-            resume=given.pop("resume", None if self._version is None else "allow"),
+            resume=given.pop("resume", None if self.version is None else "allow"),
             settings=wandb.Settings(**settings),
             **given,
         )
@@ -258,8 +251,7 @@ class WandbLogger(Logger):
         )
 
     def _delivered(self) -> dict[str, int] | None:
-        assert self._log_dir is not None
-        files = [WandbFile(path) for path in self._log_dir.glob(f"wandb/*run-*-{self._version}/run-*.wandb")]
+        files = [WandbFile(path) for path in Path(str(self.log_dir)).glob(f"wandb/*run-*-{self.version}/run-*.wandb")]
         for file in files:
             _read(file, self._there)
         return dict(self._there) if files else None
@@ -335,11 +327,6 @@ class WandbLogger(Logger):
         if self._ours:
             _OPEN.discard(run.id)
             run.finish(exit_code=0 if status == "success" else 1)
-
-    def _discard(self) -> None:
-        super()._discard()
-        if self._own_dir is not None:
-            rmtree(self._own_dir, ignore_errors=True)
 
 
 def _read(file: WandbFile, there: dict[str, int]) -> None:

@@ -46,8 +46,7 @@ class Run:
         >>> import tempfile
         >>> from instep.loggers import JSONLinesLogger
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger = JSONLinesLogger()
-        ...     logger.start(folder)
+        ...     logger = JSONLinesLogger(folder)
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.finalize()
         ...     run = find_runs(folder)[0]
@@ -158,8 +157,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
         >>> import tempfile
         >>> from instep.loggers import CSVLogger
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger = CSVLogger()
-        ...     logger.start(f"{folder}/version_0")
+        ...     logger = CSVLogger(folder)
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.finalize()
         ...     [run.name for run in find_runs(folder)]

@@ -171,8 +171,7 @@ class MetricsReader:
         >>> from pathlib import Path
         >>> from instep.loggers import JSONLinesLogger
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     logger, reader = JSONLinesLogger(), MetricsReader(Path(folder))
-        ...     logger.start(folder)
+        ...     logger, reader = JSONLinesLogger(folder, version="run"), MetricsReader(Path(folder, "run"))
         ...     logger.log_metrics({"loss": 0.5}, step=1)
         ...     logger.log_metrics({"loss": 0.25}, step=2)
         ...     logger.finalize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -237,10 +238,9 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
     """Choose the run folder, where anything will be written, and open the loggers in it."""
     trainer = ctx.trainer
     if trainer.loggers or trainer.checkpoint_callback is not None:
-        folder = trainer.run_folder.choose(ctx)
+        begins, folder = trainer.run_folder.choose(ctx), Path(str(trainer.log_dir))
         for logger in trainer.loggers:
-            logger.step_of_run = lambda: trainer.global_step
-            logger.start(folder, trainer.is_global_zero)
+            logger.delivery.start(folder, trainer.is_global_zero, begins, lambda: trainer.global_step)
         _check_files(trainer.loggers)
     params: dict[str, Any] = {}
     for owner in (datamodule, module):

@@ -44,7 +44,7 @@ from instep.health.run_status import (
     read_step,
     write_status,
 )
-from instep.loggers.folders import RUNS, folder_name, is_free, is_run, leads_out, next_version, runs_in
+from instep.loggers import folders
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import writes_checkpoints
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.lineage import Line
     from instep.checkpoint.run_state import SavedRun
     from instep.loggers.base import Logger
+    from instep.loggers.delivery import Delivery
 
 EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
 
@@ -74,9 +75,9 @@ class RunFolder:
     """
 
     def __init__(self, root: Path) -> None:
-        self.base = self._plain_base = root / RUNS
+        self.base = self._plain_base = root / folders.RUNS
         self.path: Path | None = None
-        self._logger: Logger | None = None  # the first with a `save_dir`: run folders are its folders
+        self._decider: Delivery | None = None  # of the first logger with a `save_dir`: run folders are its folders
         self._visits = False  # an evaluation logs into the folder of a run that may be another's
         self._made = False  # the folder is new
         self._evaluated = False  # evaluations have taken it, and no fit
@@ -91,13 +92,14 @@ class RunFolder:
         return None if self.path is None else self.path / "checkpoints"
 
     def follow(self, loggers: Sequence[Logger]) -> None:
-        """Put run folders where the first logger with a `save_dir` has its folders, and tell all loggers."""
-        self._logger = next((logger for logger in loggers if logger.runs_dir is not None), None)
-        runs = None if self._logger is None else self._logger.runs_dir
+        """Put run folders where the first logger with a `save_dir` has its folders, and attach all loggers."""
+        decider = next((logger for logger in loggers if logger.runs_dir is not None), None)
+        self._decider = None if decider is None else decider.delivery
+        runs = None if decider is None else decider.runs_dir
         self.base = self._plain_base if runs is None else runs
         kinds = [type(logger).__name__ for logger in loggers]
         for i, logger in enumerate(loggers):
-            logger.attach(self.claim, logger is self._logger, kinds[:i].count(kinds[i]))
+            logger.delivery.attach(self.claim, logger is decider, kinds[:i].count(kinds[i]))
 
     def leave_visited(self) -> None:
         """Leave the folder that evaluations alone have written into: a fit looks for a run to go on with first."""
@@ -233,81 +235,72 @@ class RunFolder:
             def is_own() -> bool:
                 if not folder.is_dir() or folder.name == "..":
                     return False
-                if self._logger is None:
+                if self._decider is None:
                     return folder.parent == self.base.absolute()
                 return folder in self._asked_runs()
 
             self.path = folder if on_rank_zero(is_own, f"looking for {folder}") else None
 
-    def choose(self, ctx: RunContext) -> Path:
-        """Return the folder, made with the next free number the first time; by the logger's `version` where given.
+    def choose(self, ctx: RunContext) -> bool:
+        """Choose the folder and make it, the first time; return True on rank 0 if the run is new in it.
 
-        A folder of another run is left alone: this one gets the next version, and a warning.
+        A folder of another run that the logger's `version` names is left alone: this run gets the next number, and a
+        warning.
         """
-        if self.path is None:
-            self._evaluated = ctx.fn != "fit"
-            doing = f"making a run folder in {self.base}"
-            self.path, self._visits, self._made = on_rank_zero(lambda: self._choose(ctx), doing)
-            named = self._named
-            if named is not None and self.path != named and not self._visits and ctx.rank == 0:
-                warn_user(
-                    f"{named} is taken: it has the files of another run. This run writes into {self.path}, and "
-                    "ckpt_path='auto' with the same version finds it there"
-                )
-            if self._made and ctx.rank == 0:
-                for logger in ctx.trainer.loggers:
-                    if not self._has(logger):
-                        logger.begin_anew()
-        if self._logger is not None:
-            named = self._named
-            if self.path == named or self.path.parent == self.base.absolute():
-                asked = self._logger.asked_folder  # it may be several folders deep, as "a/b"
-                self._logger.follow(asked if asked is not None and self.path == named else self.path.name)
-        return self.path
-
-    def _has(self, logger: Logger) -> bool:
-        """Return whether a logger writes into the run folder."""
-        here = logger.runs_dir is None or logger.runs_dir.absolute() == self.base.absolute()
-        return logger is self._logger or (here and logger.asked_folder in (None, getattr(self.path, "name", None)))
+        if self.path is not None:
+            return False
+        self._evaluated = ctx.fn != "fit"
+        doing = f"making a run folder in {self.base}"
+        self.path, self._visits, self._made = on_rank_zero(lambda: self._choose(ctx), doing)
+        named = self._named
+        if named is not None and self.path != named and not self._visits and ctx.rank == 0:
+            warn_user(
+                f"{named} is taken: it has the files of another run. This run writes into {self.path}, and "
+                "ckpt_path='auto' with the same version finds it there"
+            )
+        return self._made and ctx.rank == 0
 
     def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
         """Return the folder; whether it is only visited; whether it is new."""
-        taken, last, named = self._taken(ctx), getattr(self._logger, "last_folder", None), self._named
-        if taken is not None:
-            return taken, False, True
-        if ctx.fn != "fit" and last is not None:
-            folder = (self.base / last).absolute()
-            if not is_free(folder) and folder.is_dir() and not leads_out(folder):
-                return folder, True, False
-        if named is not None and self._continues_in(ctx, named):
-            return named, False, False
-        return self._new(for_fit=ctx.fn == "fit"), False, True
+        version = None if self._decider is None or ctx.fn == "fit" else self._decider.version
+        opened, goes_on = self._opened(ctx), None if version is None else folders.folder_name(version)
+        if goes_on is not None:
+            folder = self.base / goes_on
+            goes_on = None if folders.is_free(folder) or not folder.is_dir() or folders.leads_out(folder) else goes_on
+        visits = goes_on is not None and opened is None
+        if goes_on is None and self._named is not None and self._continues_in(ctx, self._named):
+            goes_on = self._asked
+        path, is_new = self._make(opened, goes_on, for_fit=ctx.fn == "fit")
+        return path, visits, is_new
 
     def claim(self) -> Path:
         """Return the folder of the next run, for a logger that is used before it. On the main process only."""
         if self.path is None and self._claimed is None:
-            self._claimed = self._new(for_fit=False)
-            if self._logger is not None and self._claimed != self._named:
-                self._logger.follow(self._claimed.name)
+            self._claimed, _ = self._make()
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
 
-    def _taken(self, ctx: RunContext) -> Path | None:
-        """Return the folder that a logger has taken before this run."""
-        ours = [logger for logger in ctx.trainer.loggers if logger is self._logger or logger.asked_folder is None]
-        ours.sort(key=lambda logger: logger is not self._logger)
-        folders = [self._claimed, *(logger.early_folder for logger in ours)]
-        found = [folder.absolute() for folder in folders if folder is not None]
-        return next((path for path in found if path == self._named or path.parent == self.base.absolute()), None)
+    def _opened(self, ctx: RunContext) -> str | None:
+        """Return the name of the folder that a logger has opened before this run."""
+        ours = [logger.delivery for logger in ctx.trainer.loggers]
+        ours = [one for one in ours if one is self._decider or one.writer.asked is None]
+        ours.sort(key=lambda one: one is not self._decider)
+        opened = [self._claimed, *(one.opened_folder for one in ours)]
+        names = [folders.name_in(self.base, folder, self._asked) for folder in opened]
+        return next((name for name in names if name is not None), None)
+
+    @property
+    def _asked(self) -> str | None:
+        """The name of the folder that the deciding logger's `version` asks for."""
+        return None if self._decider is None else self._decider.writer.asked
 
     @property
     def _named(self) -> Path | None:
         """The folder that the deciding logger's `version` names."""
-        name = None if self._logger is None else self._logger.asked_folder
-        return None if name is None else (self.base / name).absolute()
+        return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
         """Return whether a folder is that of the run that is resumed, and has no later checkpoint."""
-        if ctx.continues is None or leads_out(folder) or not folder.is_dir():
+        if ctx.continues is None or folders.leads_out(folder) or not folder.is_dir():
             return False
         store = checkpoint.CheckpointStore(folder / "checkpoints")
         status = read_status(folder) or {}
@@ -315,19 +308,34 @@ class RunFolder:
             return False
         return all(info.manifest.order <= ctx.continues.manifest.order for info in store.scan())
 
-    def _new(self, for_fit: bool) -> Path:
-        """Make the folder that the logger's version names, unless it is another run's; else the next free one."""
-        named = self._named
-        if named is None or not is_free(named):
-            return self._make()
-        files = checkpoint.LocalFiles()
-        try:
-            files.make_root(named)
-            # Of several jobs that start at once only one makes the file.
-            mine = not for_fit or files.create_exclusive(named / NAME, b'{"status": "starting"}\n')
-            return named if mine else self._make()
-        except OSError as error:
-            raise self._cannot_make(named, error) from error
+    def _make(self, opened: str | None = None, goes_on: str | None = None, for_fit: bool = False) -> tuple[Path, bool]:
+        """Return the folder that `choose_place` says, made where it is a new one; and whether it is."""
+        named, files = self._named, checkpoint.LocalFiles()
+        free = named is None or folders.is_free(named)
+        while True:
+            number = folders.next_version(self.base)
+            place = folders.choose_place(self._asked, opened=opened, goes_on=goes_on, is_free=free, next_number=number)
+            path = (self.base / place.name).absolute()
+            if opened is not None or not place.is_new:
+                return path, place.is_new
+            try:
+                files.make_root(self.base)
+                if path != named:
+                    files.make_folder(path)  # a checkpoint that is safe must not lie in a folder that is not
+                    return path, True
+                files.make_root(path)
+                # Of several jobs that start at once only one makes the file.
+                if not for_fit or files.create_exclusive(path / NAME, b'{"status": "starting"}\n'):
+                    return path, True
+                free = False
+            except FileExistsError:  # another run took it in the meantime
+                free = False
+            except OSError as error:
+                where = "Trainer(default_root_dir=...)" if self._decider is None else "the logger's save_dir"
+                raise InstepError(
+                    f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose "
+                    f"another with {where}."
+                ) from error
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
@@ -337,33 +345,11 @@ class RunFolder:
             if all(is_bookkeeping(name) or name.startswith(".lease-") for name in files):
                 shutil.rmtree(folder)
 
-    def _make(self) -> Path:
-        files = checkpoint.LocalFiles()
-        number = next_version(self.base)
-        while True:
-            path = self.base / folder_name(number)
-            try:
-                files.make_root(self.base)
-                files.make_folder(path)  # a checkpoint that is safe must not lie in a folder that is not
-            except FileExistsError:  # another run took it in the meantime
-                number += 1
-            except OSError as error:
-                raise self._cannot_make(path, error) from error
-            else:
-                return path.absolute()
-
-    def _cannot_make(self, path: Path, error: OSError) -> InstepError:
-        where = "Trainer(default_root_dir=...)" if self._logger is None else "the logger's save_dir"
-        return InstepError(
-            f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose another with "
-            f"{where}."
-        )
-
     def _candidates(self, only: bool) -> list[Path]:
         """List the run whose configuration was given and, unless `only` that is meant, all others, the newest first."""
         runs = self._asked_runs()
         for folder in self.given:
-            is_in_base = folder.parent.name == RUNS or folder.parent == self.base.absolute()
+            is_in_base = folder.parent.name == folders.RUNS or folder.parent == self.base.absolute()
             if is_in_base or (folder / NAME).is_file():
                 return [folder, *(() if only else runs)]
         return runs
@@ -373,13 +359,14 @@ class RunFolder:
         named, runs = self._named, self._versions()
         if named is None:
             return runs
-        name = self._logger.asked_folder  # pyright: ignore[reportOptionalMemberAccess]
-        moved = [path for path in runs if path != named and (read_status(path) or {}).get("asked_folder") == name]
-        return [*moved, named] if is_run(named) else moved
+        moved = [
+            path for path in runs if path != named and (read_status(path) or {}).get("asked_folder") == self._asked
+        ]
+        return [*moved, named] if folders.is_run(named) else moved
 
     def _versions(self) -> list[Path]:
         """List the run folders, the newest first: by number and, among a logger's, then by name."""
-        return runs_in(self.base, self._logger is not None)
+        return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
         """Return the step that a run is known to have reached, where this is its folder; else 0. Local."""
@@ -388,7 +375,7 @@ class RunFolder:
     def runs_of(self, job: str) -> list[Path]:
         """List the run folders that a job wrote, the newest first."""
         runs = self._versions()
-        if self._named is not None and self._named not in runs and is_run(self._named):
+        if self._named is not None and self._named not in runs and folders.is_run(self._named):
             runs.insert(0, self._named)
         return [path for path in runs if (read_status(path) or {}).get("job") == job]
 
@@ -519,7 +506,7 @@ class RunFolder:
             "epoch": trainer.position.epoch,
             "run_id": trainer.run_id,
             "job": None if job is None else job.id,
-            "asked_folder": None if self._logger is None else self._logger.asked_folder,
+            "asked_folder": self._asked,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "checkpoint": None,
@@ -598,14 +585,14 @@ def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
 def _newest(ctx: RunContext, job: str) -> Reader | None:
     own = ctx.trainer.run_folder
     runs = [own.path] if own.path else on_rank_zero(lambda: own.runs_of(job), f"looking in {own.base}")
-    folders: dict[Path, Path | None] = {}
+    by_root: dict[Path, Path | None] = {}
     for callback in ctx.callbacks:
         if writes_checkpoints(callback):
             chosen = getattr(callback, "own_folder", None)
-            folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
-    roots = list(folders)
+            by_root |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
+    roots = list(by_root)
     newest = checkpoint.CheckpointStore(roots[0]).newest_verified("full", ctx.saver.job, roots[1:]) if roots else None
-    own.path = own.path or (None if newest is None else folders[newest.path.parent])
+    own.path = own.path or (None if newest is None else by_root[newest.path.parent])
     return newest
 
 

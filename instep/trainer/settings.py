@@ -118,9 +118,9 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple | set):
-        from instep.loggers import make_logger  # late: not every run names its loggers
+        from instep.loggers import logger_class  # late: not every run names its loggers
 
-        value = [make_logger(one) if isinstance(one, str) else one for one in value]
+        value = [logger_class(one)() if isinstance(one, str) else one for one in value]
         kinds = [type(one) for one in value if type(one).__name__ in _ONE_FILE and getattr(one, "save_dir", 0) is None]
         if len(kinds) > len(set(kinds)):
             twice = next(kind.__name__ for kind in kinds if kinds.count(kind) > 1)

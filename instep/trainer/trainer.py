@@ -482,7 +482,7 @@ class Trainer:
             )
         if self.world_size > 1 and self._environment.launcher == "none":
             for logger in self.loggers:
-                logger.discard()
+                logger.delivery.discard()
             launch(self.settings, self._device_count)
         if replay := find_replay():
             self._loggers = []
@@ -710,6 +710,34 @@ class Trainer:
         """Values logged with `prog_bar=True`: floats, and device tensors of the running step."""
         log = self._log
         return {**self.metrics.bar, **({} if log is None else log.bar_values())}
+
+    @property
+    def batch_weight(self) -> float | None:
+        """Samples that count in this rank's running batch; None where its source does not know.
+
+        0 for a batch that a rank runs a second time, to keep in step with ranks that have more: it counts nowhere.
+        """
+        return None if self._log is None else self._log.weight
+
+    def batch_indices(self, batch_idx: int) -> list[Any] | None:
+        """Return the data set's indices that make up a batch of this rank.
+
+        Args:
+            batch_idx: number of the batch in the running pass over the data, as hooks get it.
+
+        Returns:
+            The indices; None where they are not known: of an iterable data set, or of a batch that came before the
+            checkpoint from which the pass goes on.
+
+        Raises:
+            UsageError: nothing runs.
+
+        Example:
+            >>> def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            ...     print(trainer.batch_indices(batch_idx), trainer.batch_weight)
+        """
+        source = self._run.source
+        return source.sample_indices(batch_idx) if batch_idx >= source.first_batch else None
 
     @property
     def seed(self) -> int:

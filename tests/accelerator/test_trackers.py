@@ -41,7 +41,7 @@ def test_what_is_logged_before_the_start_is_kept(make: Any, tmp_path: Path) -> N
     accelerator.log({"loss": torch.tensor(2.0)}, step=7)
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 3})
-    assert rows._delivery.flush(10)
+    assert rows.delivery.sender.flush(10)
     assert rows.rows == [(1, {"loss": 1.0}), (7, {"loss": 2.0}), (8, {"loss": 3})]
     assert rows.params == [{"lr": 0.1}]
     assert accelerator.get_tracker("Rows") is rows
@@ -60,7 +60,7 @@ def test_of_many_records_before_the_start_the_last_are_kept_with_a_warning(make:
     for step in (10_001, 10_002):
         accelerator.log({"loss": 1.0}, step=step)
     accelerator.init_trackers("project")
-    assert rows._delivery.flush(60)
+    assert rows.delivery.sender.flush(60)
     assert [step for step, _ in rows.rows] == list(range(3, 10_003))
     accelerator.end_training()
 

@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -100,22 +101,15 @@ class Attack:
     def _mark(self) -> Path:
         """Make a run of this user's own in which a record waits."""
         logger, run = CSVLogger(flush_timeout_s=0.1), self.top / "marked"
-        writes = {name: vars(CSVLogger)[name] for name in ("_log_metrics", "_log_rows") if name in vars(CSVLogger)}
 
         def refuse(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        logger.start(run)
-        for name in writes:
-            setattr(CSVLogger, name, refuse)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                logger.log_metrics({"loss": 1.0}, 1)
-                logger.finalize()
-        finally:
-            for name, write in writes.items():
-                setattr(CSVLogger, name, write)
+        logger.delivery.start(run)
+        with patch.object(CSVLogger, "_log_rows", refuse), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logger.log_metrics({"loss": 1.0}, 1)
+            logger.finalize()
         return run
 
     @contextmanager

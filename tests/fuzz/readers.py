@@ -390,7 +390,7 @@ def _write_runs(folder: Path) -> None:
     (run / "hang-1/rank-0.txt").write_text("stack\n")
     (run / "out.log").write_text("line\r\n\x1b[31mred\n")
     for logger in (CSVLogger(), TensorBoardLogger()):
-        logger.start(run)
+        logger.delivery.start(run)
         for step in range(5):
             logger.log_metrics({"loss": 1 / (step + 1), "acc": 0.5}, step)
         logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})

@@ -29,7 +29,7 @@ def quiet(folder: Path, **options: Any) -> AimLogger:
 
 def test_every_kind_comes_back_from_the_repository(tmp_path: Path) -> None:
     logger = quiet(tmp_path / "repo", experiment="digits", run_name="first")
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     assert log_every_kind(logger, tmp_path) == {"video", "table"}
     assert logger.experiment.hash == logger.version
     logger.finalize()
@@ -54,7 +54,7 @@ def test_every_kind_comes_back_from_the_repository(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(InstepError, match="run_hash"):
-        quiet(tmp_path / "repo", run_hash="0" * 24).start(tmp_path / "run")
+        quiet(tmp_path / "repo", run_hash="0" * 24).delivery.start(tmp_path / "run")
 
 
 @pytest.mark.browser

@@ -37,7 +37,7 @@ class Recorder(Logger):
 
 def arrived(logger):
     """What the logger's hooks were called with, once all has been sent."""
-    assert logger._delivery.flush(10)
+    assert logger.delivery.sender.flush(10)
     return logger.calls
 
 
@@ -47,7 +47,7 @@ def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.after_save_checkpoint("a")
     assert logger.calls == []
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=1)
     assert arrived(logger) == [
         ("start", str(tmp_path)),
@@ -61,7 +61,7 @@ def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
 def test_other_ranks_write_nothing(tmp_path):
     logger = Recorder()
     logger.log_metrics({"loss": 1.0}, step=0)
-    logger.start(tmp_path, is_main=False)
+    logger.delivery.start(tmp_path, is_main=False)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_hyperparams({})
     logger.save()
@@ -73,8 +73,8 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_finalize_and_start_are_idempotent(tmp_path):
     logger = Recorder()
     logger.finalize()
-    logger.start(tmp_path)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.finalize("failed")
     logger.finalize("success")
     assert [call for call in logger.calls if call[0] in ("start", "finalize")] == [
@@ -86,9 +86,10 @@ def test_finalize_and_start_are_idempotent(tmp_path):
 @pytest.mark.parametrize("save_dir", [None, "own"])
 def test_without_a_run_save_and_finalize_write_what_was_kept(tmp_path, monkeypatch, save_dir):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("instep.loggers.base.atexit.register", lambda *call: None)
+    monkeypatch.setattr("instep.loggers.delivery.atexit.register", lambda *call: None)
     logger = Recorder()
-    logger._save_dir = None if save_dir is None else Path(save_dir)
+    if save_dir is not None:
+        Logger.__init__(logger, save_dir)
     logger.save()
     logger.finalize()
     assert logger.calls == []
@@ -112,16 +113,16 @@ def test_without_a_run_another_rank_writes_nothing(tmp_path, monkeypatch):
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.save()
     logger.finalize()
-    assert not logger._opened()
+    assert not logger.delivery.is_open
     assert logger.calls == []
     assert not list(tmp_path.iterdir())
 
 
 def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):
     at_exit = []
-    monkeypatch.setattr("instep.loggers.base.atexit.register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr("instep.loggers.delivery.atexit.register", lambda *call: at_exit.append(call))
     logger = Recorder()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.finalize()
     logger.log_metrics({"late": 1.0}, step=5)
     logger.log_metrics({"late": 2.0}, step=6)
@@ -133,8 +134,8 @@ def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):
 
 def test_another_run_folder_closes_the_first(tmp_path):
     logger = Recorder()
-    logger.start(tmp_path / "a")
-    logger.start(tmp_path / "b")
+    logger.delivery.start(tmp_path / "a")
+    logger.delivery.start(tmp_path / "b")
     assert logger.calls == [
         ("start", str(tmp_path / "a")),
         ("finalize", "success"),
@@ -144,7 +145,7 @@ def test_another_run_folder_closes_the_first(tmp_path):
 
 def test_only_plain_numbers_reach_the_hook(tmp_path):
     logger = Recorder()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"a": torch.tensor(0.5), "b": 2, "c": 0.0, "d": True}, step=0)
     (metrics,) = [call[1] for call in arrived(logger) if call[0] == "metrics"]
     assert metrics == {"a": 0.5, "b": 2, "c": 0.0, "d": 1.0}
@@ -164,7 +165,7 @@ def test_the_prefix_is_put_before_metrics(tmp_path):
             self.calls = []
 
     logger = Prefixed()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 1.0}, step=0)
     assert arrived(logger)[-1] == ("metrics", {"run1-loss": 1.0}, 0)
 
@@ -178,38 +179,38 @@ def test_own_folders_are_numbered(tmp_path):
             assert logger.version == expected
             assert logger.save_dir == str(tmp_path / "own")
             assert logger.root_dir == str(tmp_path / "own" / "mnist")
-            logger.start(run)
+            logger.delivery.start(run)
         Path(logger.log_dir).mkdir(parents=True)
     logger = Logger(save_dir=tmp_path / "own", version="best")
-    logger.start(run)
+    logger.delivery.start(run)
     assert logger.log_dir == str(tmp_path / "own" / "best")
     assert not run.exists()
 
 
 def test_a_resumed_logger_returns_to_its_folder_and_flushes_for_a_checkpoint(tmp_path):
     logger = Logger(save_dir=tmp_path)
-    logger.start("run")
+    logger.delivery.start("run")
     Path(logger.log_dir).mkdir(parents=True)
     logger.log_metrics({"loss": 1.0}, step=12)
     state = logger.state_dict()
     assert state == {"version": 0, "step": 12, "logged": {"loss": 12}}
     resumed = Logger(save_dir=tmp_path)
     resumed.load_state_dict(state)
-    resumed.start("run")
+    resumed.delivery.start("run")
     assert resumed.log_dir == logger.log_dir
 
     recorder = Recorder()
-    recorder.start(tmp_path)
+    recorder.delivery.start(tmp_path)
     recorder.state_dict()
     assert recorder.calls[-1] == ("save",)
 
 
 def test_restoring_an_open_logger_closes_it(tmp_path):
     logger = Recorder()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.load_state_dict({"step": 3, "global_step": 5})
     assert logger.calls[-1] == ("finalize", "success")
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     assert logger.state_dict()["step"] == 5
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("clearml", reason="clearml is not installed: make test-track
 
 def test_every_kind_comes_back_from_the_session(tmp_path: Path) -> None:
     logger = ClearMLLogger("digits", "first", offline=True, tags=["a"])
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     assert log_every_kind(logger, tmp_path) == set()
     assert logger.experiment.name == "first"
     logger.finalize("failed")

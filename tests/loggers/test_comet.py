@@ -19,7 +19,7 @@ pytest.importorskip("comet_ml", reason="comet_ml is not installed: make test-tra
 
 def test_every_kind_comes_back_from_the_archive(tmp_path: Path) -> None:
     logger = CometLogger(project="digits", workspace="me", online=False, name="first", tags=["a"], log_code=False)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     assert log_every_kind(logger, tmp_path) == set()
     assert logger.experiment.get_key() == logger.version
     logger.finalize("failed")
@@ -44,12 +44,12 @@ def test_no_key_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     with pytest.raises(InstepError, match="API key"):
-        CometLogger(online=True).start(tmp_path / "run")
+        CometLogger(online=True).delivery.start(tmp_path / "run")
 
 
 def test_a_process_killed_while_it_made_its_archive_is_in_one_archive(tmp_path: Path) -> None:
     first = CometLogger(online=False, log_code=False)
-    first.start(tmp_path)
+    first.delivery.start(tmp_path)
     first.log_metrics({"loss": 0.5}, step=1)
     state = first.state_dict()
     first.finalize("failed")
@@ -59,10 +59,10 @@ def test_a_process_killed_while_it_made_its_archive_is_in_one_archive(tmp_path: 
     (tmp_path / "comet" / f"{first.version}-half.zip").write_bytes(path.read_bytes()[:100])
     resumed = CometLogger(online=False, log_code=False)
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"loss": 0.25}, step=2)
     resumed.finalize()
-    resumed.start(tmp_path)  # such as a test after fit
+    resumed.delivery.start(tmp_path)  # such as a test after fit
     resumed.log_metrics({"loss": 0.125}, step=3)
     resumed.finalize()
     assert len(list(tmp_path.glob("comet/*.zip"))) == 3

@@ -25,7 +25,7 @@ def read(folder: Path) -> list[dict[str, float]]:
 
 def opened(folder: Path, **options) -> CSVLogger:
     logger = CSVLogger(**options)
-    logger.start(folder)
+    logger.delivery.start(folder)
     return logger
 
 
@@ -71,10 +71,10 @@ def test_flushes_by_steps(tmp_path):
     logger = opened(tmp_path, flush_logs_every_n_steps=100)
     for step in (0, 50):
         logger.log_metrics({"a": 1.0}, step=step)
-    assert logger._delivery.flush(10)
+    assert logger.delivery.sender.flush(10)
     assert (tmp_path / "metrics.csv").read_text() == ""
     logger.log_metrics({"a": 1.0}, step=100)
-    assert logger._delivery.flush(10)
+    assert logger.delivery.sender.flush(10)
     assert len(read(tmp_path)) == 3
     logger.log_metrics({"a": 1.0}, step=150)
     logger.save()
@@ -93,7 +93,7 @@ def test_a_resumed_run_appends_where_the_checkpoint_was(tmp_path):
 
     resumed = CSVLogger()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"a": 3.5}, step=3)
     resumed.finalize()
     assert read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": 3.5}]
@@ -109,7 +109,7 @@ def test_what_was_logged_at_the_checkpoints_step_after_it_is_kept(tmp_path):
     logger.finalize()
     resumed = CSVLogger()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.finalize()
     assert read(tmp_path) == [{"step": 50, "a": 1.0}, {"step": 70, "test": 2.0}]
 
@@ -119,7 +119,7 @@ def test_what_was_logged_at_the_checkpoints_step_after_it_is_kept(tmp_path):
 def test_a_row_of_the_checkpoints_step_that_comes_again_is_there_once(kind, before, tmp_path):
     after = [{"loss": 2.0, "epoch": 0.0}, {"loss": 3.0, "epoch": 0.0}, {"rate": 0.5}]  # two rows with the same names
     logger = kind()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics(before, step=4)
     state = logger.state_dict() | {"global_step": 4}
     for row in after:
@@ -127,7 +127,7 @@ def test_a_row_of_the_checkpoints_step_that_comes_again_is_there_once(kind, befo
     logger.finalize()
     resumed = kind()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     for row in [*after, {"loss": 4.0, "epoch": 0.0}]:
         resumed.log_metrics(row, step=4)
     resumed.finalize()
@@ -152,7 +152,7 @@ def test_a_metric_called_step_does_not_keep_rows_that_come_again(tmp_path):
     logger.finalize()
     resumed = CSVLogger()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.finalize()
     assert read(tmp_path) == [{"step": 640, "a": 1.0}, {"step": 10, "test": 2.0}]
 
@@ -168,7 +168,7 @@ def test_a_second_start_appends_everything(tmp_path):
     logger = opened(tmp_path)
     logger.log_metrics({"a": 1.0}, step=1)
     logger.finalize()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"test": 2.0}, step=1)
     logger.finalize()
     assert read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 1, "test": 2.0}]
@@ -194,7 +194,7 @@ def test_names_with_commas_quotes_and_line_breaks(tmp_path):
 def test_hyperparameters(tmp_path):
     logger = CSVLogger()
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}}, metrics={"score": 1.0})
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.finalize()
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 0.1, "net": {"width": 3}}
     assert read(tmp_path) == [{"step": 0, "score": 1.0}]
@@ -224,7 +224,7 @@ def test_a_checkpoints_version_leads_nowhere_else(version, tmp_path):
 def test_by_hand_it_writes_at_once(name, tmp_path):
     logger = CSVLogger(tmp_path, name)
     logger.log_hyperparams({"a": 1})
-    assert logger._delivery.flush(10)
+    assert logger.delivery.sender.flush(10)
     folder = tmp_path / (name or "") / "version_0"
     assert [path.name for path in folder.glob("*.yaml")] == ["hparams.yaml"]
     logger.log_metrics({"b": 2.0})

@@ -13,7 +13,7 @@ import torch
 
 from instep import Trainer
 from instep.errors import InstepError, LogError, SettingError
-from instep.loggers import JSONLinesLogger, Logger, backlog, delivery, kinds
+from instep.loggers import JSONLinesLogger, Logger, backlog, kinds, sender
 from instep.loggers.backlog import Backlog, Record
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -66,13 +66,13 @@ def warned() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(delivery, "_PERIOD_S", 0.01)
-    monkeypatch.setattr(delivery, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(sender, "_PERIOD_S", 0.01)
+    monkeypatch.setattr(sender, "_LONGEST_PAUSE_S", 0.01)
 
 
 def test_a_tracker_that_is_down_holds_up_nothing_and_loses_nothing(tmp_path):
     logger = Remote(flush_timeout_s=0.2)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned() as said:
         logger.down = ConnectionError
         for step in range(3):
@@ -102,11 +102,10 @@ def test_a_full_queue_goes_to_the_disk_while_the_tracker_hangs(tmp_path, monkeyp
             super()._log_metrics(metrics, step)
 
     logger = Hangs()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     for step in range(170):
         logger.log_metrics({"loss": float(step)}, step)
-    assert logger._delivery is not None
-    assert len(logger._delivery.backlog._memory) < 50
+    assert len(logger.delivery.sender.backlog._memory) < 50
     go_on.set()
     logger.finalize()
     assert [step for step, _ in logger.store] == list(range(170))
@@ -115,14 +114,14 @@ def test_a_full_queue_goes_to_the_disk_while_the_tracker_hangs(tmp_path, monkeyp
 def test_one_record_that_is_refused_stops_no_other(tmp_path):
     logger = Remote()
     logger.refuses = {"bad name"}
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned() as said:
         for step, name in enumerate(["good", "bad name", "good", "good"]):
             logger.log_metrics({name: 1.0}, step)
         for _ in range(500):
             if len(logger.store) == 3:
                 break
-            logger._delivery._wake.set()
+            logger.delivery.sender._wake.set()
             threading.Event().wait(0.01)
         logger.finalize()
     assert "Remote refuses bad name: ValueError: not such a name" in said
@@ -135,7 +134,7 @@ def test_a_resumed_run_sends_nothing_twice(kind, tmp_path):
     def run(logger, steps, state=None):
         if state is not None:
             logger.load_state_dict({**state, "global_step": state["step"]})
-        logger.start(tmp_path)
+        logger.delivery.start(tmp_path)
         for step in steps:
             logger.log_metrics({"loss": step / 7, **({"val": -step} if step % 5 == 0 else {})}, step)
         return logger
@@ -143,7 +142,7 @@ def test_a_resumed_run_sends_nothing_twice(kind, tmp_path):
     first = run(kind(), range(1, 11))
     state = first.state_dict()
     run(first, range(11, 18))
-    assert first._delivery.flush(10)  # then the process is killed
+    assert first.delivery.sender.flush(10)  # then the process is killed
     second = run(kind(first.store), range(11, 25), state)
     second.log_metrics({"test": 1.0}, 10)  # at the checkpoint's step, and new
     second.finalize()
@@ -155,7 +154,7 @@ def test_a_resumed_run_sends_nothing_twice(kind, tmp_path):
 
 def test_what_was_spilled_before_the_checkpoint_is_sent_by_the_resumed_run(tmp_path):
     first = Remote(flush_timeout_s=0.1)
-    first.start(tmp_path)
+    first.delivery.start(tmp_path)
     first.down = ConnectionError
     with warned() as said:
         for step in range(3):
@@ -167,7 +166,7 @@ def test_what_was_spilled_before_the_checkpoint_is_sent_by_the_resumed_run(tmp_p
     assert "did not take 5 records" in said[-1]
     second = Remote()
     second.load_state_dict({**state, "global_step": 2})
-    second.start(tmp_path)
+    second.delivery.start(tmp_path)
     for step in range(3, 6):
         second.log_metrics({"loss": 0.5}, step)
     second.finalize()
@@ -182,14 +181,14 @@ def test_what_is_spilled_before_a_resumed_run_reaches_its_tracker_comes_behind_w
 
     monkeypatch.setattr(backlog, "QUEUE_RECORDS", 5)
     first, second = Away(flush_timeout_s=0.1), Away()
-    first.start(tmp_path)
+    first.delivery.start(tmp_path)
     first.down = second.down = ConnectionError
     with warned():
         for step in range(3):
             first.log_metrics({"loss": 0.5}, step)
         second.load_state_dict({**first.state_dict(), "global_step": 2})
         first.finalize()
-        second.start(tmp_path)
+        second.delivery.start(tmp_path)
         for step in range(3, 20):
             second.log_metrics({"loss": 0.5}, step)
         second.down = None
@@ -209,13 +208,13 @@ def test_wrong_settings_end_the_start_and_an_unreachable_tracker_does_not(tmp_pa
                 raise TimeoutError("no answer")
 
     with pytest.raises(InstepError, match="no API key"):
-        Wrong().start(tmp_path)
+        Wrong().delivery.start(tmp_path)
     away = Away()
     with warned() as said:
-        away.start(tmp_path)
+        away.delivery.start(tmp_path)
         away.log_metrics({"loss": 1.0}, 0)
         away.finalize()
-        away.start(tmp_path)
+        away.delivery.start(tmp_path)
         away.finalize()
     assert said[0].startswith("Away failed: TimeoutError")
     assert away.store == [(0, {"loss": 1.0})]
@@ -226,7 +225,7 @@ def test_every_rank_writes_where_it_is_asked_to(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     for per_rank in (False, True):
         logger = JSONLinesLogger(per_rank=per_rank)
-        logger.start(tmp_path, is_main=False)
+        logger.delivery.start(tmp_path, is_main=False)
         logger.log_metrics({"loss": 1.0}, 1)
         logger.finalize()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl")] == ["rank-1/metrics.jsonl"]
@@ -234,7 +233,7 @@ def test_every_rank_writes_where_it_is_asked_to(tmp_path, monkeypatch):
 
 def test_a_kind_without_a_place_is_said_once_with_those_that_have_one(tmp_path):
     logger = Logger()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned() as said:
         logger.log_image("a", np.zeros((2, 2)))
         logger.log_image("a", np.zeros((2, 2)))
@@ -272,7 +271,7 @@ def test_every_kind_survives_the_disk_and_nothing_else_is_read(tmp_path):
 
 def test_other_x_axes(tmp_path):
     logger = JSONLinesLogger(x_axis="tokens")
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 1.0, "tokens": 4096}, 1)
     logger.log_metrics({"loss": 0.5}, 2)
     logger.log_metrics({"loss": float("nan"), "tokens": 8192}, 3)
@@ -283,7 +282,7 @@ def test_other_x_axes(tmp_path):
 
 def test_an_axis_that_nothing_has_is_said_and_the_steps_are_taken(tmp_path):
     logger = JSONLinesLogger(x_axis="tokns")
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned() as said:
         for step in (3, 4):
             logger.log_metrics({"loss": 1.0, "tokens": 4096}, step)
@@ -319,7 +318,7 @@ def test_names_that_a_tracker_cannot_tell_apart_are_a_warning(tmp_path):
             return name.lower().replace("?", "_")
 
     logger = Narrow()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     for metrics in ({"a?": 1.0, "a_": 2.0, "b": 0.0}, {"F1": 1.0, "f1": 2.0}, {"x": 1.0, "X": 2.0, "b": 0.0}):
         with pytest.warns(UserWarning, match=r"Narrow allows only one name for (a\?, a_|F1, f1|x, X),"):
             logger.log_metrics(metrics, 1)
@@ -330,7 +329,7 @@ def test_names_that_a_tracker_cannot_tell_apart_are_a_warning(tmp_path):
 
 def test_a_batch_of_pictures_and_wrong_values(tmp_path):
     logger = Remote()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_images({"batch": np.zeros((2, 8, 6, 3))}, 1)
     with pytest.raises(LogError, match="no option 'captin'; there are caption"):
         logger.log_image("a", np.zeros((2, 2)), captin="x")
@@ -345,7 +344,7 @@ def test_a_batch_of_pictures_and_wrong_values(tmp_path):
 def test_a_checkpoint_knows_what_was_logged_before_the_start_too(tmp_path):
     logger = Remote()
     logger.log_metrics({"early": 1.0}, 3)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 1.0}, 4)
     assert logger.state_dict()["logged"] == {"early": 3, "loss": 4}
     logger.finalize()

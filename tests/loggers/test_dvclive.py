@@ -20,7 +20,7 @@ pytest.importorskip("dvclive", reason="dvclive is not installed: make test-track
 def test_every_kind_comes_back_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     logger = DVCLiveLogger(report="html", save_dvc_exp=False)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     assert log_every_kind(logger, tmp_path) == {"text", "audio", "video", "table"}
     logger.finalize()
     folder = tmp_path / "dvclive"
@@ -36,7 +36,7 @@ def test_every_kind_comes_back_from_the_folder(tmp_path: Path, monkeypatch: pyte
 def test_a_half_row_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     logger = DVCLiveLogger(save_dvc_exp=False)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 0.25}, step=1)
     state = logger.state_dict()
     logger.log_metrics({"loss": 0.5}, step=2)
@@ -45,7 +45,7 @@ def test_a_half_row_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     table.write_bytes(table.read_bytes()[:-3])
     resumed = DVCLiveLogger(save_dvc_exp=False)
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"loss": 0.5}, step=2)
     resumed.finalize()
     assert TRACKERS["dvclive"].read(tmp_path)["loss"] == [(1, 0.25), (2, 0.5)]
@@ -60,7 +60,7 @@ def test_the_run_is_a_dvc_experiment_where_there_is_git(tmp_path: Path, monkeypa
         monkeypatch.setenv(f"GIT_{name}_NAME", value)
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@b.c")
     logger = DVCLiveLogger("first-run", dir="dvclive")
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.finalize()
     done = subprocess.run(["git", "for-each-ref", "refs/exps"], capture_output=True, text=True, check=True)

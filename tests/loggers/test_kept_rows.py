@@ -29,7 +29,7 @@ SLOW = """
 import csv, json, os, signal, sys, time, warnings
 from pathlib import Path
 from tensorboard.summary.writer import record_writer
-from instep.loggers import backlog, delivery
+from instep.loggers import backlog, sender
 import instep.loggers as loggers
 
 def slowed(function):
@@ -52,7 +52,7 @@ import instep.loggers.json_lines as lines
 class json_slow:
     dumps, loads = slowed(json.dumps), json.loads
 lines.json = json_slow
-delivery._PERIOD_S = 0.001
+sender._PERIOD_S = 0.001
 warnings.simplefilter("always")
 kind, run = getattr(loggers, sys.argv[1]), sys.argv[2]
 """
@@ -93,7 +93,7 @@ def send(run: Path) -> list[int]:
 def test_a_slow_writers_rows_are_kept_the_number_said_is_theirs_and_a_later_sync_adds_them_once(kind, tmp_path):
     code = f"""{SLOW}
 logger = kind(flush_timeout_s=0.15)
-logger.start(run)
+logger.delivery.start(run)
 for i in range(1500):
     logger.log_metrics({{"x": float(i)}}, 1)  # at one step: only their order tells them apart
 logger.finalize()
@@ -111,10 +111,10 @@ logger.finalize()
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_killed_behind_a_checkpoint_that_its_writer_had_not_reached_goes_on_without_a_gap(kind, tmp_path):
     code = f"""{SLOW}
-from instep.loggers import base
-base._CHECKPOINT_WAIT_S = 0.05
+from instep.loggers import delivery
+delivery._CHECKPOINT_WAIT_S = 0.05
 logger = kind()
-logger.start(run)
+logger.delivery.start(run)
 for i in range(900):
     logger.log_metrics({{"x": float(i)}}, i // 3)
 Path(run, "state").write_text(json.dumps({{**logger.state_dict(), "global_step": 299}}))
@@ -126,7 +126,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert waiting(tmp_path)
     resumed: Logger = getattr(loggers, kind)()
     resumed.load_state_dict(json.loads((tmp_path / "state").read_text()))
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     for i in range(900, 1200):
         resumed.log_metrics({"x": float(i)}, i // 3)
     resumed.finalize()
@@ -138,7 +138,7 @@ def test_what_a_killed_run_had_on_the_disk_is_sent_without_resuming_it(kind, tmp
     code = f"""{SLOW}
 backlog.QUEUE_RECORDS = 100
 logger = kind()
-logger.start(run)
+logger.delivery.start(run)
 for i in range(1000):
     logger.log_metrics({{"x": float(i)}}, 1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_row_costs_none_and_repeats_none(
     code = f"""{SLOW}
 import resource
 logger = kind()
-logger.start(run)
+logger.delivery.start(run)
 for i in range(60):
     logger.log_metrics({{"x": float(i), "y": 0.0}}, i)
     if i == 20:
@@ -210,7 +210,7 @@ def test_what_waits_goes_where_the_logger_wrote_from_any_folder(name, tmp_path, 
     logger = make()
     logger._flush_timeout_s = 0.05
     run = Path("run" if logger.runs_dir is None or "other" in place else place.removesuffix("/tb"))
-    logger.start(run)
+    logger.delivery.start(run)
     logger.log_metrics({"x": 0.0}, 0)
     logger.save()
     monkeypatch.setattr(type(logger), "_log_rows", _down, raising=False)
@@ -235,7 +235,7 @@ def _down(self, rows):
 
 def test_the_rows_of_a_run_folder_that_was_moved_go_to_its_new_place(tmp_path, monkeypatch):
     logger = CSVLogger(tmp_path / "logs", flush_timeout_s=0.05)
-    logger.start(tmp_path / "logs/version_0")
+    logger.delivery.start(tmp_path / "logs/version_0")
     with monkeypatch.context() as patch:
         patch.setattr(CSVLogger, "_log_rows", _down)
         with warned():
@@ -249,7 +249,7 @@ def test_the_rows_of_a_run_folder_that_was_moved_go_to_its_new_place(tmp_path, m
 
 def test_two_loggers_of_one_folder_share_its_table(tmp_path):
     first, second = CSVLogger(), CSVLogger()
-    first.start(tmp_path), second.start(tmp_path)
+    first.delivery.start(tmp_path), second.delivery.start(tmp_path)
     for step in range(4):
         first.log_metrics({"a": float(step), **({"late": 1.0} if step == 3 else {})}, step)
         second.log_metrics({"b": -float(step)}, step)
@@ -270,11 +270,11 @@ def test_a_link_in_a_run_folder_leads_no_row_out_of_it(name, tmp_path):
     outside.write_text("mine\n")
     (run / name).symlink_to(outside)
     with pytest.raises(UsageError, match="is a link to"):
-        kind().start(run)
+        kind().delivery.start(run)
     (run / name).unlink()
     os.link(outside, run / name)
     logger = kind()
-    logger.start(run)
+    logger.delivery.start(run)
     logger.log_metrics({"x": 1.0}, 1)
     logger.finalize()
     assert outside.read_text() == "mine\n"
@@ -283,7 +283,7 @@ def test_a_link_in_a_run_folder_leads_no_row_out_of_it(name, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_name_that_utf8_does_not_have_costs_no_other_row(kind, tmp_path):
     logger: Logger = getattr(loggers, kind)()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned() as said:
         for i in range(5):
             logger.log_metrics({"x": float(i), **({os.fsdecode(b"acc/\xff"): 1.0} if i == 2 else {})}, i)
@@ -296,14 +296,14 @@ def test_one_name_that_utf8_does_not_have_costs_no_other_row(kind, tmp_path):
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
 def test_a_row_of_the_checkpoints_step_that_is_logged_again_is_whole(kind, tmp_path):
     logger = kind()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"x": 1.0, "epoch": 0.0}, 3)
     state = {**logger.state_dict(), "global_step": 4}
     logger.log_metrics({"x": 2.0, "epoch": 0.0}, 4)
     logger.finalize()  # then it is killed in the validation
     resumed = kind()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"val": 5.0, "epoch": 0.0}, 4)
     resumed.finalize()
     last = (tmp_path / ("metrics.csv" if kind is CSVLogger else "metrics.jsonl")).read_text().splitlines()[-1]
@@ -316,7 +316,7 @@ def test_a_subclass_that_changes_metrics_is_asked_for_each(tmp_path):
             super()._log_metrics({name: 2 * value for name, value in metrics.items()}, step)
 
     logger = Doubled()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"x": 1.0}, 1)
     logger.finalize()
     assert found(tmp_path) == [(1, 2.0)]
@@ -325,7 +325,7 @@ def test_a_subclass_that_changes_metrics_is_asked_for_each(tmp_path):
 @pytest.mark.parametrize("timeout_s", [1e-9, 1e12, float("inf")])
 def test_any_time_limit_above_zero_loses_nothing(timeout_s, tmp_path):
     logger = CSVLogger(flush_timeout_s=timeout_s)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     with warned():
         logger.log_metrics({"x": 1.0}, 1)
         logger.finalize()

@@ -50,7 +50,7 @@ def test_everything_comes_back_from_the_database_beside_the_runs(tmp_path: Path)
         "digits", "first", tags='{"team": "a"}', description="A note.", registered_model_name="net", log_model="all"
     )
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}, "long": "x" * 7000}, metrics={"score": 0.5})
-    logger.start(tmp_path / "version_0")
+    logger.delivery.start(tmp_path / "version_0")
     for step in range(1100):  # more than one request may have
         logger.log_metrics({"loss": step / 3, "top@5": float("nan")}, step=step)
     logger.log_image("seen", [np.zeros((4, 4)), np.ones((3, 4, 4))], step=3)
@@ -104,14 +104,14 @@ def test_a_run_below_another_and_one_that_goes_on(tmp_path: Path, monkeypatch: p
     finally:
         mlflow.set_tracking_uri(None)
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     client = client_of(logger)
     assert client.get_run(logger.version).data.tags["mlflow.parentRunId"] == above.info.run_id
     while not any(name.startswith("system/") for name in client.get_run(logger.version).data.metrics):
         pass  # MLflow's thread has yet to write some
     logger.finalize()
     again = MLFlowLogger(tracking_uri=store, run_id=logger.version)
-    again.start(tmp_path / "run")
+    again.delivery.start(tmp_path / "run")
     assert client.get_run(logger.version).info.status == "RUNNING"
     again.finalize("failed")
     run = client.get_run(logger.version)
@@ -121,7 +121,7 @@ def test_a_run_below_another_and_one_that_goes_on(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("options", [{"run_id": "0" * 32}, {"tracking_uri": "file:mlruns"}, {"tracking_uri": "x://y"}])
 def test_wrong_settings_end_the_start(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="MLFlowLogger"):
-        MLFlowLogger(**{"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", **options}).start(tmp_path / "run")
+        MLFlowLogger(**{"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", **options}).delivery.start(tmp_path / "run")
 
 
 class Server:

@@ -30,7 +30,7 @@ def records(folder: Path) -> list[Any]:
 
 def test_every_kind_comes_back_from_the_folder(tmp_path: Path) -> None:
     logger = SwanLabLogger("digits", experiment_name="first", mode="offline", tags=["a"])
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     assert log_every_kind(logger, tmp_path) == {"histogram", "table"}
     at_checkpoint = TRACKERS["swanlab"].read(tmp_path)  # the process may be killed from here on
     assert at_checkpoint["loss"] == [(step, step / 3) for step in range(3)]
@@ -53,4 +53,4 @@ def test_no_key_and_nobody_to_ask_ends_the_start(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     with pytest.raises(InstepError, match='mode="offline"'):
-        SwanLabLogger("digits", mode="online").start(tmp_path / "run")
+        SwanLabLogger("digits", mode="online").delivery.start(tmp_path / "run")

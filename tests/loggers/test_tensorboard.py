@@ -31,14 +31,14 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def opened(folder: Path, **options: Any) -> TensorBoardLogger:
     logger = TensorBoardLogger(**options)
-    logger.start(folder)
+    logger.delivery.start(folder)
     return logger
 
 
 def test_scalars_come_back(tmp_path):
     logger = TensorBoardLogger()
     logger.log_metrics({"early": 1.0}, step=0)
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     for step in range(2000):
         logger.log_metrics({"loss": float(step), "zero": 0.0}, step=step)
     logger.finalize()
@@ -51,8 +51,8 @@ def test_scalars_come_back(tmp_path):
 def test_torch_is_not_loaded_for_it(tmp_path):
     code = (
         "import sys; from instep.loggers import TensorBoardLogger; logger = TensorBoardLogger(); "
-        f"logger.start({str(tmp_path)!r}); logger.log_metrics({{'a': 1.0}}, 1); logger.log_hyperparams({{'b': 2}}); "
-        "logger.finalize(); assert 'torch' not in sys.modules"
+        f"logger.delivery.start({str(tmp_path)!r}); logger.log_metrics({{'a': 1.0}}, 1); "
+        "logger.log_hyperparams({'b': 2}); logger.finalize(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
     assert scalars(tmp_path) == {"a": [(1, 1.0)], "hp_metric": [(1, -1.0)]}
@@ -77,7 +77,7 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint(tmp_path):
 
     resumed = TensorBoardLogger()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"a": 3.0}, step=3)
     resumed.finalize()
     found = scalars(tmp_path)
@@ -89,7 +89,7 @@ def test_a_second_start_appends_everything(tmp_path):
     logger = opened(tmp_path)
     logger.log_metrics({"a": 1.0}, step=5)
     logger.finalize()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"test": 1.0}, step=5)
     logger.finalize()
     assert scalars(tmp_path) == {"a": [(5, 1.0)], "test": [(5, 1.0)]}
@@ -124,7 +124,7 @@ def test_the_hparams_tab_shows_hyperparameters_and_metrics(tmp_path):
     for run, lr in enumerate((0.1, 0.2)):
         logger = TensorBoardLogger()
         logger.log_hyperparams({"lr": lr, "net": {"act": torch.relu, "deep": True}}, metrics={"score": 0.25})
-        logger.start(tmp_path / f"version_{run}")
+        logger.delivery.start(tmp_path / f"version_{run}")
         logger.log_metrics({"accuracy": 0.5 + run}, step=10)
         logger.finalize("success" if run else "failed")
     first, second = sorted(session_groups(tmp_path), key=lambda group: group.hparams["lr"].number_value)
@@ -155,7 +155,7 @@ def test_experiment_is_a_summary_writer_on_the_same_folder(tmp_path, monkeypatch
     logger.experiment.add_text("note", "before the start")
     (early,) = (tmp_path / "instep_runs").iterdir()
     with pytest.warns(UserWarning, match="version_0.* before the run, which goes on in .*run"):
-        logger.start(tmp_path / "run")
+        logger.delivery.start(tmp_path / "run")
     logger.log_hyperparams({"lr": 0.1})
     logger.log_metrics({"a": 1.0}, step=1)
     logger.experiment.add_scalar("b", 2.0, 3)
@@ -242,7 +242,7 @@ def test_the_placeholder_metric_comes_once(tmp_path):
     logger.finalize()
     resumed = TensorBoardLogger()
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_hyperparams({"lr": 0.2})
     resumed.finalize()
     without = opened(tmp_path / "without", default_hp_metric=False, prefix="p")

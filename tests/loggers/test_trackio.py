@@ -20,7 +20,7 @@ from instep.loggers import TrackioLogger
 
 logger = TrackioLogger("digits", "first", save_dir="trackio", auto_log_cpu=False)
 logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}})
-logger.start("run")
+logger.delivery.start("run")
 logger.log_metrics({"loss": 1 / 3, "step": 7.0, "bad": float("nan")}, step=5)
 logger.log_image("seen", [np.zeros((4, 4)), np.ones((3, 4, 4))], step=5)
 logger.log_text("said", "Once", 5)
@@ -34,7 +34,7 @@ logger.save()
 assert logger.experiment.name == logger.version == "first"
 logger.finalize()
 again = TrackioLogger("digits", version="first", save_dir="trackio", auto_log_cpu=False)
-again.start("run")
+again.delivery.start("run")
 again.log_metrics({"loss": 0.25}, step=6)
 again.finalize()
 
@@ -53,7 +53,7 @@ assert {name: found[name]["_type"].split(".")[1] for name in kinds} == kinds, fo
 artifacts = SQLiteStorage.get_artifacts("digits")
 assert {one["name"] for one in artifacts} == {"python", "checkpoint"}, artifacts
 try:
-    TrackioLogger("digits", save_dir="other").start("run")
+    TrackioLogger("digits", save_dir="other").delivery.start("run")
     raise SystemExit("two folders in one process")
 except SettingError as error:
     assert "set TRACKIO_DIR before" in str(error)

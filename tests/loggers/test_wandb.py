@@ -47,7 +47,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 def offline(folder: Path, **options: Any) -> WandbLogger:
     logger = WandbLogger(mode="offline", **options)
-    logger.start(folder)
+    logger.delivery.start(folder)
     return logger
 
 
@@ -56,7 +56,7 @@ def test_everything_comes_back_from_the_file(tmp_path):
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}, "path": Path("data")})
     logger.log_metrics({"early": 1.0}, step=0)
     assert logger.version is None
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     for step in range(100):
         logger.log_metrics({"loss": step / 8, "zero": 0.0}, step=step)
     logger.finalize("success")
@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     logger.finalize("failed")
     resumed = WandbLogger(mode="offline")
     resumed.load_state_dict(state)
-    resumed.start(tmp_path)
+    resumed.delivery.start(tmp_path)
     resumed.log_metrics({"loss": 0.5}, step=2)
     resumed.finalize()
     first, second = read_all(tmp_path)
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
 def test_testing_after_finalize_continues_the_run(tmp_path):
     logger = offline(tmp_path)
     logger.finalize()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_metrics({"test": 1.0}, step=3)
     logger.finalize()
     first, second = read_all(tmp_path)
@@ -123,7 +123,7 @@ def test_a_run_that_is_used_first_goes_on_through_start_and_end(tmp_path, monkey
     logger = WandbLogger(project="digits", mode="offline")
     run = logger.experiment
     run.config.update({"seed": 1})
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     assert logger.experiment is run
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.finalize()
@@ -141,7 +141,7 @@ def test_a_resumed_run_takes_over_the_configuration_of_before(tmp_path, monkeypa
     logger = WandbLogger(mode="offline")
     logger.experiment.config.update({"seed": 1})
     logger.load_state_dict({"version": "older", "step": 3})
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     logger.finalize()
     (found,) = read_all(tmp_path / "run")
     assert (found["id"], found["config"]["seed"]) == ("older", 1)
@@ -182,21 +182,21 @@ def test_a_run_of_the_script_is_used_and_left_open(tmp_path):
 
     with wandb.init(mode="offline", dir=str(tmp_path), id="mine") as run:
         logger = WandbLogger()
-        logger.start(tmp_path / "run")
+        logger.delivery.start(tmp_path / "run")
         assert logger.version == "mine"
         assert logger.experiment is run
         logger.log_metrics({"loss": 1.0}, step=1)
         logger.finalize()
         run.log({"after": 1.0})
         with pytest.warns(UserWarning, match="'other' is ignored"):
-            WandbLogger(id="other").start(tmp_path / "run")
+            WandbLogger(id="other").delivery.start(tmp_path / "run")
     (found,) = read_all(tmp_path)
     assert found["history"] == [{"loss": 1.0, STEP: 1}, {"after": 1.0, STEP: 1}]
 
 
 def test_other_ranks_open_nothing(tmp_path):
     logger = WandbLogger(mode="online")
-    logger.start(tmp_path, is_main=False)
+    logger.delivery.start(tmp_path, is_main=False)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.experiment.log({"image": None})
     logger.finalize()
@@ -206,14 +206,14 @@ def test_other_ranks_open_nothing(tmp_path):
 def test_the_environments_mode_counts_where_none_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger()
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.finalize()
     assert len(read_all(tmp_path)) == 1
 
 
 def test_disabled_writes_nothing(tmp_path):
     logger = WandbLogger(mode="disabled")
-    logger.start(tmp_path)
+    logger.delivery.start(tmp_path)
     logger.log_hyperparams({"lr": 0.1}, metrics={"score": 1.0})
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.finalize()
@@ -223,14 +223,14 @@ def test_disabled_writes_nothing(tmp_path):
 def test_a_missing_key_is_a_clear_error_at_the_start(tmp_path):
     logger = WandbLogger()
     with pytest.raises(InstepError, match=r"WandbLogger has no valid API key.*WANDB_API_KEY"):
-        logger.start(tmp_path)
+        logger.delivery.start(tmp_path)
 
 
 def test_a_server_that_is_not_there_does_not_block(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     logger = WandbLogger(mode="online", init_timeout_s=1.0)
     with pytest.warns(UserWarning, match="goes on offline"):
-        logger.start(tmp_path)
+        logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.finalize()
     assert read_all(tmp_path)[-1]["history"] == [{"loss": 1.0, STEP: 1}]
@@ -240,7 +240,7 @@ def test_or_is_an_error_where_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     logger = WandbLogger(init_timeout_s=1.0, fall_back_offline=False)
     with pytest.raises(InstepError, match="WandbLogger could not reach the W&B server within 1 s"):
-        logger.start(tmp_path)
+        logger.delivery.start(tmp_path)
 
 
 def test_an_answer_of_the_server_is_not_hidden(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_an_answer_of_the_server_is_not_hidden(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(InstepError, match="WandbLogger failed in start: CommError: permission denied"):
-        WandbLogger(mode="online").start(tmp_path)
+        WandbLogger(mode="online").delivery.start(tmp_path)
 
 
 def test_arguments_that_wandb_does_not_know(tmp_path):

@@ -58,7 +58,7 @@ def write(kind: str, folder: Path, steps: range) -> None:
     else:
         kinds = {"csv": CSVLogger, "jsonl": JSONLinesLogger, "tensorboard": TensorBoardLogger}
         logger: Logger = kinds[kind]()
-        logger.start(folder)
+        logger.delivery.start(folder)
         for step in steps:
             logger.log_metrics({"loss": value(step)}, step)
         logger.finalize()
@@ -104,7 +104,7 @@ def test_steps_that_a_resumed_run_wrote_again_count_once(tmp_path: Path) -> None
         logger = TensorBoardLogger()
         if first:
             logger.load_state_dict({"version": None, "step": first - 1})
-        logger.start(tmp_path)
+        logger.delivery.start(tmp_path)
         for step in range(first, last):
             logger.log_metrics({"loss": float(step)}, step)
         logger.finalize()

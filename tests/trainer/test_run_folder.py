@@ -18,8 +18,7 @@ import torch
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Preempted
-from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
-from instep.trainer import run_folder
+from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, folders
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import QUIET, LoggingToy, Toy, loader, quiet
 
@@ -413,18 +412,18 @@ def test_one_logger_of_several_trainers(tmp_path: Path):
 
 
 def test_jobs_that_start_at_once_take_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    together, look = Barrier(2), run_folder.is_free
+    together, look = Barrier(2), folders.is_free
 
     def is_free(folder: Path) -> bool:
         free = look(folder)
         together.wait(30)  # both have looked before one of them acts
         return free
 
-    monkeypatch.setattr(run_folder, "is_free", is_free)
+    monkeypatch.setattr(folders, "is_free", is_free)
     trainers = [logging_to(CSVLogger(tmp_path, version=3)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(lambda trainer: trainer.run_folder._new(for_fit=True).name, trainers))
-    assert sorted(folders) == ["version_3", "version_4"]
+        taken = list(pool.map(lambda trainer: trainer.run_folder._make(for_fit=True)[0].name, trainers))
+    assert sorted(taken) == ["version_3", "version_4"]
 
 
 def on_a_rank(root: Path) -> list[tuple[str | None, int]]:

@@ -107,7 +107,7 @@ class BasePredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        indices = trainer._run.source.sample_indices(batch_idx)
+        indices = trainer.batch_indices(batch_idx)
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
@@ -181,11 +181,11 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         if not self._writes:
             return
-        indices = trainer._run.source.sample_indices(batch_idx)
+        indices = trainer.batch_indices(batch_idx)
         columns = _columns(map_leaves(_to_cpu, outputs), None if indices is None else len(indices))
         if indices is not None:
             columns = {"index": _as_column(indices), **columns}
-        folder = self._folder(dataloader_idx, len(trainer._run.loaders.evaluation("predict")))
+        folder = self._folder(dataloader_idx, len(trainer.num_predict_batches))
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{batch_idx:08d}-{trainer.global_rank:05d}.{self.file_format}"
         with replacing(folder / name, sync=False) as path:
@@ -197,7 +197,7 @@ class PredictionWriter(BasePredictionWriter):
             return
         error: BaseException | None = None
         everyone: list[dict[int, list[str]]] = gather_object(self._written)
-        loaders = len(trainer._run.loaders.evaluation("predict"))
+        loaders = len(trainer.num_predict_batches)
         if trainer.is_global_zero:
             try:
                 for loader in range(loaders):

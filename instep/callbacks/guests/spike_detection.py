@@ -116,7 +116,7 @@ class SpikeDetection(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = _loss_of(outputs, module)
-        replayed = trainer._log is not None and trainer._log.weight == 0
+        replayed = trainer.batch_weight == 0
         step = trainer.global_step
         if self._at_once:
             self._judge(trainer, _Batch(batch_idx, step, None), [None if loss is None else loss.item()])
@@ -183,10 +183,8 @@ class SpikeDetection(Callback):
         self, trainer: Trainer, batch: _Batch, losses: list[float | None], ranks: list[int]
     ) -> TrainingSpikeError:
         """Write the file and make the error. Collective."""
-        epoch, source = trainer.position.epoch, trainer._run.source
-        indices = range(max(0, batch.number - 1), batch.number + 1)
-        # Of a batch before this pass, which a resumed run began later in, the source knows nothing.
-        mine = tuple(source.sample_indices(index) if index >= source.first_batch else None for index in indices)
+        epoch, indices = trainer.position.epoch, range(max(0, batch.number - 1), batch.number + 1)
+        mine = tuple(map(trainer.batch_indices, indices))
         everyone: list[Any] = gather_object(mine)
         for place, index in enumerate(indices):
             samples = {str(rank): of_rank[place] for rank, of_rank in enumerate(everyone)}

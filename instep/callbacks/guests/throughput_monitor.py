@@ -245,8 +245,7 @@ class ThroughputMonitor(Callback):
 
     def _size(self, trainer: Trainer, batch: Any) -> tuple[int, int]:
         """Return the samples and items of a batch that count: none of one that is replayed to keep ranks in step."""
-        log = trainer._log
-        known = None if log is None else log.weight
+        known = trainer.batch_weight
         if known == 0:
             return 0, 0
         if self.batch_size_fn is not None:

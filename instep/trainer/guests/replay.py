@@ -130,7 +130,7 @@ class _Recorder(Callback):
     def _note(self, trainer: Trainer, batch_idx: int, outputs: Any) -> None:
         self._returned = None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        samples = trainer._run.source.sample_indices(batch_idx)
+        samples = trainer.batch_indices(batch_idx)
         self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
 
     def _write(self, trainer: Trainer, **more: Any) -> None:

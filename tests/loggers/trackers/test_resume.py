@@ -68,7 +68,7 @@ def test_a_logger_goes_on_after_its_end(tracker: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     logger = row.logger(tmp_path)
     for step in (1, 2):
-        logger.start(tmp_path / "run")
+        logger.delivery.start(tmp_path / "run")
         logger.log_metrics({"loss": step / 3}, step=step)
         logger.finalize()
     assert sorted(row.read(tmp_path)["loss"]) == [(step, row.kept(step / 3)) for step in (1, 2)]
@@ -98,7 +98,7 @@ def test_what_a_tracker_did_not_take_is_sent_later(
         write(metrics, step)
 
     logger._log_metrics = refuse
-    logger.start(tmp_path / "run")
+    logger.delivery.start(tmp_path / "run")
     for step in range(1, 6):
         logger.log_metrics({"loss": step / 3}, step=step)
     logger.finalize("failed")

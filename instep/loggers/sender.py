@@ -1,0 +1,311 @@
+"""The thread of a logger: it opens the tracker, sends the records that wait in a backlog in their order, and closes it.
+
+A record that the tracker refuses or cannot take now stays in the backlog and is sent again later. Training goes on
+meanwhile. A call of the tracker that never returns blocks that thread alone: whoever waits for it has a time limit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import InstepError
+from instep.loggers.backlog import BATCH, Backlog, Record
+from instep.utils.untrusted_files import clean
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.loggers.delivery import Delivery
+
+_PERIOD_S = 0.5  # how long records wait for company
+_LONGEST_PAUSE_S = 60.0
+_MOST_TEXT = 200
+_TRIES = 3  # of one record, until the next one shows whether the tracker works
+
+_HELD_UP: dict[Path, threading.Thread] = {}
+"""Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
+waits for them: both would send the record that the call is about."""
+
+
+def in_short(error: Exception | None) -> str:
+    """Format an error in one line: clients put whole chains of causes into theirs."""
+    text = clean(" ".join(str(error).split()).rstrip("."))
+    return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
+
+
+class Sender:
+    """Thread that brings a backlog to a tracker, and opens and closes the tracker too.
+
+    Each failure is a warning, and the record is sent again after a pause, which doubles up to a minute. A record that
+    fails several times while the next one succeeds is moved into the file `<logger>.refused.jsonl`.
+
+    Args:
+        books: those of the logger, by which it opens, writes and closes.
+        name: of the logger, for texts.
+        backlog: what waits.
+    """
+
+    def __init__(self, books: Delivery, name: str, backlog: Backlog) -> None:
+        self.backlog = backlog
+        self.error: Exception | None = None
+        """Why nothing could be sent last; None while it works."""
+        self.is_begun = False
+        self._is_started = False  # it has to be closed, also where what comes after that fails
+        self._left_over = 0  # records in front that an earlier process could not send
+        self._books, self._name = books, name
+        self._failures = 0
+        self._singly = 0  # records that are sent one by one, since one of them was refused
+        self._next_try_s = 0.0
+        self._hurries = False  # to send what else would wait for more
+        self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
+        self._wake = threading.Event()
+        self._ends = False
+        self._noted_s = time.monotonic()
+        self._before = _HELD_UP.get(backlog.path)
+        self._begun: Future[None] = Future()
+        self.thread = threading.Thread(target=self._run, name=f"instep-{name}", daemon=True)
+        self.thread.start()
+
+    # ---- from any thread
+
+    def begin(self, timeout_s: float) -> None:
+        """Wait until the tracker is open; where that fails or takes too long, the thread goes on trying.
+
+        Raises:
+            InstepError: the logger's settings are wrong.
+        """
+        try:
+            error = self._begun.exception(timeout_s)
+        except NotInTime:
+            warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
+            return
+        except BaseException:  # Ctrl-C
+            self._end()
+            raise
+        if isinstance(error, InstepError):
+            self._end()
+            raise error
+
+    def _end(self) -> None:
+        self._ends = True
+        self._wake.set()
+
+    def put(self, record: Record) -> None:
+        """Send a record when its turn comes."""
+        if self.backlog.append(record):
+            self._wake.set()
+
+    def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
+        """Run a function in the thread and return its result.
+
+        Args:
+            function: what to run.
+            timeout_s: how long to wait.
+            after_all: run it once all that waits now has been sent, or cannot be.
+            early: send what would wait for more, too.
+
+        Raises:
+            TimeoutError: it did not come to its end in time.
+        """
+        if threading.current_thread() is self.thread:
+            return function()
+        future: Future[Any] = Future()
+        self._hurries |= after_all and early
+        self._tasks.append((function, future, after_all))
+        self._wake.set()
+        try:
+            future.exception(timeout_s)
+        except (NotInTime, CancelledError):
+            raise TimeoutError(f"{self._name} did not answer within {timeout_s:g} s") from None
+        return future.result()
+
+    def flush(self, timeout_s: float, early: bool = False) -> bool:
+        """Send what is due; what does not arrive in time is brought to the disk. Return True if all arrived.
+
+        Args:
+            timeout_s: how long to wait.
+            early: send what would wait for more, too.
+        """
+        with suppress(TimeoutError):
+            self.ask(lambda: None, timeout_s, after_all=True, early=early)
+        left = len(self.backlog) > 0 and (early or self._is_due())
+        if left:
+            self.backlog.spill()
+            self._books.write_note()
+        return not left
+
+    def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
+        """Send all that waits, close the tracker and end the thread; warn of what did not arrive.
+
+        Args:
+            finalize: closes the tracker.
+            timeout_s: how long all of that may last.
+        """
+        end_s = time.monotonic() + timeout_s
+
+        def last() -> None:
+            self._ends = True  # first: nothing is sent to a closed tracker
+            if self._is_started:
+                finalize()
+
+        self._next_try_s = 0.0  # one more try, whatever the pause
+        self.flush(timeout_s, early=True)
+        try:
+            self.ask(last, max(0.1, end_s - time.monotonic()))
+        except TimeoutError:
+            warn_user(f"{self._name} did not close within {timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001  a tracker never ends a run
+            warn_user(f"{self._name} could not be closed: {in_short(error)}")
+        self._end()
+        self.thread.join(max(0.1, end_s - time.monotonic()))
+        if self.thread.is_alive():
+            self._books.writer.file.stop()  # so that the number in the warning stays true
+        self.backlog.spill()
+        self._warn_of_rest()
+        if self.thread.is_alive():
+            _HELD_UP[self.backlog.path] = self.thread
+        else:
+            self.backlog.close()
+
+    def _warn_of_rest(self) -> None:
+        left, path = len(self.backlog), self.backlog.path
+        reason = f": {in_short(self.error)}" if self.error is not None else ""
+        if left:
+            self._books.write_note()
+            warn_user(
+                f"{self._name} did not take {left} records{reason}. They are kept in {path}; send them by: "
+                f"instep runs sync {path.parent.parent}"
+            )
+        if self.backlog.refused:
+            warn_user(f"{self._name} refused {self.backlog.refused} records; they are in {self.backlog.refused_path}")
+        if self.backlog.lost:
+            warn_user(f"{self._name} lost {self.backlog.lost} records: neither it nor the disk took them")
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+        while not self._ends:
+            waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
+            hurries, self._hurries = self._hurries, False
+            if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
+                self._try()
+            self._run_tasks(waited)
+            if not self._tasks and not self._ends:
+                self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+        self._run_tasks(())  # such as the tracker's end
+        while self._tasks:
+            self._tasks.popleft()[1].cancel()
+        if _HELD_UP.get(self.backlog.path) is self.thread:
+            del _HELD_UP[self.backlog.path]
+            self.backlog.close()
+
+    def _is_due(self) -> bool:
+        few = self.backlog.few()
+        return not self.is_begun or (len(self.backlog) > 0 and (few is None or self._books.writer.file.is_due(*few)))
+
+    def _try(self) -> None:
+        group: list[Record] = []
+        try:
+            if not self.is_begun:
+                if not self._is_started:
+                    self._left_over = self._books.start_writer(self.backlog)
+                    self._is_started = True
+                self._books.begin(self._left_over)
+                self.is_begun = True
+                if not self._begun.done():
+                    self._begun.set_result(None)
+            left = len(self.backlog)
+            # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
+            while not self._ends and max(left, len(self.backlog) - BATCH + 1) > 0 and (group := self._next_group()):
+                self._books.write(group)
+                self.backlog.drop(len(group), self._books.writer.file.row_count())
+                left -= len(group)
+                self._failures, self._singly = 0, max(0, self._singly - len(group))
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # also of a tracker that never catches up
+                    self._rest()
+                self._run_tasks(())
+            self.error = None
+            self._rest()
+        except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
+            if self._ends and group:
+                return  # it was stopped, and a warning has named what is left
+            self._singly = self._singly or len(group)
+            self._note_failure(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            if self._failures >= _TRIES and group and self._next_one_goes():
+                self._put_aside(group[0])
+
+    def _rest(self) -> None:
+        self._noted_s = time.monotonic()
+        self._books.rest()
+
+    def _next_group(self) -> list[Record]:
+        records = self.backlog.peek(BATCH if self._books.writer.takes_many and not self._singly else 1)
+        if records and records[0].hook != "_log_metrics":
+            return records[:1]
+        return list(takewhile(lambda record: record.hook == "_log_metrics", records))
+
+    def _note_failure(self, error: Exception) -> None:
+        self.error = error
+        self._failures += 1
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (self._failures - 1))
+        self._next_try_s = time.monotonic() + pause_s
+        if not self._begun.done():
+            self._begun.set_exception(error)
+            if isinstance(error, InstepError):
+                return
+        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 ...
+            self._warn(
+                f"{self._name} failed: {in_short(error)}. Training goes on; what it was given is kept and sent again "
+                f"in {pause_s:g} s"
+            )
+
+    def _next_one_goes(self) -> bool:
+        try:
+            self.backlog.spill(sync=False)  # both in the file, or both in memory
+            second = self.backlog.peek(2)[1:]
+            if second:
+                self._books.write(second)
+        except BaseException:  # noqa: BLE001  it is the tracker, not the record
+            return False
+        return bool(second)
+
+    def _put_aside(self, record: Record) -> None:
+        names = clean(", ".join(record.names()) or record.hook)
+        self._warn(f"{self._name} refuses {names}: {in_short(self.error)}")
+        try:
+            # Without its step: later ones have arrived, and say nothing of this one.
+            self.backlog.refuse(record._replace(step=None), self.backlog.seal)
+        except OSError:
+            self.backlog.lost += 1
+        self.backlog.drop(2, self._books.writer.file.row_count())  # with the one after it, which has arrived
+        self._failures, self._next_try_s = 0, 0.0
+
+    def _warn(self, text: str) -> None:
+        try:
+            warn_user(text)
+        except Warning:  # the user made warnings errors, but this thread cannot end the run
+            print(clean(text), file=sys.stderr)  # noqa: T201
+
+    def _run_tasks(self, waited: Collection[Any]) -> None:
+        """Run what may run at any time, and what has waited for all that was put before it."""
+        for _ in range(len(self._tasks)):
+            function, future, late = task = self._tasks.popleft()
+            if late and task not in waited:
+                self._tasks.append(task)
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  raised where it was asked
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
