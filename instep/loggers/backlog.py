@@ -196,7 +196,7 @@ class Backlog:
             return (self._memory[0], self._memory[-1]) if few else None
 
     def drop(self, number: int, place: int | None = None) -> None:
-        """Take the first records away, of those that `peek` returned last: they have arrived.
+        """Remove the first records of those that `peek` returned last: they have arrived.
 
         Args:
             number: of the records.
@@ -222,7 +222,7 @@ class Backlog:
             self._spill(sync)
 
     def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
-        """Put in front what an earlier process left in the file, as far as `keep` says.
+        """Put in front the records that an earlier process left in the file, those that `keep` returns True for.
 
         Called once, before the first `peek`. What was spilled until then stays, behind it.
 
@@ -308,7 +308,7 @@ class Backlog:
         return os.fstat(file.fileno()).st_size == self._end
 
     def _numbered(self, record: Record) -> Record:
-        """Give a record that goes into the file the index of its row."""
+        """Return a record that goes into the file, with the index of its row."""
         if self._next_row is None or not record.rows:
             return record if record.row is None else record._replace(row=None)
         self._next_row += 1

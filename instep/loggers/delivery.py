@@ -159,7 +159,7 @@ class Delivery:
         return self.log_dir
 
     def attach(self, claim: Callable[[], Path], decides: bool, number: int) -> None:
-        """Take the place of the next run from a Trainer, which begins it by `start`.
+        """Connect with a Trainer, whose next run begins by `start`.
 
         Args:
             claim: makes the run folder, if it is not there yet, and returns it.
@@ -416,7 +416,7 @@ class Delivery:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the run of this state from the next start on.
+        """Continue the run of this state from the next start on.
 
         Raises:
             CorruptCheckpointError: its version leads out of the folder of logs.
@@ -573,7 +573,7 @@ class Marks:
     def resume(
         self, sent: Mapping[str, int], has: Mapping[str, int] | None, left_over: int, rows: Iterable[RowKey] = ()
     ) -> None:
-        """Take up those of an earlier process.
+        """Continue from the marks of an earlier process.
 
         Args:
             sent: what it noted.
@@ -592,7 +592,7 @@ class Marks:
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Take what the tracker says after a failure: a part of so many records in front may have arrived."""
+        """Record what the tracker has after a failure: a part of so many records in front may have arrived."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:
@@ -619,7 +619,7 @@ class Marks:
         return record._replace(args=(left, *record.args[1:])) if left else None
 
     def note(self, records: list[Record]) -> None:
-        """Note records as sent."""
+        """Record that records were sent."""
         self._left_over = max(0, self._left_over - len(records))
         for record in records:
             if record.step is not None:

@@ -1,4 +1,4 @@
-"""What a logger takes beside numbers, in plain form: it can wait in a queue, be written to a file and be read back.
+"""Values that a logger records beside numbers, in plain form: to wait in a queue, be written to a file and read back.
 
 A value is made plain where it is logged, since the user may change it in the next line.
 """
@@ -247,7 +247,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
 
 
 def code_state(folder: Path | None = None) -> Code:
-    """Look at the program and its git repository; without git, or outside of one, only the script is known."""
+    """Return the state of the program and its git repository; without git, or outside of one, only the script."""
 
     def git(*command: str) -> str | None:
         with suppress(OSError, subprocess.SubprocessError):
@@ -343,7 +343,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "histogram": to_histogram,
     "table": to_table,
 }
-"""What makes a plain value of each kind that has a name and a step."""
+"""Functions that make a plain value, by kind, of those that have a name and a step."""
 
 
 # ---- as JSON, for a file of what waits

@@ -18,7 +18,7 @@ class RowFile(OutputFile, ABC):
 
     NAME: ClassVar[str]
     COUNTED: ClassVar[str]
-    """What a row is called in the logger's state."""
+    """Name of the number of rows in the logger's state."""
 
     def __init__(self) -> None:
         self.rows = 0

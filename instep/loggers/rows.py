@@ -55,7 +55,7 @@ class LogFile:
         self._header: list[str] = []
 
     def replaced(self) -> bool:
-        """Tell whether another file took the place of the one that was read."""
+        """Return True if another file took the place of the one that was read."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -158,7 +158,7 @@ class TensorBoardFile(LogFile):
         for data in self._records(file):
             try:
                 event = events.Event.FromString(data)
-            except Exception as error:  # noqa: BLE001  each build of protobuf has a DecodeError of its own
+            except Exception as error:  # noqa: BLE001  each build of protobuf has its own DecodeError
                 self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
                 continue
             if event.HasField("session_log") and event.session_log.status == events.SessionLog.START:
@@ -210,7 +210,7 @@ class WandbFile(LogFile):
         for data in self._records(file):
             try:
                 record = messages.Record.FromString(data)
-            except Exception as error:  # noqa: BLE001  as for TensorBoard
+            except Exception as error:  # noqa: BLE001  each build of protobuf has its own DecodeError
                 self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
                 continue
             kind = record.WhichOneof("record_type")

@@ -1,4 +1,4 @@
-"""What trackers did not take during a run is sent from the run's folder: `instep runs sync`."""
+"""Sending from a run folder what trackers did not take during the run: `instep runs sync`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _KEPT = (
 
 
 class Sent(NamedTuple):
-    """What became of a logger's backlog: how many records waited, how many do still, and why."""
+    """Outcome of sending a logger's backlog: how many records waited, how many wait still, and why."""
 
     logger: str
     waited: int

@@ -226,7 +226,7 @@ class TensorBoardLogger(Logger):
             )
             return
         from instep.distributed import send_to_device  # late: it loads torch, which a logger alone does not need
-        from instep.utils.jit import readable_by_jit  # late: as above, it loads torch
+        from instep.utils.jit import readable_by_jit  # late: it loads torch, which a logger alone does not need
 
         parameter = next(iter(module.parameters()), None)
         if parameter is not None:

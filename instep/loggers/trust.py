@@ -1,4 +1,4 @@
-"""What is believed of the files in `<run>/loggers`: anybody may have put them there.
+"""Trust in the files of `<run>/loggers`, which anybody may have put there.
 
 The note beside a backlog says where its records are sent. A note and lines that this user's instep wrote carry its mark
 (`instep.utils.private_files`). Without it a note is a stranger's, and a record is sent only if nothing in it leads out
@@ -103,7 +103,7 @@ def files_of(record: Record) -> Iterator[Path]:
 
 
 def why_not(record: Record, run: Path) -> str:
-    """Say why a record that this user did not mark is not sent; empty where it may be.
+    """Return why a record that this user did not mark is not sent; "" if it may be sent.
 
     Args:
         record: of a file in the run folder.
@@ -124,7 +124,7 @@ def why_not(record: Record, run: Path) -> str:
 
 
 def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
-    """Say what leads out of a folder in a file or folder below it; empty for nothing.
+    """Return what in a file or folder leads out of the folder above it; "" if nothing does.
 
     A link does, also a hard one, and so does what is neither a file nor a folder.
 
@@ -153,7 +153,7 @@ def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
 
 
 def why_links(folder: Path) -> str:
-    """Say which link in a folder leads out of it, or what in it is no file or folder; empty for nothing."""
+    """Return which link in a folder leads out of it, or what in it is no file or folder; "" if there is none."""
     root = folder.resolve()
     for place in _below(folder):
         try:

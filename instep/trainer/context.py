@@ -110,7 +110,7 @@ class TrainerState:
         return self.status in ("finished", "interrupted")
 
     def begin(self, fn: str) -> None:
-        """Note that the Trainer runs "fit", "validate", "test" or "predict"; it calls this itself."""
+        """Record that the Trainer runs "fit", "validate", "test" or "predict"; it calls this itself."""
         self.status, self.fn = TrainerStatus.RUNNING, TrainerFn(fn)
         self.stage = RunningStage("train" if fn == "fit" else fn)
 
@@ -162,7 +162,7 @@ class Position:
     epoch_over = False  # no field: no checkpoint holds it
 
     def next_epoch(self) -> None:
-        """Go to the first batch of the next epoch."""
+        """Move to the first batch of the next epoch."""
         self.epoch += 1
         self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
@@ -182,7 +182,7 @@ class Position:
 
     @property
     def reached(self) -> dict[str, Any]:
-        """What has been trained and validated so far: where two are equal, one checkpoint does for both."""
+        """Position that a checkpoint stands for: where two are equal, one checkpoint does for both."""
         return {**self.state_dict(), "closed_step": None, "validation_due": None}
 
     @property
@@ -449,7 +449,7 @@ class RunContext:
         return batches if profiler.off else profiler.batches(action, batches)
 
     def switch_log(self, log: MetricLog | None) -> MetricLog | None:
-        """Let `self.log` write into another log (None: nowhere), and return the one before."""
+        """Set the log that `self.log` writes into (None: nowhere), and return the one before."""
         before = self.trainer._switch_log(log)
         if log is not None:
             config = self.settings.compile

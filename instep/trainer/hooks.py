@@ -113,7 +113,7 @@ class ModuleHooks:
         """Before a validation inside fit: free gradients here, for their memory. By default they stay."""
 
     def on_validation_model_eval(self) -> None:
-        """Puts the module into eval mode for validation."""
+        """Set the module to eval mode for validation."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_validation_model_train(self) -> None:
@@ -138,7 +138,7 @@ class ModuleHooks:
         """After each test batch."""
 
     def on_test_model_eval(self) -> None:
-        """Puts the module into eval mode for test."""
+        """Set the module to eval mode for test."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_test_model_train(self) -> None:
@@ -163,7 +163,7 @@ class ModuleHooks:
         """After each predict batch."""
 
     def on_predict_model_eval(self) -> None:
-        """Puts the module into eval mode for predict."""
+        """Set the module to eval mode for predict."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     # ---- loaders, used where neither the Trainer's method nor a DataModule gives them

@@ -149,7 +149,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 
 def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
-    from instep.trainer import run_state  # late, as above
+    from instep.trainer import run_state  # late: only a run pays for it
 
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
     with _unknown_position(ctx):
@@ -247,7 +247,7 @@ def _compile(ctx: RunContext, module: TrainModule) -> None:
 
 
 def _lease_folders(ctx: RunContext) -> None:
-    """Take the folders that this fit will save checkpoints in, as far as they are known."""
+    """Acquire the folders that this fit will save checkpoints in, as far as they are known."""
     for callback in ctx.callbacks if ctx.fn == "fit" else ():
         folder = getattr(callback, "own_folder", None) or ctx.trainer.run_folder.checkpoints
         if folder is not None and writes_checkpoints(callback):
@@ -292,7 +292,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
 
             add_note(error, _about_device(ctx))
         elif hasattr(ctx, "device"):
-            from instep.trainer.error_notes import add_notes  # late: as above
+            from instep.trainer.error_notes import add_notes  # late: only an error needs it
 
             with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
                 add_notes(error, ctx)
@@ -375,7 +375,7 @@ def _abandon(ctx: RunContext, error: BaseException) -> None:
 
 
 def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
-    """Let the save that is under way end; not for long after an error, since other ranks may be gone."""
+    """Wait for the save that is under way; not for long after an error, since other ranks may be gone."""
     ctx.saver.close(None if error is None else 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE_S)
 
 
@@ -393,7 +393,7 @@ def _call_teardown(ctx: RunContext) -> None:
 
 
 def _note_status(ctx: RunContext, error: BaseException | None) -> None:
-    """Note how the run ended, a fit in `status.json` too."""
+    """Record how the run ended, a fit in `status.json` too."""
     ctx.trainer.state.status = TrainerStatus.FINISHED if error is None else TrainerStatus.INTERRUPTED
     if ctx.fn == "fit":
         ctx.trainer.run_summary = _summarize(ctx, error)
@@ -437,7 +437,7 @@ def _close_loaders(ctx: RunContext) -> None:
 
 
 def _detach(ctx: RunContext) -> None:
-    """Take the run off callbacks, strategy and Trainer."""
+    """Detach the run from callbacks, strategy and Trainer."""
     ctx.switch_log(None)
     for callback in ctx.callbacks:
         callback._module = None
@@ -470,7 +470,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
 
 
 def _report_killed(ctx: RunContext, name: str) -> None:
-    """Say, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
+    """Report, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
     trainer = ctx.trainer
     with suppress(Exception):  # whatever it came into, the signal must end the process
         if ctx.ending.preempted or not trainer.is_global_zero:

@@ -177,7 +177,7 @@ class Loaders:
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
 
     def how_to_give(self, stage: str) -> str:
-        """Say how to give the data that is missing, with the method that was probably meant to."""
+        """Return how to give the data that is missing, with the method that was probably meant to."""
         base = ModuleHooks if self._datamodule is None else DataModule
         owner = self._datamodule or self._module
         name, wanted = type(owner).__name__, f"{stage}_dataloader"
@@ -364,7 +364,7 @@ class Loaders:
     # ---- both
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Let a resumed run ask as one that never stopped: at the last epoch that loads anew, or at its start."""
+        """Have a resumed run ask as one that never stopped: at the last epoch that loads anew, or at its start."""
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
             return self._as_of(at.epoch - at.epoch % every, at.loaded_step)
@@ -409,7 +409,7 @@ class Loaders:
         return source
 
     def on_device(self, source: BatchSource, dataloader_idx: int = 0, what: str | None = None) -> Iterator[Any]:
-        """Give the source's batches, each on the device. On CUDA a copy overlaps with the step before.
+        """Yield the source's batches, each on the device. On CUDA a copy overlaps with the step before.
 
         The module's transfer hooks run unless the datamodule overrides one of the three.
 
@@ -458,14 +458,14 @@ class Loaders:
 
 
 def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
-    """Give the batches; an error in reading one says of which data it was."""
+    """Yield the batches; an error in reading one names the data."""
     batch_idx = 0
     try:
         for batch in source:
             yield batch
             batch_idx += 1
     except Exception as error:
-        from instep.data.seeding import add_note  # late: as above, only a run pays for it
+        from instep.data.seeding import add_note  # late: only a run pays for it
 
         which = f" loader {loader}" if loader else ""
         add_note(error, f"This came from reading batch_idx {batch_idx} of the {what} data{which}.")
@@ -473,7 +473,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
 
 
 def _is_batches(raw: Any) -> bool:
-    """Tell a list that is itself the data (numbers, tensors or lists of tensors) from a list of loaders."""
+    """Return True if a list is itself the data (numbers, tensors or lists of tensors), not a list of loaders."""
     if isinstance(raw, (dict, room.CombinedLoader)) or not raw or any(item is None for item in raw):
         return False  # None is a loader that is missing: it is refused where it is prepared
     return not all(_is_loader(item) for item in raw)

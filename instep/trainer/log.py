@@ -204,7 +204,7 @@ class Accumulator:
         self.weight += weight
 
     def held(self) -> AbstractContextManager[None]:
-        """Let the metric object hold what it counted for this name."""
+        """Have the metric object hold what it counted for this name, in a `with` block."""
         return nullcontext() if self.counts is None else self.counts.held()
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
@@ -539,7 +539,7 @@ class MetricLog:
         return metric
 
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
-        """Take another metric object under a name; raise where the one before has counted for it in this epoch."""
+        """Replace the metric object under a name; raise where the one before has counted for it in this epoch."""
         before, name = accumulator.metric, accumulator.name
         # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
@@ -547,7 +547,7 @@ class MetricLog:
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
-        """Give a sum of a checkpoint the arguments that the program has now; by another reduction it begins anew."""
+        """Set the program's arguments on a sum of a checkpoint; by another reduction it begins anew."""
         op = reduction(known.name, options.reduce_fx)
         if op != known.op:
             known.clear()

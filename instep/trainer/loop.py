@@ -298,7 +298,7 @@ def still_stops(ctx: RunContext) -> bool:
 
 
 def begin_epoch(ctx: RunContext) -> None:
-    """Go to the next epoch, or on with the one that a checkpoint was in."""
+    """Enter the next epoch, or continue the one that a checkpoint was in."""
     at, plan = ctx.position, ctx.resume
     inside = plan is not None and not plan.restored and at.inside
     if plan is not None and not inside:
@@ -334,7 +334,7 @@ def begin_epoch(ctx: RunContext) -> None:
 
 
 def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
-    """Give the rest of the epoch's batches, on the device."""
+    """Yield the rest of the epoch's batches, on the device."""
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
     batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
@@ -427,7 +427,7 @@ def hand_over_metrics(ctx: RunContext) -> None:
 
 
 def print_why_it_ended(ctx: RunContext) -> None:
-    """Note and print which limit was reached, or who asked for the stop; print which steps no checkpoint has."""
+    """Record and print which limit was reached, or who asked for the stop; print which steps no checkpoint has."""
     at, s, trainer = ctx.position, ctx.settings, ctx.trainer
     if trainer._stop_agreed:
         why = trainer.stop_reason or "a stop was asked for"
@@ -602,7 +602,7 @@ def agree_on_triggers(ctx: RunContext) -> None:
 
 
 def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
-    """Do what the ranks agreed on, all at the same step."""
+    """Act on the triggers that the ranks agreed on, all at the same step."""
     for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
         if trigger.name == "stop":
             ctx.ending.waits = is_below_minimum(ctx)
@@ -616,7 +616,7 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
 
 
 def save_now(ctx: RunContext, reason: str, final: bool = True) -> Any:
-    """Let the saver that asked by its key save, else the first one."""
+    """Save through the ModelCheckpoint whose `state_key` is the reason, else through the first."""
     savers: dict[str, Any] = {callback.state_key: callback for callback in ctx.callbacks if saves(callback)}
     saver = savers.get(reason, ctx.trainer.checkpoint_callback)
     return None if saver is None else saver.save_now(ctx.trainer, reason, final)

@@ -60,7 +60,7 @@ class Metrics:
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
-        """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
+        """Record epoch values; the final ones go to the loggers. They replace older step values of the same name."""
         to_log: dict[str, float] = {}
         ctx, stage = self._trainer._ctx, self._trainer.state.stage
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]

@@ -128,7 +128,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     key or index. Context parallelism cuts batches along it."""
 
     def parallelize(self, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
-        """Say how tensor parallelism cuts the module up.
+        """Return how tensor parallelism cuts the module up.
 
         Args:
             mesh: with a dimension "tp".
@@ -266,7 +266,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         self.trainer._manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let gradients reach only this optimizer's parameters, until `untoggle_optimizer`."""
+        """Restrict gradients to this optimizer's parameters, until `untoggle_optimizer`."""
         self.untoggle_optimizer(optimizer)  # whichever is toggled still: what that has frozen is not to stay so
         mine = set(parameters_of(_bare(optimizer)))
         every = {p for other in self.trainer.optimizers for p in parameters_of(other)}

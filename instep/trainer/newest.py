@@ -113,7 +113,7 @@ class NewestState(ModelCheckpoint):
         return [key for key in found if not by.background or str(self._path(key).parent) == here]
 
     def forget(self, deleted: Sequence[str], by: ModelCheckpoint) -> None:
-        """Take what was deleted off the lists of all savers; a last one that is gone is now the newest one."""
+        """Remove what was deleted from the lists of all savers; a last one that is gone is now the newest one."""
         gone = {self._path(key) for key in deleted}
         for each in (self, *self._beside):
             each.saved = [saved for saved in each.saved if saved.key not in deleted]

@@ -10,7 +10,7 @@ from instep.utils.warn import warn_user
 
 
 class OuterCounts:
-    """What the training's metric objects have counted, kept apart from what they count in an evaluation.
+    """Counts of the training's metric objects, kept apart from what they count in an evaluation.
 
     Without a fit around the evaluation it is what the same Trainer's last fit has left in the middle of an epoch.
 
@@ -38,11 +38,11 @@ class OuterCounts:
         self._counts.put_back(self._counts.objects)
 
     def take_out(self) -> None:
-        """Let the objects begin anew: hooks at the start may still read them, the loaders' batches count apart."""
+        """Reset the objects: hooks at the start may still read them, the loaders' batches count apart."""
         self._counts = self._room.Counts(self._objects)
 
     def put_back_unused(self) -> None:
-        """Let the objects that the batches neither counted into nor logged hold their own, for hooks at the end.
+        """Restore the objects that the batches neither counted into nor logged, for hooks at the end.
 
         One that is logged and has counted nothing is a rank's without a sample: other ranks have counted.
         """
@@ -51,11 +51,11 @@ class OuterCounts:
         self._counts.put_back(unused)
 
     def note_logged(self) -> None:
-        """Take note of the objects that the evaluation has logged: it resets them."""
+        """Record the objects that the evaluation has logged: it resets them."""
         self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
 
     def put_back(self) -> None:
-        """Let the objects hold what they had counted; with what was added by hand, where nothing of it was logged."""
+        """Restore what the objects had counted; with what was added by hand, where nothing of it was logged."""
         counts, self._counts = self._counts, self._room.Counts([])
         counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])
         left = counts.add_up()

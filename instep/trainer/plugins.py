@@ -120,7 +120,7 @@ class SilentLogger(NoExperiment):
 
     @property
     def experiment(self) -> NoExperiment:
-        """What nothing comes of either."""
+        """Stand-in for a tracker's object: every method does nothing."""
         return NoExperiment()
 
 
@@ -283,7 +283,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def draw_graphs(ctx: RunContext) -> None:
-    """Let the loggers that were asked to draw the module, which runs once for that; no random stream moves on.
+    """Draw the module in the loggers that were asked to; it runs once for that, and no random stream moves on.
 
     An earlier fit may have left the module cut up: running it would be collective, so it is not drawn.
     """
@@ -391,7 +391,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
 
 
 def _names_in_code(classes: list[type]) -> Iterator[str]:
-    """Give the names of attributes and functions that the methods of these classes use."""
+    """Yield the names of attributes and functions that the methods of these classes use."""
     members = [getattr(value, "__code__", None) for cls in classes for value in vars(cls).values()]
     codes = [code for code in members if isinstance(code, CodeType)]
     while codes:

@@ -68,7 +68,7 @@ _fits = itertools.count(1)
 
 
 class RunFolder:
-    """Where one Trainer writes. Chosen once, by the main process, at the first run that writes or resumes.
+    """Folder that one Trainer writes into. Chosen once, by the main process, at the first run that writes or resumes.
 
     Args:
         root: the Trainer's `default_root_dir`.
@@ -88,7 +88,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path | None:
-        """Where checkpoints go unless ModelCheckpoint has a `dirpath`; None before the folder is chosen."""
+        """Folder of checkpoints unless ModelCheckpoint has a `dirpath`; None before the run folder is chosen."""
         return None if self.path is None else self.path / "checkpoints"
 
     def follow(self, loggers: Sequence[Logger]) -> None:
@@ -227,7 +227,7 @@ class RunFolder:
             ctx.trainer._print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
 
     def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
-        """Go on in the run folder of the resumed checkpoint, if it is one that this run could have, and still there."""
+        """Continue in the run folder of the resumed checkpoint, if this run could have it and it is still there."""
         text = state.get("run_folder")
         if self.path is None and text is not None:
             folder = Path(text)
@@ -338,7 +338,7 @@ class RunFolder:
                 ) from error
 
     def forget(self, main: bool) -> None:
-        """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
+        """Forget the folder: the next run chooses anew. The main process removes one that has a run's status alone."""
         folder, self.path, self._claimed, self._evaluated = self.path, None, None, False
         if main and folder is not None and self._made:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
@@ -408,7 +408,7 @@ class RunFolder:
         return self._said.get("checkpoint") or ""
 
     def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
-        """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1.
+        """Write into `status.json` how the run ended, since plain torchrun turns every exit code into 1.
 
         Args:
             trainer: whose run it is.
@@ -459,7 +459,7 @@ class RunFolder:
         leave_failure(self.path, ctx.rank, facts)
 
     def _progress(self, ctx: RunContext) -> dict[str, Any]:
-        """Say how far the run is; called in a thread, so that only values on the host are read."""
+        """Return how far the run is; called in a thread, so that only values on the host are read."""
         from instep.health.progress_file import plain_metrics  # late: only a run needs it
 
         trainer, progress = ctx.trainer, ctx.trainer.progress
@@ -519,7 +519,7 @@ class RunFolder:
 
 
 def _facts_of(ctx: RunContext) -> dict[str, Any]:
-    """Say what runs, and the command that goes on with it."""
+    """Return what runs, and the command that goes on with it."""
     return {
         "process": this_process(),
         "started": time.time(),
@@ -533,7 +533,7 @@ def _facts_of(ctx: RunContext) -> dict[str, Any]:
 
 
 def _hint(folder: Path) -> str:
-    """Say why "auto" never finds a run in a folder that Hydra names after the time; "" for other folders."""
+    """Return why "auto" never finds a run in a folder that Hydra names after the time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
     from instep.launch.hydra import new_folder  # late: only a program with Hydra asks

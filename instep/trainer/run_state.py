@@ -226,7 +226,7 @@ class TrainerSaver(RunSaver):
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Tell the profiler, the run's clock and the heartbeat that the run saves."""
+        """Report to the profiler, the run's clock and the heartbeat that the run saves."""
         ctx = self._ctx
         with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
             yield
@@ -439,7 +439,7 @@ def _leave_position(
 
 
 def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
-    """Go on with the line of a checkpoint; report how far its run had come. Collective."""
+    """Continue the line of a checkpoint; report how far its run had come. Collective."""
     from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # late: only a resume needs it
 
     trainer, manifest = ctx.trainer, reader.manifest
@@ -458,7 +458,7 @@ def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
 
 
 def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
-    """Let the weights that `load_weights` will load be left out where others are read for the first time.
+    """Leave out the weights that `load_weights` will load where others are read for the first time.
 
     Args:
         ctx: the run; its module is not on its device yet.
@@ -524,7 +524,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
     if rest:  # a hook has taken them out
         ctx.strategy.load_model_state(rest, strict=False)
     if absent:
-        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late, as above
+        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late: rare
 
         ctx.saver.left_out = ctx.saver.left_out or LeftOutWeights()
         ctx.saver.left_out.held |= set(names)
@@ -624,7 +624,7 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> No
 
 
 def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
-    """Say how learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
+    """Return how learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
     kinds, saved = [type(scheduler).__name__ for scheduler in schedulers], state["scheduler_kinds"]
     if kinds != saved:
         return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
@@ -705,7 +705,7 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:
-    """Say for an error how this run is spread otherwise than the saved one."""
+    """Return for an error how this run is spread otherwise than the saved one."""
     if state["world_size"] != ctx.world_size:
         return f", and this run has {ctx.world_size}"
     return f" of strategy={state['strategy']!r}, and this run's strategy={ctx.strategy.name!r} cuts the data otherwise"

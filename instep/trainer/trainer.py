@@ -86,8 +86,8 @@ class Trainer:
         max_time: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
         limit_train_batches: number (int) or fraction (float) of the batches. So are the other three.
         limit_val_batches: 0 turns validation off.
-        limit_test_batches: as above.
-        limit_predict_batches: as above.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each prediction loader.
         overfit_batches: train and validate on so many (int) batches or such a fraction (float), in a fixed order.
         val_check_interval: fraction of an epoch (float), training batches (int), or time. Validation waits for the end
             of the optimizer window.
@@ -501,14 +501,14 @@ class Trainer:
         self.metrics.forget()
 
     def _leave(self, ctx: RunContext) -> None:
-        """Take a run off the Trainer, which keeps it as its last one and can still save it."""
+        """Detach a run from the Trainer, which keeps it as its last one and can still save it."""
         before, self._ctx = self._last_ctx, None
         if ctx.fn == "fit" or before is None or before.module is not ctx.module:
             self._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
         self.progress.stage = self.state.stage = None
 
     def _set_seed(self, saved: int | None = None) -> None:
-        """Take the seed of a run that goes on; else agree on one where there is none yet, and on the line."""
+        """Set the seed of a run that goes on; else agree on one where there is none yet, and on the line."""
         if saved is not None:
             self._seed = saved
         elif self._seed is None:

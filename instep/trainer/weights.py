@@ -1,4 +1,4 @@
-"""What a checkpoint of a Trainer's run holds, and a module made from one, or from a file of weights.
+"""Content of a checkpoint of a Trainer's run, and a module made from one, or from a file of weights.
 
 The ranks share position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters (`trainer.json`);
 each rank has its random generators and open log sums.
@@ -273,7 +273,7 @@ def _loaded(
         absent,
     )
     if absent:
-        from instep.checkpoint.resume import check_left_out, digests_of  # late, as above
+        from instep.checkpoint.resume import check_left_out, digests_of  # late: few checkpoints leave weights out
 
         now = digests_of(module.state_dict(), absent, absent)
         check_left_out(absent, now, path, module, _strictness(module, strict))

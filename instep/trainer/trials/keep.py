@@ -1,4 +1,4 @@
-"""What is noted of objects before a trial, and put back after it."""
+"""Snapshots of objects before a trial, which are restored after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Put = Callable[[], Any]
 
 
 class Keeper:
-    """Note of objects, which it can put back as they were, as often as asked.
+    """Snapshot of objects, which it can restore as often as asked.
 
     Tensors get their old values in their old memory, and containers (dicts, lists, sets, at any depth) and random
     generators their old content; other values are put back as the objects that they were. Copies of tensors lie in the
@@ -42,7 +42,7 @@ class Keeper:
         self._known: dict[int, tuple[Any, Put]] = {}  # with the object, whose id is no other's as long as it lives
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         with torch.inference_mode(False), torch.no_grad():
             for put in self._puts:
                 put()
@@ -52,13 +52,13 @@ class Keeper:
         self._puts.append(put)
 
     def keep_attributes(self, owner: Any) -> None:
-        """Note an object's attributes, their contents included; hooks that others have put there stay."""
+        """Record an object's attributes, their contents included; hooks that others have put there stay."""
         with torch.inference_mode(False):
             noted = {name: self._noted(value) for name, value in vars(owner).items() if not _is_hooks(name)}
         self._puts.append(partial(_put_attributes, owner, noted))
 
     def keep_module(self, module: nn.Module) -> None:
-        """Note weights, buffers, gradients, modes and plain attributes of a module and all of its parts.
+        """Record weights, buffers, gradients, modes and plain attributes of a module and all of its parts.
 
         Raises:
             UsageError: a weight has no shape yet.
@@ -76,7 +76,7 @@ class Keeper:
                 self._puts.append(self._of_gradient(p))
 
     def keep_plain_attributes(self, module: nn.Module) -> None:
-        """Note what a module and its parts have beside weights, buffers, parts and hooks, and what needs gradients.
+        """Record what a module and its parts have beside weights, buffers, parts and hooks, and what needs gradients.
 
         For a run that may place the module anew: it keeps its place, and attributes that are new.
         """
@@ -92,11 +92,11 @@ class Keeper:
         self._puts.append(partial(_put_needed, module, needed))
 
     def keep_optimizer(self, optimizer: Optimizer) -> None:
-        """Note an optimizer's states and groups."""
+        """Record an optimizer's states and groups."""
         self.keep_attributes(optimizer)
 
     def keep_random(self) -> None:
-        """Note the state of every random generator of this process."""
+        """Record the state of every random generator of this process."""
         state = rng_state()
         self._puts.append(lambda: set_rng_state(state))
 
@@ -111,7 +111,7 @@ class Keeper:
         return back
 
     def _noted(self, value: Any) -> Put:
-        """Note a value, and return what gives it with its old content."""
+        """Record a value, and return a function that returns it with its old content."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]

@@ -83,7 +83,7 @@ class _Turnstile(TorchDispatchMode):
         self._speaks = False
 
     def say(self, state: int) -> int:
-        """Say how this rank is, and return the worst that any rank says. Collective."""
+        """Report the state of this rank, and return the worst of all ranks. Collective."""
         self._speaks = True
         try:
             announce(self._group, "out_of_memory", any_line=True)

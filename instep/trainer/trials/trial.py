@@ -226,7 +226,7 @@ class Trial:
             self._ctx.loaders.close()
 
     def _training_batches(self) -> Iterator[Any]:
-        """Give batches, epoch after epoch; make the step anew in each as the loop does."""
+        """Yield batches, epoch after epoch; make the step anew in each as the loop does."""
         ctx, at = self._ctx, self._ctx.position
         source = ctx.source = ctx.loaders.train
         kept = _state_of(source)
@@ -396,7 +396,7 @@ def _samples(source: Any) -> int | None:
 
 
 def _state_of(source: Any) -> Callable[[], None]:
-    """Note the state of data sets that keep one beyond an epoch, and return what puts it back."""
+    """Record the state of data sets that keep one beyond an epoch, and return a function that restores it."""
     data = [getattr(part, "dataset", None) for part in getattr(source, "flattened", [source])]
     kept = [(one, copy.deepcopy(one.state_dict())) for one in data if isinstance(one, Stateful)]
 
