@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # of the files that this process made in one second
+_NUMBERS = count()  # of the files that this process made in one second; readers sort by name, so they have zeros in front
 
 
 class TensorBoardLogger(Logger):
@@ -265,7 +265,7 @@ class _EventFile(OutputFile):
         """Make the file; return True if the folder has others."""
         folder.mkdir(parents=True, exist_ok=True)
         earlier, self._there = any(folder.glob("events.out.tfevents.*")), None
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06}"
         self.appended = AppendedFile(folder.absolute() / name)
         return earlier
 

@@ -137,8 +137,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         >>> from instep.loggers import CSVLogger
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for number, lr in enumerate((0.1, 0.2)):
-        ...         logger = CSVLogger()
-        ...         logger.start(f"{folder}/version_{number}")
+        ...         logger = CSVLogger(folder, version=number)
         ...         logger.log_hyperparams({"lr": lr})
         ...         logger.log_metrics({"loss": lr}, step=1)
         ...         logger.finalize()
