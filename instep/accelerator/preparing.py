@@ -285,6 +285,7 @@ class PreparedRun:
                 even_batches=config.even_batches,
                 uneven="join" if config.even_batches else None,
                 stateful=config.use_stateful_dataloader,
+                streams=config.streams,
             )
         kind = None
         if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from instep.errors import SettingError
-from instep.utils.checks import FLAG, Check, check_fields, is_int
+from instep.utils.checks import FLAG, Check, check_fields, choice, is_int
 
 LIMIT = Check(
     lambda value: is_int(value, 0) or (isinstance(value, float) and 0.0 <= value <= 1.0),
@@ -16,6 +16,9 @@ LIMIT = Check(
 )
 """The check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
 
+
+STREAMS = ("auto", "divide", "dispatch", "as_is")
+"""How data without a length is divided over ranks and workers."""
 
 _RESTORE = Check(lambda value: isinstance(value, bool) or value == "auto", '"auto", True or False')
 
@@ -92,6 +95,10 @@ class DataLoaderConfiguration:
             batch K, also in a script that passes over K batches by itself. True: always at batch K. False: at the
             epoch's beginning, and the script skips.
         use_distributed_sampler: False: the ranks' data differ already, and each rank reads all of its own.
+        streams: how iterable data is divided where each rank reads for itself (`dispatch_batches=False`): "auto"
+            divides what all ranks and workers read alike, by their first samples, and leaves other data as it is;
+            "divide" divides without asking; "dispatch" is `dispatch_batches=True`; "as_is" gives each rank all that it
+            reads. What is not "auto" holds whatever `dispatch_batches` says.
 
     Raises:
         SettingError: a value is of the wrong type.
@@ -109,6 +116,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: Annotated[bool, FLAG] = False
     restore_position: Annotated[bool | Literal["auto"], _RESTORE] = "auto"
     use_distributed_sampler: Annotated[bool, FLAG] = True
+    streams: Annotated[str, choice(*STREAMS)] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader, described
-from instep.data.config import resolve_limit
+from instep.data.config import STREAMS, resolve_limit
 from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed, order_digest
 from instep.data.index import IndexLoader, rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
@@ -44,15 +44,16 @@ def prepare_loader(
     dispatch: bool | None = False,
     even_batches: bool = True,
     stateful: bool = False,
+    streams: str = "auto",
 ) -> PreparedLoader:
     """Make a loader ready for this rank. A collective: all ranks call it with the same kind of loader.
 
     A plain `DataLoader` over a map-style data set gets instep's order: shuffled under (seed, epoch) or sequential,
     spread over the ranks by samples, resumable at another world size and worker count. Another `sampler` is drawn
     under (seed, epoch), alike on all ranks, then spread in the same way; a `batch_sampler` is spread by whole batches.
-    A `DistributedSampler`, or a sampler with a `state_dict`, already spreads the data and is left to it. All other
-    loaders are used as they are, each rank iterating its own: iterable data sets, subclasses of `DataLoader`
-    (torchdata's `StatefulDataLoader` resumes by its own state), lists of batches, anything with `__iter__`.
+    A `DistributedSampler`, or a sampler with a `state_dict`, already spreads the data and is left to it. Iterable data
+    and other batches without a length are divided where the ranks, or the workers of one, read the same: see `streams`.
+    All other loaders are used as they are, each rank iterating its own: lists of batches, anything with a length.
 
     Args:
         loader: the user's loader. It is not changed.
@@ -61,8 +62,7 @@ def prepare_loader(
         seed: what shuffling and worker seeds are derived from, alike on all ranks. A generator that the loader or its
             sampler was given is mixed in by its seed.
         shuffle_allowed: False takes a shuffled loader in sequence, and any other in its first epoch's order.
-        use_distributed_sampler: False: every rank iterates the loader as it is. Else a warning says so where ranks read
-            the same first batch of iterable training data.
+        use_distributed_sampler: False: every rank iterates the loader as it is.
         seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
         batch_size: use another batch size than the loader's: per rank, or of all ranks with `split_batches`.
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
@@ -84,6 +84,9 @@ def prepare_loader(
             with fewer samples than ranks is still replayed.
         stateful: read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which resumes
             without reading again (`stage="train"` only). Nothing changes for map-style data.
+        streams: how data without a length is divided, as `Trainer(streams=...)` says it: "auto" divides what all ranks
+            and workers read alike, by their first samples; "divide" does not ask; "dispatch" is `dispatch=True`;
+            "as_is" leaves each rank and worker all that it reads, as `use_distributed_sampler=False` does.
 
     Returns:
         The batches of this rank. `loader` stays available as its attribute of that name.
@@ -101,6 +104,7 @@ def prepare_loader(
     """
     if uneven is not None:
         choice(*UNEVEN)("uneven", uneven)
+    choice(*STREAMS)("streams", streams)
     if not even_batches and uneven not in (None, "stop"):
         raise SettingError(
             f"uneven={uneven!r} is about ranks that end together; with even_batches=False each ends alone. Choose one",
@@ -118,6 +122,11 @@ def prepare_loader(
         size = _part_of(size, world_size)
     uneven = ("stop" if stage == "train" else "join") if uneven is None else uneven
     wanted = _Pass(DataShard(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
+    if not use_distributed_sampler and streams in ("divide", "dispatch"):
+        raise _unfit(loader, "use_distributed_sampler=False leaves the data as it is", field="streams", got=streams)
+    as_is = streams == "as_is" or not use_distributed_sampler
+    if streams != "auto" and not indexed and not _is_map_style(loader) and use_distributed_sampler:
+        dispatch = streams == "dispatch"
     if dispatch is None:
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
     if dispatch and world_size > 1:
@@ -130,7 +139,7 @@ def prepare_loader(
             )
         read = partial(
             prepare_loader, loader, seed=seed, shuffle_allowed=shuffle_allowed, seed_samples=seed_samples, stage=stage,
-            stateful=stateful,
+            stateful=stateful, streams="as_is" if as_is else "auto",
         )  # fmt: skip
         return _dispatched(
             loader, read, wanted, size, batch_size=batch_size, split=split_batches, even=even_batches, pin=pin
@@ -151,8 +160,8 @@ def prepare_loader(
     loader = _rebuilt(loader, batch_size, stateful=stateful and stage == "train")
     if world_size > 1 and use_distributed_sampler:
         _check_spread(loader, world_size)
-    compare = use_distributed_sampler and stage == "train"
-    return _by_iteration(loader, wanted, frozen=not shuffle_allowed, resumable=stage == "train", compare=compare)
+    divide = None if as_is or _is_map_style(loader) else streams
+    return _by_iteration(loader, wanted, frozen=not shuffle_allowed, resumable=stage == "train", divide=divide)
 
 
 def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
@@ -321,7 +330,7 @@ def _by_index(
     lengths, peers = {other["length"] for other in everyone}, list(map(_used_and_step, everyone))
     if not spread.shared and len(lengths) > 1 and wanted.uneven == "join":
         loader = _rebuilt(loader, batch_size, stateful=False)
-        return _by_iteration(loader, wanted, frozen=spread.frozen, resumable=True, compare=False)
+        return _by_iteration(loader, wanted, frozen=spread.frozen, resumable=True, divide=None)
     seed = wanted.shard.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
@@ -345,48 +354,50 @@ def _by_index(
     )
 
 
-def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, compare: bool) -> PreparedLoader:
-    from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
+_Claim = tuple[int | None, int | None]  # the number of batches: one that can be relied on, and one that is a claim
 
+
+def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
+    """Prepare a loader that is iterated; `divide` says how its stream is divided, None that it is not."""
     stateful, rewinds = _stateful_part(loader), None
     if not resumable:  # its state would be copied at every batch, for a position that nobody saves
         rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")
     lengths = [length for length, _ in everyone]
-    joined = len(set(lengths)) > 1 and wanted.uneven == "join"
-    if None in lengths or joined:
-        known = [number for numbers in everyone for number in numbers if number is not None]
-        if wanted.uneven == OWN_END:
-            estimate = estimate if length is None else length
-        else:
-            estimate = (max if wanted.uneven == "join" else min)(known, default=None)
-        length = None
+    common: dict[str, Any] = {"uneven": wanted.uneven, "stateful": stateful, "frozen": frozen, "rewinds": rewinds}
+    if divide is not None and None in lengths:
+        from instep.streams.loader import DividedLoader  # late: only streams pay for it
+
+        def sizes(divided: bool) -> tuple[int | None, int | None]:
+            ranks = wanted.shard.world_size
+            estimate = _lengths(loader, ranks)[1] if divided else _estimate(mine, everyone, wanted)
+            return estimate, wanted.at_most(estimate)
+
+        return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)
+    from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
+
+    if None in lengths or (len(set(lengths)) > 1 and wanted.uneven == "join"):
+        estimate, length = _estimate(mine, everyone, wanted), None
     elif wanted.uneven != OWN_END:
         length = _common_length(lengths, wanted, loader)
     limit = wanted.steps(length) if length is not None else wanted.at_most(estimate)
-    return StreamLoader(
-        loader,
-        wanted.shard,
-        length=length,
-        estimate=estimate,
-        limit=limit,
-        uneven=wanted.uneven,
-        stateful=stateful,
-        frozen=frozen,
-        compare=compare,
-        rewinds=rewinds,
-    )
+    return StreamLoader(loader, wanted.shard, length=length, estimate=estimate, limit=limit, **common)
 
 
-def _lengths(loader: Any) -> tuple[int | None, int | None]:
-    """Return the number of batches: one that can be relied on, and one that is a claim."""
+def _estimate(mine: _Claim, everyone: list[_Claim], wanted: _Pass) -> int | None:
+    """Return the number of batches that a rank with data of its own claims, or that the ranks claim together."""
+    numbers = mine if wanted.uneven == OWN_END else [number for claim in everyone for number in claim]
+    return (max if wanted.uneven == "join" else min)((one for one in numbers if one is not None), default=None)
+
+
+def _lengths(loader: Any, ranks: int = 1) -> _Claim:
+    """Return the number of batches: one that can be relied on, and one that is a claim, for so many ranks together."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Sized):
             return None, None
-        samples, size = len(loader.dataset), loader.batch_size  # not len(loader): it would watch the data set from now
-        if size is None:
-            return None, samples
+        samples = len(loader.dataset)  # not len(loader): it would watch the data set from now
+        size = (loader.batch_size or 1) * ranks
         return None, samples // size if loader.drop_last else -(-samples // size)
     return _length(loader), None
 

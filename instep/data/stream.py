@@ -49,19 +49,13 @@ class BatchAgreement:
         have: this rank has the batch.
         size: its samples, None when unknown.
         world_size: ranks that share the data: of several processes with one rank each counts as a part of it.
-        mark: what is the same for equal batches; 0 where that cannot be told, None where no rank tells it.
-
-    Attributes:
-        marks: those of all processes, once the agreement was read.
     """
 
-    def __init__(self, have: bool, size: int | None, world_size: int, mark: int | None = None) -> None:
+    def __init__(self, have: bool, size: int | None, world_size: int) -> None:
         group = step_group()
         assert group is not None
         self._processes = group.size() // world_size  # of each rank
-        self.marks = [] if mark is None else [mark if rank == group.rank() else 0 for rank in range(group.size())]
-        numbers = [have, size is not None, size or 0, *self.marks]
-        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
         self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
         self._read: tuple[int, int | None] | None = None
 
@@ -69,7 +63,7 @@ class BatchAgreement:
         """Wait for how many ranks have the batch, and their samples together (None when one does not know its own)."""
         if self._read is None:
             self._work.wait()
-            have, known, size, *self.marks = self._numbers.tolist()
+            have, known, size = self._numbers.tolist()
             total = size // self._processes if known == have and size else None
             self._read = (have // self._processes, total)
         return self._read
@@ -95,8 +89,11 @@ class StreamLoader(PreparedLoader):
             exhausted, or "error"; `OWN_END`: each has its own number.
         stateful: whose state says where the data stands; None: batches are counted.
         frozen: random numbers are the first epoch's in every epoch.
-        compare: warn where ranks read the same first batch, if the data decides the length.
         rewinds: what is brought to its first state where a pass was left before its end; None: nothing can be.
+
+    Attributes:
+        common: the ranks read one common order, each its own batches of it; so a position is one of all ranks, and the
+            last step may have fewer batches than ranks, which is no fault of the data.
     """
 
     def __init__(
@@ -110,18 +107,15 @@ class StreamLoader(PreparedLoader):
         uneven: str = "stop",
         stateful: Stateful | None = None,
         frozen: bool = False,
-        compare: bool = False,
         rewinds: Stateful | None = None,
     ) -> None:
         super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
-        self._compare = compare and length is None  # until the first batch was
+        self.common = False
         self._rewinds = rewinds
         self._first_state: StateDict | None = None
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
-        self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
-        self.rank_state = stateful is not None or self._own_ends
         self._length = _least(length, limit) if length is not None else None
         self._estimate = _least(estimate, limit)
         self._limit = sys.maxsize if limit is None else limit
@@ -135,6 +129,20 @@ class StreamLoader(PreparedLoader):
         self._counted = False  # what uneven="stop" leaves out
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
+
+    @property
+    def _own_ends(self) -> bool:
+        """Whether ranks may have different numbers of batches."""
+        return self.world_size > 1 and (self.uneven == OWN_END or (self.uneven == "join" and self._length is None))
+
+    @property
+    def rank_state(self) -> bool:  # type: ignore[override]
+        return not self.common and (self.stateful is not None or self._own_ends)
+
+    @property
+    def _iterated(self) -> Any:
+        """What is iterated: the user's loader."""
+        return self.loader
 
     @property
     def _end(self) -> int:
@@ -190,7 +198,9 @@ class StreamLoader(PreparedLoader):
             return copy.deepcopy(resume)
         finished = batches_done >= (self._given if self._length is None else self._length)
         finished = finished and (self.share.last or self._length is not None)
-        joined = self.uneven == "join" and self._own_end is not None and self._own_end <= batches_done
+        joined = (
+            self.uneven == "join" and not self.common and self._own_end is not None and self._own_end <= batches_done
+        )
         own = self._own_end if joined else None
         state: StateDict = {
             "kind": "stream",
@@ -207,7 +217,7 @@ class StreamLoader(PreparedLoader):
         }
         if self.stateful is not None:
             position = batches_done if own is None else max(own - 1, 0)  # the last batch, which is replayed
-            if finished and self.stateful is not self.loader:
+            if finished and self.stateful is not self._iterated:
                 state["state"] = self._state_now()
             elif position in self._snapshots:
                 state["state"] = copy.deepcopy(self._snapshots[position])
@@ -221,7 +231,7 @@ class StreamLoader(PreparedLoader):
         return state
 
     def _state_now(self) -> StateDict | None:
-        if self.stateful is None or (self._iterator is None and self.stateful is self.loader):
+        if self.stateful is None or (self._iterator is None and self.stateful is self._iterated):
             return None  # a loader that was not started yet has no state but its beginning
         if self._loaded is not None:  # litdata's data set, asked before it has gone on, spoils what it was told
             return copy.deepcopy(self._loaded)
@@ -258,7 +268,7 @@ class StreamLoader(PreparedLoader):
         """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
-        if self.stateful is not self.loader:  # a data set: its state does not know of an iterator that is at its end
+        if self.stateful is not self._iterated:  # a data set: its state does not know of an iterator that is at its end
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
         self._open()  # where the pass has not asked for the end, the next one begins behind an iterator that was left
@@ -273,7 +283,8 @@ class StreamLoader(PreparedLoader):
         if (resume is not None and resume["finished"]) or self._given >= self._end:
             return
         alone = self.world_size == 1 or self.uneven == OWN_END
-        alone = alone or (self._length is not None and not dist.is_initialized())  # a rank's part, asked for by itself
+        by_itself = self._length is not None or self._iterated is not self.loader
+        alone = alone or (by_itself and not dist.is_initialized())  # a rank's part, asked for by itself
         if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._end, lambda: self.loader[self._given])
             return
@@ -295,7 +306,7 @@ class StreamLoader(PreparedLoader):
                 raise cause from error
             raise
         finally:
-            if self._iterator is not None and self.stateful is self.loader:  # it may be asked for after the pass
+            if self._iterator is not None and self.stateful is self._iterated:  # it may be asked for after the pass
                 self._snapshots[self._pulled] = self._state_now() or {}
             self._iterator = None
             if not self._keeps_workers:
@@ -304,7 +315,7 @@ class StreamLoader(PreparedLoader):
     @property
     def _keeps_workers(self) -> bool:
         """Whether the loader keeps the iterator after its pass: torchdata's does, and torch's where workers persist."""
-        return self._started is not None and getattr(self.loader, "_iterator", None) is self._started
+        return self._started is not None and getattr(self._iterated, "_iterator", None) is self._started
 
     def _rewind(self) -> None:
         """Bring what was left before its end to where it stood at first."""
@@ -316,7 +327,7 @@ class StreamLoader(PreparedLoader):
         self._rewind()
         end_workers(self._started)
         if self._keeps_workers:
-            self.loader._iterator = None
+            self._iterated._iterator = None
         self._started = None
 
     def _open(self) -> None:
@@ -329,12 +340,22 @@ class StreamLoader(PreparedLoader):
         self._silent: float = 0  # fetches in a row that drew no random numbers
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
-        state = resume.get("state")
         self._rewind()
         if self._rewinds is not None and self._first_state is None:
             self._first_state = copy.deepcopy(self._rewinds.state_dict())
         if not getattr(self.loader, "persistent_workers", False):
             end_workers(self._started)  # of a pass that was left, and is still held by somebody
+        self._start(resume, position)
+        if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
+            if own:
+                self._replay = self._pull()
+            else:
+                self._snapshots[0] = resume.get("state") or {}
+            self._own_end, self._pulled = own, batches
+
+    def _start(self, resume: StateDict, position: int) -> None:
+        """Start the loader's iterator, and bring it to the batch at which it is to go on."""
+        state = resume.get("state")
         with self._random.at("start"):
             if state is not None and self.stateful is not None:
                 self.stateful.load_state_dict(copy.deepcopy(state))
@@ -345,12 +366,6 @@ class StreamLoader(PreparedLoader):
         self._pulled = position
         if state is None and position:
             self._skip(position)
-        if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
-            if own:
-                self._replay = self._pull()
-            else:
-                self._snapshots[0] = state or {}
-            self._own_end, self._pulled = own, batches
 
     def _skip(self, batches: int) -> None:
         if isinstance(self.loader, Sequence):
@@ -389,7 +404,9 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
-                if batch is _END and not number and self._started is None:  # of the pass before? Then it begins again
+                if (
+                    batch is _END and not number and self._started is None and self._iterated is self.loader
+                ):  # of the pass before? Then it begins again
                     self._iterator = iter(self.loader)
                     batch = next(self._iterator, _END)
             self._note_draws(number)
@@ -475,15 +492,14 @@ class StreamLoader(PreparedLoader):
         slots: deque[_ReadAhead] = deque()
         for ahead in range(number, min(number + 2, end)):
             slots.append(self._look_ahead(ahead))
-        ranks, _ = slots[0].agreed.read()
+        begin, (ranks, _) = number, slots[0].agreed.read()
         if not number and not ranks:
             self._check_not_used_up()
         more = self._goes_on(number, slots[0])
-        if more and ranks < self.world_size:
-            self._borrow(slots[0].batch)
         self._ever_gave = self._ever_gave or more
-        _warn_of_copies(self, slots[0].agreed.marks)
         while more:
+            if (self.common or number == begin) and slots[0].agreed.read()[0] < self.world_size:
+                self._borrow(slots[0].batch)
             slot = slots.popleft()
             if number + 2 < end:
                 slots.append(self._look_ahead(number + 2))
@@ -497,13 +513,13 @@ class StreamLoader(PreparedLoader):
             batch = self._replay if slot.batch is _END else slot.batch
             number += 1
             yield batch
-        if slots and slots[0].agreed.read()[0] and not self._counted:
+        if slots and slots[0].agreed.read()[0] and not (self._counted or self.common):
             self._counted = True
             self._warn_of_rest([slot.batch for slot in slots if slot.batch is not _END])
 
     def _borrow(self, batch: Any) -> None:
         """Get a batch to replay from another rank, where this one has never had one. Collective."""
-        lacks = batch is _END and self._replay is _END
+        lacks = batch is _END and (self.common or self._replay is _END)
         everyone = gather_object((batch is not _END, lacks))
         if any(lacking for _, lacking in everyone):
             giver = next(place for place, (has_one, _) in enumerate(everyone) if has_one)
@@ -554,12 +570,7 @@ class StreamLoader(PreparedLoader):
             elif self.uneven == "join":
                 self._replay = batch
         size = None if batch is _END else self._size(batch)
-        mark = None
-        if self._compare:
-            from instep.data.marks import mark_of  # late: only the first batch of several ranks needs it
-
-            self._compare, mark = False, 0 if batch is _END else mark_of(batch)
-        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size, mark))
+        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
         """Return whether the ranks run a batch; an error where `uneven` forbids that some do not."""
@@ -571,21 +582,6 @@ class StreamLoader(PreparedLoader):
                 "'join'"
             )
         return ranks > 0 if self.uneven == "join" else ranks == self.world_size
-
-
-def _warn_of_copies(source: StreamLoader, marks: Sequence[int]) -> None:
-    """Warn, on one process, where ranks have the same batch; `marks` are those of all processes."""
-    different, group = len(set(marks)), step_group()
-    if group is None or group.rank() or not marks or 0 in marks or different >= source.world_size:
-        return
-    name = type(getattr(source.loader, "dataset", source.loader)).__name__
-    warn_user(
-        f"{name} gives the same first batch to {'all' if different == 1 else 'some'} of the {source.world_size} "
-        "ranks, which then train on the same samples. Let it give each rank a part of its own, by "
-        "PartialState().process_index (with MeshStrategy: trainer.strategy.data_rank); in a loop of your own, "
-        "DataLoaderConfiguration(dispatch_batches=True) has rank 0 read for all. If it is meant, say so with "
-        "Trainer(use_distributed_sampler=False)"
-    )
 
 
 def _least(number: int | None, limit: int | None) -> int | None:

@@ -403,6 +403,7 @@ class Loaders:
             stage=stage,
             device=self._device,
             uneven=settings.uneven if stage == "train" or settings.uneven == "error" else "join",
+            streams=settings.streams,
         )
         if stage != "train" and source.num_batches == 0 and limit != 0:
             warn_user(f"the {stage} loader, {described(loader)}, gives no batch: nothing is done with it")

@@ -14,7 +14,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data.base import UNEVEN
-from instep.data.config import LIMIT
+from instep.data.config import LIMIT, STREAMS
 from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.profilers.base import Profiler, ProfilerName
@@ -217,6 +217,7 @@ class Settings:
     inference_mode: Annotated[bool, FLAG] = True
     use_distributed_sampler: Annotated[bool, FLAG] = True
     uneven: Annotated[str, choice(*UNEVEN)] = "stop"
+    streams: Annotated[str, choice(*STREAMS)] = "auto"
     sync_batchnorm: Annotated[bool, FLAG] = False
     detect_anomaly: Annotated[bool, FLAG] = False
     barebones: Annotated[bool, FLAG] = False

@@ -116,6 +116,10 @@ class Trainer:
         uneven: where processes read training data of their own and have different numbers of batches (never so where
             instep spreads the data): "stop" at the first that is exhausted, with a warning of what is left out, "join"
             (it goes on with weight 0 until all are), or "error". Evaluation joins, but for "error".
+        streams: iterable data, and other batches without a length, on several processes or workers. "auto": what all
+            read alike, by their first samples, is divided, so that each sample counts once; data that divides itself is
+            left as it is. "divide": divide without asking. "dispatch": rank 0 reads for all. "as_is": each process and
+            worker gives all that it reads.
         sync_batchnorm: let BatchNorm layers see the batch of all processes, on GPUs.
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
@@ -187,6 +191,7 @@ class Trainer:
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,
         uneven: str | None = None,
+        streams: str | None = None,
         sync_batchnorm: bool | None = None,
         detect_anomaly: bool | None = None,
         barebones: bool | None = None,
