@@ -269,9 +269,8 @@ class PreparedRun:
         if isinstance(loader, AcceleratedLoader):
             loader = loader.source.loader  # prepared before free_memory()
         self._claim_run()
-        config = self.loader_config
+        config, source = self.loader_config, loader
         device = self.device if (self._moves if place is None else place) else None
-        source = loader
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
                 loader,

@@ -19,9 +19,8 @@ def check_epoch(ctx: RunContext) -> None:
     at, source = ctx.position, ctx.source
     empty = "; ".join(source.empty_parts())
     if not at.inside:
-        uneven = ""
-        if source.world_size > 1 and ctx.settings.uneven == "stop":
-            uneven = " One rank without a batch ends the epoch of all: Trainer(uneven='join') trains on the rest."
+        alone = source.world_size > 1 and ctx.settings.uneven == "stop"
+        uneven = " One rank without a batch ends the epoch: Trainer(uneven='join') trains on the rest." if alone else ""
         raise DataError(
             f"epoch {at.epoch} had no batch: the training data ({empty}) gave none. An iterable that is empty, such as "
             "by a wrong path, gives none; and a generator gives its values once, in one epoch. Give data that can be "

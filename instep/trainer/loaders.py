@@ -218,9 +218,7 @@ class Loaders:
         if isinstance(raw, (dict, list, tuple, room.CombinedLoader)) and not _is_batches(raw):
             combined = raw if isinstance(raw, room.CombinedLoader) else room.CombinedLoader(raw, "max_size_cycle")
             if combined.mode == "sequential":
-                raise SettingError(
-                    "CombinedLoader(mode='sequential') is for evaluation; fit needs another mode", field="mode"
-                )
+                raise SettingError("mode='sequential' is for evaluation; fit needs another mode", field="mode")
             source = combined.map(lambda loader: self._prepare(loader, "train", 1.0, None))
             source.limit(limit)
         else:

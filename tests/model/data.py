@@ -57,8 +57,8 @@ class Data:
         fewer: where the module's hook makes the loader: how many samples fewer it has in each epoch than in the one
             before. One is left.
         parts: which samples a rank reads of an iterable dataset, a list or parted data:
-            "same" all, "strided" each n-th of n ranks, "chunks" one piece of the row, "first" and "last" all on that
-            rank and none on the others.
+            "same" all, which the ranks divide where the data is iterable, "strided" each n-th of n ranks, "chunks" one
+            piece of the row, "first" and "last" all on that rank and none on the others.
     """
 
     samples: int
@@ -130,6 +130,9 @@ class Data:
             return self.deal_samples(order, ranks)
         if self.kind == "batches":
             return deal_batches(self.batches(order), ranks)
+        if self.kind == "iterable" and self.parts == "same":  # one common order, of which each rank takes its batches
+            dealt = deal_batches(self.batches(order), ranks)
+            return [step for step in dealt if all(step.counts)] if self.drop_last else dealt
         own = [self.batches(self.part(rank, ranks) if ranks > 1 else order) for rank in range(ranks)]
         lengths = [len(batches) for batches in own]
         steps = min(lengths) if uneven == "stop" else max(lengths)
@@ -173,7 +176,8 @@ class Data:
             return len(self.deal(self.in_sequence(), ranks, uneven))
         if self.claims is None:
             return None
-        return self.claims // self.batch_size if self.drop_last else -(-self.claims // self.batch_size)
+        size = self.batch_size * (ranks if self.parts == "same" else 1)
+        return self.claims // size if self.drop_last else -(-self.claims // size)
 
 
 def deal_batches(batches: list[Batch], ranks: int) -> list[Dealt]:

@@ -62,6 +62,7 @@ def loaders(
     parts = "strided"
     if ranks > 1 and kind == "iterable":
         parts = draw(st.sampled_from(("strided", "strided", "same", "chunks", "first", "last")))
+        claims = claims if parts == "same" else None  # whose it is of is known in the first pass only
     elif ranks > 1 and kind in ("list", "parted"):  # [] is no loader, so each rank has a sample
         samples = max(samples, ranks + 1)
         parts = draw(

@@ -186,7 +186,7 @@ def test_torchdatas_loader_brings_the_state_of_its_workers() -> None:
     taken, state = read([make(Placed(400), one, 2, 2, stateful=True) for one in range(2)], steps=40)
     assert taken == [*range(320)]
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", message=".*are read again")
         for ranks, workers in ((2, 2), (3, 1), (1, 0)):
             sources = [make(Placed(400), one, ranks, workers, stateful=True) for one in range(ranks)]
             for source in sources:
@@ -262,7 +262,7 @@ def _doubtful() -> list[Any]:
             warnings.simplefilter("always")
             source = make(rank=own, ranks=2, uneven="join", **{"size": 1, **case})
             try:
-                count = sum(1 for _ in source if source.share.mine)
+                count = sum(1 for _ in source if source.share.mine != 0)
             except Exception as error:
                 count = f"{type(error).__name__}: {error}"  # type: ignore[assignment]
             source.close()
@@ -279,8 +279,7 @@ def test_what_cannot_be_told_is_asked_for_and_an_error_reaches_all() -> None:
     assert [one[1] for one in (first, second)] == [(48, [])] * 2
     assert [one[2] for one in (first, second)] == [(101, [])] * 2
     assert [one[3][0] for one in (first, second)] == [5, 5]
-    assert [len(one[3][1]) for one in (first, second)] == [1, 0]
-    assert "cannot be compared" in first[3][1][0]
+    assert [sum("cannot be compared" in text for text in one[3][1]) for one in (first, second)] == [1, 0]
     assert [one[4][0] for one in (first, second)] == [0, 5]
     for number in (5, 6):
         assert first[number][0].startswith(RemoteError.__name__)
