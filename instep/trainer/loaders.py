@@ -178,8 +178,7 @@ class Loaders:
 
     def how_to_give(self, stage: str) -> str:
         """Return how to give the data that is missing, with the method that was probably meant to."""
-        base = ModuleHooks if self._datamodule is None else DataModule
-        owner = self._datamodule or self._module
+        owner, base = (self._module, ModuleHooks) if self._datamodule is None else (self._datamodule, DataModule)
         name, wanted = type(owner).__name__, f"{stage}_dataloader"
         if (own := misspelt(owner, wanted, base)) is not None:
             return f"{name} has no {wanted}. It has {own}: is that it?"

@@ -72,7 +72,7 @@ def make(data: Any, rank: int, ranks: int, workers: int = 0, size: int | None = 
     return prepare_loader(loader, rank=rank, world_size=ranks, seed=3, **options)
 
 
-def read(sources: list[BatchSource], epoch: int = 0, steps: int | None = None) -> tuple[list[Any], list[Any]]:
+def read(sources: list[BatchSource], epoch: int = 0, steps: int | None = None) -> tuple[list[Any], Any]:
     """Read a pass of all ranks side by side, up to so many steps: the samples in their order, and rank 0's state."""
     taken: list[Any] = []
     state = None
@@ -90,7 +90,7 @@ def read(sources: list[BatchSource], epoch: int = 0, steps: int | None = None) -
         state = sources[0].state_dict(done)
     for source in sources:
         source.close()
-    return taken, state  # type: ignore[return-value]
+    return taken, state
 
 
 # ---- each sample once, in the order of one process
