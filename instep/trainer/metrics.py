@@ -167,12 +167,12 @@ def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
-    """Print what validate or test measured, as a table on a terminal and as JSON lines elsewhere."""
-    if not sys.stdout.isatty():
+    """Print what validate or test measured, as a table on a terminal and in a notebook, and as JSON lines elsewhere."""
+    if not (sys.stdout.isatty() or "ipykernel" in sys.modules):
         for index, metrics in enumerate(results):
             print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
         return
-    from rich.console import Console  # late: only a terminal needs it
+    from rich.console import Console  # late: only where people look
     from rich.table import Table
     from rich.text import Text
 
@@ -183,4 +183,4 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     for name in dict.fromkeys(name for metrics in results for name in metrics):
         values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
         table.add_row(Text(clean(name, "")), *values)
-    Console().print(table)
+    Console(force_jupyter=False).print(table)  # as text: a rank that a notebook has forked can display no HTML

@@ -39,7 +39,9 @@ def fitted(folder: Path, module: Any = None, **settings: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("fn", ["validate", "test"])
-def test_the_result_is_the_mean_over_all_samples(fn: str, capsys: pytest.CaptureFixture[str]):
+def test_the_result_is_the_mean_over_all_samples(
+    fn: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     module = LoggingToy()
     (result,) = getattr(quiet(), fn)(module, loader(11, 4))
     name = "val_loss" if fn == "validate" else "test_loss"
@@ -51,6 +53,11 @@ def test_the_result_is_the_mean_over_all_samples(fn: str, capsys: pytest.Capture
     assert f'{fn} (loader 0): {{"{name}": ' in capsys.readouterr().out
     getattr(quiet(), fn)(module, loader(), verbose=False)
     assert capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)  # as in a notebook
+    getattr(quiet(), fn)(module, loader(11, 4))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if name in line)
+    assert f"{result[name]:.6g}" in line
+    assert "{" not in line
 
 
 @pytest.mark.parametrize("fn", ["validate", "test"])
