@@ -10,75 +10,52 @@ up by its last word.
 from __future__ import annotations
 
 import sys
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 _LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
 _FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
-_RANK_ZERO = {
-    name: f"instep.utils.rank_zero.{name}"
-    for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
-}
 FABRIC = ("CSVLogger", "Fabric", "TensorBoardLogger", "Throughput", "ThroughputMonitor", "is_wrapped", "measure_flops")
 """Names of Lightning Fabric that instep has under the same name in `instep.compat.fabric`."""
 
-MOVED = {
+_ROOMS = {
+    "lightning": ("callbacks", "loggers", "profilers", "strategies", "data", "cli", "trainer"),
+    "fabric": ("strategies",),
+    "accelerate": ("accelerator", "distributed", "big_models", "state"),
+}
+"""Packages of instep with names that the other package has too, for the same thing."""
+_RENAMED_CALLBACKS = {
+    "PyTorchLightningPruningCallback": "OptunaPruning",
+    "_LRFinder": "LRFinder",
+    **dict.fromkeys(("TuneReportCallback", "TuneReportCheckpointCallback", "RayTrainReportCallback"), "RayReport"),
+}
+_BOTH = {
+    "TrainingSpikeException": "instep.errors.TrainingSpikeError",
+    "AttributeDict": "instep.utils.AttributeDict",
+    "seed_everything": "instep.seed_everything",
+    "move_data_to_device": "instep.distributed.send_to_device",
+    **{
+        name: f"instep.utils.rank_zero.{name}"
+        for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+    },
+}
+_MOVED = {
     "lightning": {
+        **_BOTH,
+        **{name: f"instep.callbacks.{ours}" for name, ours in _RENAMED_CALLBACKS.items()},
         "Fabric": "instep.compat.fabric.Fabric",
         "LightningModule": "instep.TrainModule",
         "LightningDataModule": "instep.DataModule",
         "Tuner": "instep.Tuner",
         "Trainer": "instep.Trainer",
-        **{name: f"instep.trainer.{name}" for name in ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")},
-        "seed_everything": "instep.seed_everything",
-        **{
-            name: f"instep.callbacks.{name}"
-            for name in (
-                "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback",
-                "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason", "EMAWeightAveraging",
-                "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder", "LearningRateMonitor",
-                "ModelCheckpoint", "ModelPruning", "ModelSummary", "OnExceptionCheckpoint", "ProgressBar",
-                "RichModelSummary", "RichProgressBar", "RichProgressBarTheme", "SpikeDetection",
-                "StochasticWeightAveraging", "summarize", "ThroughputMonitor", "Timer", "TQDMProgressBar",
-                "WeightAveraging",
-            )
-        },
         "Tqdm": "instep.callbacks.guests.tqdm_progress.Tqdm",
-        "QuantizationAwareTraining": "instep.callbacks.QuantizationAwareTraining",
-        "_LRFinder": "instep.callbacks.LRFinder",
-        "PyTorchLightningPruningCallback": "instep.callbacks.OptunaPruning",
-        **dict.fromkeys(
-            ("TuneReportCallback", "TuneReportCheckpointCallback", "RayTrainReportCallback"),
-            "instep.callbacks.RayReport",
-        ),
-        **{
-            name: f"instep.loggers.{name}"
-            for name in ("CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
-        },
-        **{
-            name: f"instep.profilers.{name}"
-            for name in ("AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler")
-        },
-        **{
-            name: f"instep.strategies.{name}"
-            for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
-        },
         "ParallelStrategy": "instep.strategies.Strategy",
-        "CombinedLoader": "instep.data.CombinedLoader",
-        "AttributeDict": "instep.utils.AttributeDict",
         "HyperparametersMixin": "instep.utils.HyperParameters",
-        "TrainingSpikeException": "instep.errors.TrainingSpikeError",
         "grad_norm": "instep.callbacks.guests.gradient_monitor.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
         "LightningCLI": "instep.cli.TrainerCLI",
         "LightningArgumentParser": "instep.cli.TrainerArgumentParser",
-        **{
-            name: f"instep.cli.{name}"
-            for name in (
-                "ArgsType", "LRSchedulerCallable", "LRSchedulerTypeTuple", "OptimizerCallable", "SaveConfigCallback",
-                "instantiate_class",
-            )
-        },
-        **_RANK_ZERO,
         **dict.fromkeys(
             (
                 "STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion",
@@ -86,21 +63,9 @@ MOVED = {
             ),
             "typing.Any",
         ),
-        "move_data_to_device": "instep.distributed.send_to_device",
         "get_torchvision_model": "torchvision.models.get_model",
     },
-    "fabric": {
-        **{name: f"instep.compat.fabric.{name}" for name in FABRIC},
-        "TrainingSpikeException": "instep.errors.TrainingSpikeError",
-        "AttributeDict": "instep.utils.AttributeDict",
-        "seed_everything": "instep.seed_everything",
-        "move_data_to_device": "instep.distributed.send_to_device",
-        **{
-            name: f"instep.strategies.{name}"
-            for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
-        },
-        **_RANK_ZERO,
-    },
+    "fabric": {**_BOTH, **{name: f"instep.compat.fabric.{name}" for name in FABRIC}},
     "accelerate": {
         **{
             name: f"instep.{name}"
@@ -109,46 +74,25 @@ MOVED = {
                 "notebook_launcher",
             )
         },
-        "DistributedType": "instep.state.DistributedType",
-        **{
-            name: f"instep.accelerator.{name}"
-            for name in (
-                "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
-                "DistributedDataParallelKwargs", "GeneralTracker", "GradScalerKwargs", "GradientAccumulationPlugin",
-                "InitProcessGroupKwargs", "KwargsHandler", "LocalSGD", "ParallelismConfig", "ProfileKwargs",
-                "LoggerType", "ProjectConfiguration", "TorchDynamoPlugin", "clear_device_cache",
-                "convert_outputs_to_fp32", "extract_model_from_parallel",
-                "find_executable_batch_size", "get_logger", "register_tracker_class", "release_memory", "save",
-                "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
-            )
-        },
-        **{
-            name: f"instep.distributed.{name}"
-            for name in (
-                "broadcast", "broadcast_object_list", "concatenate", "convert_to_fp32", "find_batch_size",
-                "find_device", "gather", "gather_object", "listify", "pad_across_processes", "pad_input_tensors",
-                "recursively_apply", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
-            )
-        },
-        **{
-            name: f"instep.big_models.{name}"
-            for name in (
-                "AlignDevicesHook", "BnbQuantizationConfig", "CpuOffload", "LayerwiseCastingHook", "ModelHook",
-                "SequentialHook", "UserCpuOffloadHook", "add_hook_to_module", "align_module_device",
-                "attach_align_device_hook", "attach_layerwise_casting_hooks", "check_device_map", "clean_device_map",
-                "compute_module_sizes", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
-                "dtype_byte_size", "find_tied_parameters", "get_balanced_memory", "get_max_memory",
-                "has_offloaded_params", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-                "load_and_quantize_model", "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
-                "named_module_tensors", "prepare_pippy", "remove_hook_from_module", "remove_hook_from_submodules",
-                "retie_parameters", "set_module_tensor_to_device",
-            )
-        },
         "is_cuda_available": "torch.cuda.is_available",
         "is_xpu_available": "torch.xpu.is_available",
         "is_mps_available": "torch.backends.mps.is_available",
     },
 }  # fmt: skip
+
+
+@cache
+def moved() -> dict[str, dict[str, str]]:
+    """Return the dotted names of instep by another package, "lightning", "fabric" or "accelerate", and a name of it.
+
+    What the packages of `_ROOMS` have beside is no name of the other one, so that nobody asks for it; but Precision,
+    which is a plug-in in Lightning.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for root, rooms in _ROOMS.items():
+        names = [(room, name) for room in rooms for name in import_module(f"instep.{room}").__all__]
+        found[root] = {name: f"instep.{room}.{name}" for room, name in names if name != "Precision"} | _MOVED[root]
+    return found
 
 
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
@@ -659,7 +603,7 @@ def successor(name: str) -> str | None:
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
         leaf = "summarize"  # the callback of that name has another place
-    return None if parents != parents.lower() else MOVED.get(root, {}).get(leaf)  # a class's attribute is not meant
+    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # a class's attribute is not meant
 
 
 def advice(name: str) -> str:

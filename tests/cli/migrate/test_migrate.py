@@ -409,11 +409,11 @@ def test_long_lines() -> None:
 
 
 def _homes() -> dict[str, str]:
-    return {target.rpartition(".")[2]: target for moved in porting.MOVED.values() for target in moved.values()}
+    return {target.rpartition(".")[2]: target for moved in porting.moved().values() for target in moved.values()}
 
 
 def test_every_name_has_a_place() -> None:
-    for moved in porting.MOVED.values():
+    for moved in porting.moved().values():
         for target in moved.values():
             if find_spec(target.partition(".")[0]):  # torchvision may be missing
                 assert uses.load(target) is not None
@@ -429,9 +429,9 @@ def test_every_name_has_a_place() -> None:
 
 def test_no_name_that_exists_is_called_missing() -> None:
     public = {name for room in PUBLIC for name in getattr(import_module(room), "__all__", ())}
-    moved = {name for names in porting.MOVED.values() for name in names}
+    moved = {name for names in porting.moved().values() for name in names}
     assert not (public | moved) & porting.ADVICE.keys() - {"__version__"}
-    classes = {target for moved in porting.MOVED.values() for target in moved.values()}
+    classes = {target for moved in porting.moved().values() for target in moved.values()}
     owners = [target for target in classes if target.startswith("instep.") and isinstance(uses.load(target), type)]
     for name in tables.ANYWHERE:
         assert not any(uses.has_attribute(owner, name) for owner in owners), name
@@ -477,7 +477,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
     pytest.importorskip(package.split(".")[0])
     root = package.split(".")[0]
     homes = ("", ".callbacks", ".loggers", ".strategies", ".utils", ".logging", ".local_sgd")
-    for name, target in porting.MOVED[root].items():
+    for name, target in porting.moved()[root].items():
         leaf, new = target.rpartition(".")[2], uses.load(target)
         for home in homes:
             try:
