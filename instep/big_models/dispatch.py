@@ -15,13 +15,13 @@ from instep.big_models.hooks import (
     AlignDevicesHook,
     CpuOffload,
     Device,
-    FirstLayerHook,
     ForwardHook,
     Prefixed,
     UserCpuOffloadHook,
     add_hook_to_module,
     as_device,
     attach_align_device_hook,
+    attach_hooks,
     offloading_hook,
     reads_within,
     remove_hook_from_module,
@@ -130,7 +130,21 @@ def dispatch_model(
     if weights:
         add_hook_to_module(model, ForwardHook(), append=True)
     add_hook_to_module(model, _InputsHook(main, io_same_device=True, skip_keys=skip_keys), append=True)
-    _attach(model, "", where, weights, offload_buffers, skip_keys, preload_module_classes or (), shared, several)
+
+    def make(module: nn.Module, prefix: str) -> AlignDevicesHook | None:
+        """Make the hook of a module with offloaded weights, or with inputs that may be elsewhere."""
+        name = prefix.removesuffix(".")
+        whole = where.is_away(name) and reads_within(module, preload_module_classes or ())
+        own = [key for key, _ in (*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole))]
+        offload = any(prefix + key in weights for key in own)
+        if not offload and not (several and own):
+            return None
+        inner = Prefixed(weights, prefix) if offload else None
+        return AlignDevicesHook(
+            where.device(name), offload, False, inner, offload_buffers, whole, skip_keys, tied_params_map=shared
+        )
+
+    attach_hooks(model, make)
     shared.clear()  # or weights that were brought to a device would stay in main memory
     _Dispatched(model, weights)
     prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
@@ -277,43 +291,6 @@ def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
             raise CheckpointError(f"{file} has no {stored}, which offload_index names", path=Path(file))
         found[name] = there[stored]
     return found
-
-
-def _attach(
-    module: nn.Module,
-    name: str,
-    where: _Where,
-    weights: WeightsMap,
-    offload_buffers: bool,
-    skip_keys: str | Sequence[str] | None,
-    preloading: Collection[str],
-    shared: dict[Any, Any],
-    several: bool,
-) -> None:
-    """Give hooks to the modules that need one: with offloaded weights, or with inputs that may be elsewhere."""
-    whole = where.is_away(name) and reads_within(module, preloading)
-    own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
-    offload = any(f"{name}.{key}".removeprefix(".") in weights for key, _ in own)
-    if offload or (several and own):
-        prefix = f"{name}." * bool(name)
-        hook = AlignDevicesHook(
-            where.device(name),
-            offload,
-            weights_map=Prefixed(weights, prefix) if offload else None,
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=shared,
-        )
-        hook.prefix = prefix
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    if isinstance(module, nn.TransformerEncoder):
-        add_hook_to_module(module, FirstLayerHook(), append=True)
-    for key, child in module.named_children():
-        inner = f"{name}.{key}".removeprefix(".")
-        _attach(child, inner, where, weights, offload_buffers, skip_keys, preloading, shared, several)
 
 
 class _InputsHook(AlignDevicesHook):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Any
@@ -660,10 +660,12 @@ def attach_align_device_hook(
     """
     if offload and not module_name:
         add_hook_to_module(module, ForwardHook(), append=True)
-    whole = offload and reads_within(module, preload_module_classes or ())
-    if whole or next(_places(module, recurse=False), None) is not None:
-        prefix = f"{module_name}." * bool(module_name)
-        hook = AlignDevicesHook(
+
+    def make(part: nn.Module, prefix: str) -> AlignDevicesHook | None:
+        whole = offload and reads_within(part, preload_module_classes or ())
+        if not whole and next(_places(part, recurse=False), None) is None:
+            return None
+        return AlignDevicesHook(
             execution_device,
             offload,
             weights_map=None if weights_map is None else Prefixed(weights_map, prefix),
@@ -672,24 +674,29 @@ def attach_align_device_hook(
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
+
+    attach_hooks(module, make, module_name)
+
+
+def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevicesHook | None], name: str = "") -> None:
+    """Add hooks to a module and to those within, but not within one whose hook places its submodules.
+
+    Args:
+        module: the module.
+        make: returns the hook of a module; it is called with the prefix that its weights have in the model, too.
+        name: full name of the module.
+    """
+    prefix = f"{name}." * bool(name)
+    hook = make(module, prefix)
+    if hook is not None:
         hook.prefix = prefix
         add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    if offload and isinstance(module, nn.TransformerEncoder):
+        if hook.place_submodules:
+            return
+    if isinstance(module, nn.TransformerEncoder):
         add_hook_to_module(module, FirstLayerHook(), append=True)
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}".removeprefix("."),
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    for key, child in module.named_children():
+        attach_hooks(child, make, prefix + key)
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
