@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from instep.callbacks.base import Callback, acts_now
-from instep.errors import SettingError
+from instep.callbacks.guests.reporting import Reporting
 from instep.utils.checks import METRIC
 from instep.utils.imports import require
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 _PRUNE = "optuna: prune"
 
 
-class OptunaPruning(Callback):
+class OptunaPruning(Reporting):
     """Report a metric to an Optuna trial once an epoch, and end the fit where the study's pruner says so.
 
     The main process alone talks to the study, so that any number of ranks may train: the decision reaches them as a
@@ -40,37 +39,20 @@ class OptunaPruning(Callback):
         ...     return float(trainer.callback_metrics["val_loss"])
     """
 
-    runs_last = True
-
     def __init__(self, trial: Any, monitor: str) -> None:
         self._optuna = require("optuna", extra="optuna", purpose="OptunaPruning")
         self._trial = trial
         self.monitor = METRIC("monitor", monitor)
         self._reported = -1  # epoch
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_now(trainer, None, after_validation=True):
-            self._report(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_now(trainer, None, after_validation=False):
-            self._report(trainer)
-
     def _report(self, trainer: Trainer) -> None:
         epoch = trainer.position.epoch
         if epoch == self._reported:
             return
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            raise SettingError(
-                f"OptunaPruning(monitor={self.monitor!r}): nothing of that name was logged. There are "
-                f"{', '.join(sorted(metrics)) or 'no metrics'}.",
-                field="monitor",
-                got=self.monitor,
-            )
+        self._check_logged(trainer, "monitor", [self.monitor])
         self._reported = epoch
         if trainer.is_global_zero:
-            value = float(metrics[self.monitor])
+            value = float(trainer.callback_metrics[self.monitor])
             self._trial.report(value, step=epoch)
             if self._trial.should_prune():
                 trainer.set_trigger(_PRUNE)

@@ -8,19 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.callbacks.base import Callback, acts_now
+from instep.callbacks.guests.reporting import Reporting
 from instep.distributed.objects import broadcast_object
-from instep.errors import SettingError
 from instep.utils.checks import METRIC
 from instep.utils.imports import require
 
 if TYPE_CHECKING:
-    from instep.callbacks.base import Trainer, TrainModule
+    from instep.callbacks.base import Trainer
 
 _NAME = "checkpoint"  # of the folder within Ray's
 
 
-class RayReport(Callback):
+class RayReport(Reporting):
     """Report metrics, and a checkpoint with them, to Ray Tune or Ray Train after each validation.
 
     Where fit does not validate, it reports at the end of each epoch. In a Tune trial the main process reports; in a
@@ -43,8 +42,6 @@ class RayReport(Callback):
         ...     trainer.fit(Model(lr=config["lr"]), datamodule=data, ckpt_path=RayReport.ckpt_path())
     """
 
-    runs_last = True
-
     def __init__(
         self, metrics: str | Sequence[str] | Mapping[str, str] | None = None, save_checkpoints: bool = True
     ) -> None:
@@ -59,14 +56,6 @@ class RayReport(Callback):
         """Return the checkpoint from which Ray has this trial or worker go on; None: it begins anew."""
         checkpoint = _session().get_checkpoint()
         return None if checkpoint is None else str(Path(checkpoint.to_directory(), _NAME))
-
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_now(trainer, None, after_validation=True):
-            self._report(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_now(trainer, None, after_validation=False):
-            self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
         values = self._values(trainer)
@@ -87,14 +76,7 @@ class RayReport(Callback):
     def _values(self, trainer: Trainer) -> dict[str, float]:
         logged = trainer.callback_metrics
         pairs = {name: name for name in logged} if self.metrics is None else self.metrics
-        for name in pairs.values():
-            if name not in logged:
-                raise SettingError(
-                    f"RayReport({name!r}): nothing of that name was logged. There are "
-                    f"{', '.join(sorted(logged)) or 'no metrics'}.",
-                    field="metrics",
-                    got=name,
-                )
+        self._check_logged(trainer, "metrics", pairs.values())
         counted = {"epoch": float(trainer.current_epoch), "step": float(trainer.global_step)}
         return {**counted, **{name: float(logged[key]) for name, key in pairs.items()}}
 

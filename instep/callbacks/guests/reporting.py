@@ -1,0 +1,48 @@
+"""Base of callbacks that report a run's metrics to a search of another package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from instep.callbacks.base import Callback, acts_now
+from instep.errors import SettingError
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+
+class Reporting(Callback):
+    """Callback that reports after each validation of fit, or at the end of each epoch where fit does not validate."""
+
+    runs_last = True
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if acts_now(trainer, None, after_validation=True):
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if acts_now(trainer, None, after_validation=False):
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Send the values of now."""
+        raise NotImplementedError
+
+    def _check_logged(self, trainer: Trainer, field: str, names: Iterable[str]) -> None:
+        """Raise a SettingError for a name under which nothing was logged.
+
+        Args:
+            trainer: with the metrics.
+            field: the argument that has the names.
+            names: names of metrics.
+        """
+        logged = trainer.callback_metrics
+        for name in names:
+            if name not in logged:
+                raise SettingError(
+                    f"{type(self).__name__}({field}={name!r}): nothing of that name was logged. There are "
+                    f"{', '.join(sorted(logged)) or 'no metrics'}.",
+                    field=field,
+                    got=name,
+                )
