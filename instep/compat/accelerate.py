@@ -13,12 +13,9 @@ Example:
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from instep.compat.adapting import adapt_found
-from instep.compat.door import Door, defined, silently
-from instep.utils import porting
+from instep.compat.door import Door
 
 __path__: list[str] = []  # a package, whose modules `_door` makes
 
@@ -56,28 +53,12 @@ def install() -> None:
     _door.install()
 
 
-def _make(whole: str) -> Any:
-    name = whole.rpartition(".")[2]
-    parts = import_module("instep.compat.accelerate_parts")
-    if name in parts.__all__:
-        return vars(parts)[name]
-    target = porting.successor(f"accelerate.{name}")
-    if target is not None:
-        return adapt_found(target, __name__, name, silently)
-    ask = defined(name)
-    if ask is not None:
-        return (lambda *args, **kwargs: ask()) if name.endswith("_available") and callable(ask) else ask
-    if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # of a package or device that instep has no part for
-    return None
-
-
 _door = Door(
     __name__,
     "accelerate",
     VERSION,
     {"accelerate": "accelerate"},
     lambda module: module.removeprefix("accelerate.") in MODULES,
-    _make,
+    ["instep.compat.accelerate_parts"],
     "transformers, peft",
 )

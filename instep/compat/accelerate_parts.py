@@ -6,10 +6,9 @@ import functools
 import importlib.metadata
 import operator
 import os
-import shutil
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import chain, count
 from pathlib import Path
@@ -27,7 +26,9 @@ from instep.accelerator.resuming import RestoredPlace
 from instep.accelerator.unwrapping import without_compile
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.big_models import set_module_tensor_to_device as set_tensor
+from instep.compat.accelerate_saving import Attendance, save_alone, take_name
 from instep.compat.adapting import adapt
+from instep.compat.door import silently
 from instep.distributed import broadcast_object
 from instep.distributed.out_of_memory import is_out_of_memory
 from instep.distributed.rank_zero import on_rank_zero
@@ -38,20 +39,8 @@ from instep.state import PartialState as _PartialState
 from instep.state import process
 from instep.state.runs import active_run, clear_runs
 from instep.strategies import Strategy, resolve_strategy
+from instep.types import ReadOnly
 from instep.utils.warn import warn_user
-
-__all__ = [  # what Accelerate's modules have
-    "Accelerator", "AcceleratorState", "DataLoaderConfiguration", "FSDP_AUTO_WRAP_POLICY", "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE", "FullyShardedDataParallelPlugin", "GradientState", "MODEL_NAME", "OPTIMIZER_NAME",
-    "PartialState", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC", "SeedableRandomSampler", "TorchDynamoPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
-    "check_cuda_p2p_ib_support", "compare_versions", "find_executable_batch_size", "is_peft_model",
-    "is_torch_version", "patch_environment", "set_module_tensor_to_device", "should_reduce_batch_size",
-]  # fmt: skip
-
-
-def _adapted(kind: Any) -> Any:
-    return adapt(kind, __name__, f"_{kind.__name__}", kind.__name__, lambda key, text: None)
 
 
 class _Shared(type):
@@ -94,10 +83,9 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
         clear_runs()
         _Shared.forgotten = _Shared.forgotten or reset_partial_state
 
-    @property
-    def fsdp_plugin(self) -> Any:
-        """The plugin by which the models are sharded; None."""
-        return getattr(self.plugin, "asked_by", None)
+    fsdp_plugin: ReadOnly[Any] = ReadOnly(
+        lambda s: getattr(s.plugin, "asked_by", None), "The plugin by which the models are sharded; None."
+    )
 
     @property
     def distributed_type(self) -> Any:
@@ -115,10 +103,10 @@ class GradientState(_GradientState):
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         pass
 
-    @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """Settings of the accumulation."""
-        return {name: getattr(self, name) for name in ("num_steps", "adjust_scheduler", "sync_with_dataloader")}
+    plugin_kwargs: ReadOnly[dict[str, Any]] = ReadOnly(
+        lambda s: {name: getattr(s, name) for name in ("num_steps", "adjust_scheduler", "sync_with_dataloader")},
+        "Settings of the accumulation.",
+    )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         run = active_run()
@@ -149,11 +137,11 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class _DrawnOrder(RandomSampler):
-    """Random order as torch draws it: of the process's random numbers, or on several ranks of a common generator.
+    """Random order as torch draws it: by a generator, or of the process's random numbers.
 
     Args:
         sampler: the loader's own.
-        common: the generator that all ranks have; None: this process is alone.
+        common: its generator, or the one that all ranks have; None: this process is alone.
     """
 
     def __init__(self, sampler: RandomSampler, common: torch.Generator | None) -> None:
@@ -195,8 +183,23 @@ class _Order(Sequence[int]):
         return repr(self[:])
 
 
+_END = object()  # of a pass
+
+
 class _Loader(AcceleratedLoader):
     """A prepared loader that takes as many random numbers of the process as torch's does: dropout is alike then."""
+
+    attendance: Attendance
+
+    def passes_from(self, batches: int | None) -> Iterator[Any]:
+        """Give one pass, of which each batch is counted."""
+        with closing(super().passes_from(batches)) as passing:  # pyright: ignore[reportArgumentType]  a generator
+            while True:
+                self.attendance.advance()
+                batch = next(passing, _END)
+                if batch is _END:
+                    return
+                yield batch
 
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         place = super()._begin(batches)
@@ -288,7 +291,7 @@ class TorchDynamoPlugin(ours.TorchDynamoPlugin):
         super().__init__(**{name: value for name, value in options.items() if value is not None})
 
 
-_Accelerator: Any = _adapted(ours.Accelerator)
+_Accelerator: Any = adapt(ours.Accelerator, __name__, "_Accelerator", "Accelerator", silently)
 
 
 class Accelerator(_Accelerator):
@@ -343,7 +346,8 @@ class Accelerator(_Accelerator):
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             **kwargs,
         )
-        self._prepared.loader_type = _Loader
+        self._attendance = Attendance()
+        self._prepared.loader_type = type("_Loader", (_Loader,), {"attendance": self._attendance})
 
     def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
@@ -362,12 +366,17 @@ class Accelerator(_Accelerator):
         return prepared
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save a state in `output_dir` itself, since programs read its name; a state of that name is replaced."""
-        saved = super().save_state(output_dir, safe_serialization)
+        """Save a state in `output_dir` itself, since programs read its name; a state of that name is replaced.
+
+        Where the main process alone calls it, it saves by itself.
+        """
         if output_dir is None or "://" in str(output_dir):
-            return saved
+            return super().save_state(output_dir, safe_serialization)
         named = Path(os.path.abspath(output_dir))
-        return on_rank_zero(lambda: _take_name(Path(saved), named), f"renaming {saved}")
+        if not self._attendance.all_come():
+            return take_name(save_alone(self._states, named), named) if self.is_main_process else named
+        saved = Path(super().save_state(output_dir, safe_serialization))
+        return on_rank_zero(lambda: take_name(saved, named), f"renaming {saved}")
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a scheduler step as often as there are processes with each optimizer step."""
@@ -401,21 +410,26 @@ class Accelerator(_Accelerator):
 
     def _keep_order(self, loader: Any) -> None:
         batches = getattr(loader, "batch_sampler", None)
-        if type(batches) is not BatchSampler or type(batches.sampler) is not RandomSampler:
+        if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
             return
         sampler = batches.sampler
+        if type(sampler) is not RandomSampler:
+            return
+        if type(batches) is not BatchSampler:  # one that says more of itself, as sentence-transformers has it
+            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+            vars(loader)["batch_sampler"] = batches
         if self._seedable:
             batches.sampler = SeedableRandomSampler(
                 sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=self._data_seed
             )
-        elif sampler.generator is None:
-            common = (
-                None if self.num_processes == 1 else torch.Generator().manual_seed(broadcast_object(_random_seed()))
-            )
-            batches.sampler = drawn = _DrawnOrder(sampler, common)
-            if not self._orders.samplers:
-                self.register_for_checkpointing(orders_of_the_data=self._orders)
-            self._orders.samplers.append(drawn)
+            return
+        common = sampler.generator
+        if common is None and self.num_processes > 1:
+            common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
+        batches.sampler = drawn = _DrawnOrder(sampler, common)
+        if not self._orders.samplers:
+            self.register_for_checkpointing(orders_of_the_data=self._orders)
+        self._orders.samplers.append(drawn)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Collect what all ranks computed, each sample once."""
@@ -433,67 +447,39 @@ class Accelerator(_Accelerator):
         self.dataloader_config = replace(self.dataloader_config, even_batches=even_batches)
         self._prepared.loader_config = self.dataloader_config
 
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the order of random loaders is a function of seed and epoch."""
-        return self._seedable
-
-    @property
-    def state(self) -> AcceleratorState:
-        """State of the process and of this run."""
-        return AcceleratorState()
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Where the loop stands."""
-        return GradientState()
-
-    @property
-    def distributed_type(self) -> Any:
-        """Kind of the processes, or FSDP."""
-        return self.state.distributed_type
-
-    @property
-    def _models(self) -> list[nn.Module]:
-        return list(self._prepared.models.values())
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._prepared.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._prepared.schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._prepared.dataloaders
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the models are sharded."""
-        return self.state.fsdp_plugin is not None
+    use_seedable_sampler: ReadOnly[bool] = ReadOnly(lambda a: a._seedable, "Whether seed and epoch give random orders.")
+    state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
+    gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Where the loop stands.")
+    distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
+    is_fsdp2: ReadOnly[bool] = ReadOnly(lambda a: a.state.fsdp_plugin is not None, "Whether the models are sharded.")
+    _models: ReadOnly[list[nn.Module]] = ReadOnly(lambda a: list(a._prepared.models.values()))
+    _optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
+    _schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
+    _dataloaders: ReadOnly[list[Any]] = ReadOnly(lambda a: a._prepared.dataloaders)
 
     def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""
         return nullcontext()
 
 
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective of the Accelerator that ranks count before they enter it."""
+
+    @functools.wraps(method)
+    def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        self._attendance.advance()
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+for _name in ("backward", "gather", "gather_for_metrics", "reduce", "wait_for_everyone", "end_training"):
+    setattr(Accelerator, _name, _counted(getattr(Accelerator, _name)))
+
+
 def _free(name: str, taken: Container[Any]) -> str:
     """Return the name, or the first of name_2, name_3 ... that is free."""
     return next(one for one in chain([name], (f"{name}_{number}" for number in count(2))) if one not in taken)
-
-
-def _take_name(saved: Path, named: Path) -> Path:
-    """Rename a state, and return where it is; what is no state keeps its name. A kill leaves one that is found."""
-    old = saved.with_name(f".deleting-{saved.name}")
-    if (named / "manifest.json").exists():
-        named.rename(old)
-    elif named.is_dir() and any(named.iterdir()):
-        return saved
-    saved.rename(named)
-    shutil.rmtree(old, ignore_errors=True)
-    return named
 
 
 # ---- small functions and values
@@ -522,11 +508,6 @@ def set_module_tensor_to_device(
     set_tensor(*args, **kwargs)
 
 
-def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether an error says that memory was short."""
-    return is_out_of_memory(exception)
-
-
 def check_cuda_p2p_ib_support() -> bool:
     """Return True: NCCL finds out itself."""
     return True
@@ -537,7 +518,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     found = library_or_version
     if isinstance(found, str):
         found = parse(importlib.metadata.version(found))
-    return _COMPARE[operation](found, parse(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](found, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -560,7 +541,8 @@ def patch_environment(**variables: Any) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_COMPARE = {
+should_reduce_batch_size = is_out_of_memory
+STR_OPERATION_TO_FUNC = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -568,7 +550,6 @@ _COMPARE = {
     ">=": operator.ge,
     ">": operator.gt,
 }
-STR_OPERATION_TO_FUNC = _COMPARE
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]

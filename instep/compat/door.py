@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from instep.compat import tables
+from instep.compat.adapting import adapt_found
 from instep.errors import UsageError
 from instep.utils import porting
 
@@ -75,7 +76,7 @@ class Door(NameFinder):
         version: the version whose names these are.
         roots: the import names that it takes over, as in `NameFinder`.
         has: as in `NameFinder`.
-        make: returns what stands for a name, by its whole name in the package; None where there is nothing.
+        parts: modules with names that instep has otherwise, or calls otherwise; the first one that has a name counts.
         others: packages that import it, for an error.
     """
 
@@ -86,12 +87,12 @@ class Door(NameFinder):
         version: str,
         roots: Mapping[str, str],
         has: Callable[[str], bool],
-        make: Callable[[str], Any],
+        parts: Sequence[str],
         others: str,
     ) -> None:
         super().__init__({home: next(iter(roots.values()))}, self.find_name, has, self._no_module)
-        self.package, self.version = package, version
-        self._taken, self._make, self._others = dict(roots), make, others
+        self.home, self.package, self.version = home, package, version
+        self._taken, self._parts, self._others = dict(roots), parts, others
         self._found: dict[str, Any] = {}
         sys.meta_path.append(self)  # modules below `home` are no files; it answers for them alone
 
@@ -145,6 +146,15 @@ class Door(NameFinder):
             self._found[whole] = made
         return self._found[whole]
 
+    def _make(self, whole: str) -> Any:
+        """Return what stands for a name, by its whole name in the package; None where there is nothing."""
+        parent, _, name = whole.rpartition(".")
+        ours = next((found[name] for found in map(vars, map(import_module, self._parts)) if name in found), None)
+        target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"{self.package}.{name}")
+        if ours is not None and (target is None or not parent.startswith("lightning.pytorch")):
+            return ours
+        return defined(name) if target is None else adapt_found(target, self.home, name, silently)
+
     def _advice(self, whole: str) -> str:
         canonical = porting.canonical(whole) or whole
         return f"{porting.advice(canonical)}. instep takes the place of {self.package} in this program"
@@ -172,12 +182,17 @@ class _Metadata(Distribution):
 
 def defined(name: str) -> Any:
     """Return the small value or function that a script can make itself, made; None where there is none."""
-    if name not in tables.DEFINED:
-        return None
-    imports, value = tables.DEFINED[name]
-    made: dict[str, Any] = {}
-    exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
-    return made["value"]
+    if name in tables.DEFINED:
+        imports, value = tables.DEFINED[name]
+        made: dict[str, Any] = {}
+        exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
+        found = made["value"]
+        return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
+    if name.startswith("is_") and name.endswith(("_available", "_version")):
+        return lambda *args, **kwargs: False  # of a package or device that instep has no part for
+    if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
+        return name.startswith("_TORCH_GREATER")  # instep needs a torch that is newer than those asked for
+    return None
 
 
 def silently(key: str, text: str) -> None:

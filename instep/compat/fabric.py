@@ -15,14 +15,11 @@ Example:
 from __future__ import annotations
 
 import subprocess
-from importlib import import_module
 from typing import Any
 
 from instep.compat import tables
-from instep.compat.adapting import adapt_found
-from instep.compat.door import Door, defined, silently
+from instep.compat.door import Door
 from instep.launch.command import this_command
-from instep.utils import porting
 
 __path__: list[str] = []  # a package, whose modules `_door` makes
 
@@ -38,10 +35,6 @@ MODULES = frozenset(
     )
 )  # fmt: skip
 """Last words of the names of Fabric's modules, beside those in `tables.LIGHTNING_MODULES`."""
-
-
-_PARTS = [f"instep.compat.fabric_{part}" for part in ("parts", "wrappers", "files", "names")]
-"""Where names are that instep calls otherwise."""
 
 
 def __getattr__(name: str) -> Any:
@@ -72,27 +65,12 @@ def _has(module: str) -> bool:
     return all(word in MODULES or word in tables.LIGHTNING_MODULES for word in module.split(".")[1:])
 
 
-def _make(whole: str) -> Any:
-    parent, _, name = whole.rpartition(".")
-    ours = next((found[name] for found in map(vars, map(import_module, _PARTS)) if name in found), None)
-    if ours is not None and (parent == "lightning" or parent.startswith("lightning.fabric")):
-        return ours
-    target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"lightning.{name}")
-    if target is not None:
-        return adapt_found(target, __name__, name, silently)
-    if ours is not None:
-        return ours
-    if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
-        return name.startswith("_TORCH_GREATER")  # instep needs a torch that is newer than those asked for
-    return defined(name)
-
-
 _door = Door(
     __name__,
     "lightning",
     VERSION,
     {"lightning.fabric": "lightning.fabric", "lightning_fabric": "lightning.fabric", "lightning": "lightning"},
     _has,
-    _make,
+    [f"instep.compat.fabric_{part}" for part in ("parts", "wrappers", "files", "names")],
     "litgpt, torchmetrics",
 )

@@ -1,26 +1,31 @@
-"""Files of `Fabric.save` and `Fabric.load`: verified folders, to which the path that the user gave points."""
+"""Files of `Fabric.save` and `Fabric.load`: of torch.save, as Lightning's, so that `torch.load` reads them."""
 
 from __future__ import annotations
 
-import os
+import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from instep.accelerator.unwrapping import without_compile
-from instep.checkpoint import CheckpointStore, Reader, find_checkpoint
+from instep.checkpoint.edge import reading
 from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.resume import ResumeReport
-from instep.checkpoint.run_state import RunState, clean_names, load_model_state
+from instep.checkpoint.run_state import clean_names, load_model_state
 from instep.compat.fabric_wrappers import _FabricModule, unwrapped
+from instep.distributed.nested import map_leaves
 from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import CheckpointError, UsageError
-from instep.strategies import Strategy
+from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError, UsageError
+from instep.strategies import FSDPStrategy, Strategy
+from instep.strategies.dtensors import gather_whole
 from instep.strategies.gradients import parameters_of
 from instep.types import Stateful
+from instep.utils.atomic import replacing
 
 
 def _plain(module: nn.Module) -> Strategy:
@@ -33,73 +38,53 @@ def _plain(module: nn.Module) -> Strategy:
 def save_state(
     fabric: Any, path: Path, state: dict[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
 ) -> None:
-    """Save a state as a folder, and let the path point to it. Collective.
-
-    Weights and optimizers are stored by parameter name, the rest as values.
-
-    Args:
-        fabric: whose models these may be.
-        path: what points to the folder.
-        state: what is saved.
-        filter: by key, which entries of a state dict are.
-    """
+    """Save a state as a file. Collective; the arguments are those of `Fabric.save`."""
     if unknown := filter.keys() - state.keys():
         raise ValueError(f"The filter keys {unknown} are not present in the state keys {set(state)}.")
-
-    def kept(key: str, tree: Any) -> Any:
-        if key not in filter or not isinstance(tree, dict):
-            return tree
-        return {name: value for name, value in tree.items() if filter[key](name, value)}
-
+    path = path.expanduser().absolute()
     modules, optimizers, values = _sorted(fabric, state)
-    values = {key: kept(key, value) for key, value in values.items()}
-    trees: list[Any] = []
-    places: dict[str, int] = {}
-    for key, optimizer in optimizers.items():
-        home = _home(fabric, optimizer, modules)
-        if key in filter or home is None:
-            values[key] = kept(key, optimizer.state_dict())
-        else:
-            places[key] = len(trees)
-            trees.append(home.optimizer_state(optimizer))
-    weights: dict[str, Any] | None = None
-    for key, strategy in modules.items():
-        part = strategy.local_shards(kept(key, dict(strategy.model_state())))
-        if part is not None:
-            weights = (weights or {}) | clean_names(part, "" if len(modules) == 1 else f"{key}.")
-    shared = {"models": list(modules), "optimizers": places, "values": values}
-    sharded = any(strategy.sharded for strategy in modules.values())
-    own_trees = fabric.strategy.local_shards(trees) if trees else None
-    _write(fabric, path.expanduser().absolute(), RunState("fabric", sharded, weights, own_trees, shared, None))
+    values |= {key: clean_names(strategy.full_model_state()) for key, strategy in modules.items()}
+    values |= {key: _optimizer_state(fabric, optimizer, modules) for key, optimizer in optimizers.items()}
+    kept = {key: values[key] for key in state}
+    for key, wanted in filter.items():
+        if isinstance(kept[key], dict):
+            kept[key] = {name: value for name, value in kept[key].items() if wanted(name, value)}
+    on_rank_zero(lambda: _write(path, kept), f"saving {path}")
 
 
-def _write(fabric: Any, path: Path, written: RunState) -> None:
-    old = on_rank_zero(lambda: _place(path), f"looking at {path}")
-    store = CheckpointStore(path.parent)
-    store.clean_stale()
-    step = max((optimizer.steps_taken for optimizer in fabric._optimizers), default=0)
-    folder = store.save(step, written.write, info={"kind": "fabric"}, name=path.name, line=fabric._line)
-
-    def point() -> None:
-        link = path.with_name(f".{path.name}.new")
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        os.replace(link, path)
-
-    on_rank_zero(point, f"pointing {path} to {folder}")
-    if old is not None and old.is_dir():
-        store.delete(old)
-
-
-def _place(path: Path) -> Path | None:
-    """Return the folder that a path points to, which is deleted after the next save; None without one."""
-    if path.is_symlink():
-        return path.parent / os.readlink(path)
-    if path.is_dir():
-        raise CheckpointError(
-            f"{path} is a folder that fabric.save did not make. Give another path, or a name within it.", path=path
+def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
+    """Return an optimizer's state as torch gives it; of a sharded model whole, by parameter names, on rank 0."""
+    home = _home(fabric, optimizer, modules)
+    if home is None or not home.sharded:
+        return optimizer.state_dict()
+    if not isinstance(home, FSDPStrategy):
+        raise UsageError(
+            f"fabric.save() cannot save the optimizer, whose state is divided by strategy={home.name!r}: leave it out, "
+            "or use instep.Accelerator, whose save_state() can"
         )
-    return None
+
+    def gather(leaf: Any) -> Any:
+        whole = gather_whole(leaf)
+        return None if fabric.global_rank else whole.cpu() if torch.is_tensor(whole) else whole
+
+    return map_leaves(gather, home.optimizer_state(optimizer))
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """Write a file of torch.save; a reader of the path sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with replacing(path) as part:
+            torch.save(state, part)
+            torch.load(part, map_location="cpu", mmap=True, weights_only=True)  # as `load` does
+    except OSError as error:
+        raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
+    except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
+        raise UnsavableStateError(
+            f"this state cannot be saved as {path}: {str(error).splitlines()[0]} Give tensors, plain values, and "
+            "objects with state_dict and load_state_dict; the file that was there is intact.",
+            path=path,
+        ) from error
 
 
 def _sorted(fabric: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -132,8 +117,7 @@ def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strat
 def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, Any]:
     """Load what was saved into objects, and return the rest. Collective; the arguments are those of `Fabric.load`."""
     path, alone = path.expanduser(), isinstance(state, nn.Module | Optimizer)
-    kind = None if not alone else "models" if isinstance(state, nn.Module) else "optimizers"
-    saved = read_torch_file(path) if path.is_file() else _read(path, kind)
+    saved = _lazy_load(path)
     if state is None:
         return saved
     wanted: Any = {"": state} if alone else state
@@ -156,9 +140,14 @@ def load_state(fabric: Any, path: Path, state: Any, strict: bool) -> dict[str, A
 
 
 def _lazy_load(filename: Any) -> Any:
-    """Return what `Fabric.save` or `torch.save` wrote."""
+    """Return what a file of torch.save holds, verified where it has checksums: torch itself reads past them."""
     path = Path(filename).expanduser()
-    return read_torch_file(path) if path.is_file() else _read(path, None)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no file {path}", path=path)
+    with reading(path, "is damaged"):
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()) is not None:
+            raise ValueError(f"the checksum of its record {damaged} does not fit")
+    return read_torch_file(path)
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
@@ -172,28 +161,3 @@ def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]
             "has them, or load it beside."
         )
     home.load_optimizer_state(optimizer, value, strict)
-
-
-def _read(path: Path, alone: str | None) -> Any:
-    """Read a folder of `save`, verified: all entries, or its only one of a kind. Collective."""
-    found = on_rank_zero(lambda: find_checkpoint(Path(os.path.realpath(path))), f"finding {path}")
-    reader: Reader = CheckpointStore(found.parent).open_verified(found)
-    if not reader.has("fabric.json"):
-        raise CheckpointError(
-            f"{path} was not saved by fabric.save(). Load its weights alone by instep.checkpoint.load_weights(path).",
-            path=found,
-        )
-    shared = reader.state("fabric")
-    if alone is not None and len(shared[alone]) != 1:
-        raise CheckpointError(f"{path} has {len(shared[alone])} {alone}: load them by their names", path=path)
-    every, weights = dict(shared["values"]), dict[str, Any]()
-    if shared["models"]:
-        weights |= reader.weights()
-    if reader.has_state("model_extra"):
-        weights |= reader.state("model_extra")
-    for key in shared["models"]:
-        prefix = "" if len(shared["models"]) == 1 else f"{key}."
-        every[key] = {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
-    trees = reader.state("optimizer") if shared["optimizers"] else []
-    every |= {key: trees[place] for key, place in shared["optimizers"].items()}
-    return every if alone is None else every[next(iter(shared[alone]))]

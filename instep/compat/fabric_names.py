@@ -21,7 +21,7 @@ from instep.callbacks.guests.throughput_monitor import Totals
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import find_device_kind
-from instep.strategies import DataParallelStrategy as _DataParallelStrategy
+from instep.strategies import DataParallelStrategy as DataParallelStrategy
 from instep.strategies import FSDPStrategy as _FSDPStrategy
 from instep.strategies import Precision as _Precision
 from instep.strategies import Strategy
@@ -33,9 +33,7 @@ from instep.utils.warn import warn_user
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"  # Fabric's programs read it
 MisconfigurationException = SettingError
-PossibleUserWarning = UserWarning
-Optimizable = Optimizer
-_Stateful = Stateful
+PossibleUserWarning, Optimizable, _Stateful = UserWarning, Optimizer, Stateful
 
 # ---- precision, devices, strategies
 
@@ -104,7 +102,6 @@ class _Kinds(type):
 
 
 SingleDeviceStrategy, ParallelStrategy = (_Kinds(name, (), {}) for name in ("SingleDeviceStrategy", "ParallelStrategy"))
-DataParallelStrategy = _DataParallelStrategy
 
 
 class FabricFSDPStrategy(_FSDPStrategy):
@@ -141,13 +138,8 @@ FSDPStrategy = FabricFSDPStrategy
 class Logger:
     """Base of a program's own loggers, which override `log_metrics` and `log_hyperparams`."""
 
-    root_dir = log_dir = name = version = None
+    root_dir = log_dir = name = version = experiment = None
     group_separator = "/"
-
-    @property
-    def experiment(self) -> Any:
-        """What the logger writes with; None."""
-        return None
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write numbers by name."""
@@ -162,24 +154,20 @@ class Logger:
         """End the run."""
 
 
-class FabricCSVLogger(ours_loggers.CSVLogger):
+class _InFoldersOfFabric:
+    def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
+        super().__init__(root_dir, name, version, **options)  # pyright: ignore[reportCallIssue]  of the other base
+
+
+class FabricCSVLogger(_InFoldersOfFabric, ours_loggers.CSVLogger):
     """instep's CSVLogger, with the folders of Fabric's."""
 
-    def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
-        super().__init__(root_dir, name, version, **options)
 
-
-CSVLogger = FabricCSVLogger
-
-
-class FabricTensorBoardLogger(ours_loggers.TensorBoardLogger):
+class FabricTensorBoardLogger(_InFoldersOfFabric, ours_loggers.TensorBoardLogger):
     """instep's TensorBoardLogger, with the folders of Fabric's."""
 
-    def __init__(self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, **options: Any) -> None:
-        super().__init__(root_dir, name, version, **options)
 
-
-TensorBoardLogger = FabricTensorBoardLogger
+CSVLogger, TensorBoardLogger = FabricCSVLogger, FabricTensorBoardLogger
 
 
 # ---- small functions
@@ -290,13 +278,10 @@ class Throughput:
             return found
         done = last.minus(self._window[0])
         counts = {"batches": done.batches, "samples": done.samples, "items": done.lengths, "flops": done.flops}
-        for name, count in counts.items():
-            if not count:
-                continue
-            rate = count / done.time_s
-            found[f"device{self.separator}{name}_per_sec"] = rate
-            if self.world_size > 1:
-                found[f"{name}_per_sec"] = rate * self.world_size
+        rates = {f"{name}_per_sec": count / done.time_s for name, count in counts.items() if count}
+        found |= {f"device{self.separator}{name}": rate for name, rate in rates.items()}
+        if self.world_size > 1:
+            found |= {name: rate * self.world_size for name, rate in rates.items()}
         if self.available_flops and done.flops:
             found[f"device{self.separator}mfu"] = done.flops / done.time_s / self.available_flops
         return found

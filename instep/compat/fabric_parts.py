@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from instep.accelerator.unwrapping import compiled_as, without_compile
-from instep.checkpoint.lineage import Line
 from instep.compat.fabric import command
 from instep.compat.fabric_files import load_state, save_state
 from instep.compat.fabric_names import (
@@ -91,7 +90,6 @@ class Fabric:
         self._callbacks, self._loggers = _listed(callbacks), _listed(loggers)
         self._models: list[tuple[nn.Module, Strategy]] = []
         self._optimizers: list[_FabricOptimizer] = []
-        self._line = Line()
         self._strategy: Any = resolve_strategy(
             FSDPStrategy() if self._settings.strategy == "fsdp" else self._settings.strategy,
             self._count * num_nodes,
@@ -397,7 +395,7 @@ class Fabric:
     def save(
         self, path: Any, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
-        """Save a state as a verified folder, to which `path` then points; an older one there goes after that.
+        """Save a state as a file of torch.save, in the place of an older one. Collective.
 
         Raises:
             ValueError: a filter is of no entry of the state.

@@ -15,6 +15,7 @@ from instep.accelerator.unwrapping import without_compile
 from instep.distributed import send_to_device
 from instep.distributed.nested import map_leaves
 from instep.state import PartialState
+from instep.types import ReadOnly
 from instep.utils.optimizers import OptimizerProxy
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -38,20 +39,14 @@ class _FabricModule(nn.Module):
         self._forward_methods: set[str] = set(_STEP_METHODS)
         self._is_made = True
 
-    @property
-    def module(self) -> Any:
-        """The user's module."""
-        return self._original_module
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next((p.device for p in self._original_module.parameters()), torch.device("cpu"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return next((p.dtype for p in self._original_module.parameters()), torch.get_default_dtype())
+    module: ReadOnly[Any] = ReadOnly(lambda m: m._original_module, "The user's module.")
+    device: ReadOnly[torch.device] = ReadOnly(
+        lambda m: next((p.device for p in m._original_module.parameters()), torch.device("cpu")),
+        "Device of the weights.",
+    )
+    dtype: ReadOnly[torch.dtype] = ReadOnly(
+        lambda m: next((p.dtype for p in m._original_module.parameters()), torch.get_default_dtype()), "Their dtype."
+    )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module in the precision of the run."""
@@ -178,14 +173,12 @@ class _FabricOptimizer(OptimizerProxy):
     def __init__(self, optimizer: Any, strategy: Any, callbacks: Sequence[Any] = ()) -> None:
         super().__init__(optimizer)
         self._strategy, self._callbacks = strategy, callbacks
-        self.steps_taken = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and return the loss of the closure."""
         losses: list[Any] = []
         again = None if closure is None else lambda: losses.append(closure()) or losses[-1]
         self._strategy.gradients.step(self.optimizer, again)
-        self.steps_taken += 1
         for callback in self._callbacks:
             hook = getattr(callback, "on_after_optimizer_step", None)
             if hook is not None:

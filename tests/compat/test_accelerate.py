@@ -103,6 +103,61 @@ accelerator.end_training()
     assert losses(tmp_path, code, ranks=2)[1] == 2
 
 
+@pytest.mark.dist
+def test_the_main_process_may_save_alone(tmp_path: Path) -> None:
+    code = """
+from accelerate import Accelerator
+accelerator = Accelerator()
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+kept = {}
+for epoch in range(2):
+    for index, (a, b) in enumerate(loader):
+        accelerator.backward((net(a) - b).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        kept[epoch, index] = net.module[0].weight.detach().clone()
+        if accelerator.is_main_process and index == 1:
+            accelerator.save_state(f"{sys.argv[1]}/alone-{epoch}")
+            accelerator.save_state(f"{sys.argv[1]}/again-{epoch}")
+    accelerator.save_state(f"{sys.argv[1]}/together-{epoch}")
+last = len(loader) - 1
+for name, place in (("alone-0", (0, 1)), ("together-0", (0, last)), ("again-1", (1, 1)), ("together-1", (1, last))):
+    accelerator.load_state(f"{sys.argv[1]}/{name}")
+    assert torch.equal(net.module[0].weight, kept[place]), name
+    assert optimizer.state[net.module[0].weight]["step"] == place[0] * (last + 1) + place[1] + 1
+if accelerator.is_main_process:
+    print([1.0])
+accelerator.end_training()
+"""
+    assert losses(tmp_path, code, ranks=2) == [1.0]
+    ranks = {path.name: len([*path.glob("rank-0000?.json")]) for path in tmp_path.iterdir() if path.is_dir()}
+    assert ranks == {
+        f"{name}-{epoch}": count for name, count in (("alone", 1), ("again", 1), ("together", 2)) for epoch in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_a_loader_with_a_batch_sampler_and_a_generator_of_its_own_keeps_its_order(seedable: bool) -> None:
+    code = f"""
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from DOOR import Accelerator
+from DOOR.utils import DataLoaderConfiguration
+
+class Batches(BatchSampler):
+    def set_epoch(self, epoch):
+        pass
+
+torch.manual_seed(5)
+batches = Batches(RandomSampler(range(9), generator=torch.Generator().manual_seed(3)), 2, False)
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler={seedable}))
+loader = accelerator.prepare(DataLoader(torch.arange(9), batch_sampler=batches))
+print([[batch.tolist() for batch in loader] for epoch in range(3)])
+"""
+    theirs, ours = (in_new_process(code.replace("DOOR", name)) for name in ("accelerate", "instep.compat.accelerate"))
+    assert ours == theirs
+
+
 def test_a_state_has_the_name_that_the_script_gave_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note.txt").write_text("stays")

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from instep.checkpoint import load_weights
 from instep.compat import fabric_wrappers
 from instep.compat.fabric import Fabric
-from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
+from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError, UsageError
 from tests.helpers.spawn import run_command
 from tests.test_public_names import in_new_process
 
@@ -98,7 +97,7 @@ def test_a_script_computes_what_torch_does_and_goes_on_where_it_was_stopped(tmp_
     assert json.loads(output(tmp_path, OF_FABRIC, "1")[0]) == plain
     assert (tmp_path / "logs/lightning_logs/version_0/metrics.csv").read_text().startswith("step,loss\n0,")
     assert output(tmp_path, OF_FABRIC, "1", "stop") == []
-    assert sorted(path.name for path in tmp_path.glob("state*")) == ["state.ckpt", "state.ckpt-2"]
+    assert sorted(path.name for path in tmp_path.glob("state*")) == ["state.ckpt"]
     assert json.loads(output(tmp_path, OF_FABRIC, "1", "resume")[0]) == plain[7:]
 
 
@@ -117,7 +116,11 @@ def test_load_verifies_fills_objects_and_returns_the_rest(tmp_path: Path) -> Non
     fabric.save(
         path, {"model": model, "optimizer": optimizer, "rows": 3, "note": "x"}, {"model": lambda k, v: k != "no"}
     )
-    assert torch.equal(load_weights(path.resolve())["weight"], first.weight)
+    saved = torch.load(path)
+    assert torch.equal(saved["model"]["weight"], first.weight)
+    assert list(saved) == ["model", "optimizer", "rows", "note"]
+    with pytest.raises(UnsavableStateError, match="Give tensors, plain values"):
+        fabric.save(path, {"model": model, "code": object()})
     other = nn.Linear(2, 2)
     state = {"model": other, "optimizer": torch.optim.Adam(other.parameters()), "rows": 0}
     assert fabric.load(path, state) == {"note": "x"}
@@ -127,12 +130,40 @@ def test_load_verifies_fills_objects_and_returns_the_rest(tmp_path: Path) -> Non
     with pytest.raises(KeyError, match="has no 'other'"):
         fabric.load(path, {"other": 1})
     third = nn.Linear(2, 2)
-    fabric.load_raw(path, third)
+    torch.save(saved["model"], tmp_path / "raw.pth")
+    fabric.load_raw(tmp_path / "raw.pth", third)
     assert torch.equal(third.weight, first.weight)
-    weights = path.resolve() / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    weights, stored = first.weight.detach().numpy().tobytes(), path.read_bytes()
+    assert stored.count(weights) == 1
+    path.write_bytes(stored.replace(weights, weights[:-1] + bytes([weights[-1] ^ 1])))
     with pytest.raises(CorruptCheckpointError):
         fabric.load(path, state)
+
+
+def test_a_sharded_model_is_saved_whole(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    in_new_process(f"""
+import os, torch
+from instep.compat.fabric import Fabric
+
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+fabric = Fabric(accelerator="cpu", strategy="fsdp")
+fabric.launch()
+net = torch.nn.Linear(2, 2)
+before = net.weight.detach().clone()
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+fabric.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+after = net.weight.full_tensor().detach().clone()
+fabric.save({path!r}, {{"model": model, "optimizer": optimizer, "epoch": 2}})
+optimizer.step()
+saved = torch.load({path!r})
+assert torch.equal(saved["model"]["weight"], after) and not torch.equal(before, after)
+state = {{"model": model, "optimizer": optimizer, "epoch": 0}}
+assert fabric.load({path!r}, state) == {{}} and state["epoch"] == 2
+assert torch.equal(net.weight.full_tensor(), after)
+assert torch.equal(optimizer.state[net.weight]["momentum_buffer"].full_tensor(), torch.ones(2, 2))
+""")
 
 
 def test_what_instep_does_not_have_is_an_error_when_it_is_used() -> None:

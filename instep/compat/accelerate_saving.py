@@ -1,0 +1,102 @@
+"""`save_state` of Accelerate's programs: some call it on all ranks, others on the main process alone."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from instep.accelerator.saving import States
+from instep.distributed.after_error import Alone
+from instep.errors import DistributedError, UsageError
+from instep.state import PartialState
+from instep.state.rank_records import RankRecords
+
+_LIMIT_S = 1800.0  # as torch's own for a collective
+_POLL_S = 0.01
+
+
+class Attendance:
+    """Which ranks come to a save.
+
+    All ranks take the same batches and call the same collectives, and count these. So a rank that has counted further
+    than the main process had when it came to the save does not come to it.
+    """
+
+    def __init__(self) -> None:
+        process = PartialState()
+        group = process.control_group
+        self._records = None if group is None else RankRecords("saves", group)
+        self._rank, self._world_size = process.process_index, process.num_processes
+        self._place = self._saves = 0
+
+    def advance(self) -> None:
+        """Count a batch or a collective, before it."""
+        self._place, self._saves = self._place + 1, 0
+        if self._records is not None and self._rank:
+            with suppress(RuntimeError):  # the store has gone with the main process, which saves nothing any more
+                self._records.write(self._place, f"{self._place} 0")
+
+    def all_come(self) -> bool:
+        """Return whether all ranks come to this save, to which this one has come; the same on all that have.
+
+        Raises:
+            DistributedError: a rank neither comes nor goes on.
+        """
+        records, deadline = self._records, time.monotonic() + _LIMIT_S
+        if records is None:
+            return True
+        self._saves += 1
+        if self._rank:
+            records.write(self._place, f"{self._place} {self._saves}")
+        while time.monotonic() < deadline:
+            found = {rank: tuple(map(int, text.split())) for rank, text in records.read(self._place, True).items()}
+            first = found.pop(0, (0, 0))  # its answer, and to which save
+            if self._rank and first[1] >= self._saves:
+                return bool(first[0])
+            here = (self._place, self._saves)
+            if not self._rank and len([there for there in found.values() if there >= here]) == self._world_size - 1:
+                together = all(place == self._place for place, _ in found.values())
+                records.write(self._place, f"{together:d} {self._saves}")
+                return together
+            time.sleep(_POLL_S)
+        raise DistributedError(f"save_state waited {_LIMIT_S:.0f} s for the other ranks to come to it or to go on")
+
+
+def save_alone(states: States, path: Path) -> Path:
+    """Save a state on the main process, which waits for nobody, as a run of one process would.
+
+    Random numbers of the other ranks are no part of it: a resumed run draws new ones for them.
+
+    Raises:
+        UsageError: the main process does not hold all of the state.
+    """
+    prepared = states.prepared
+    strategies = [prepared.main_strategy, *map(prepared.strategy_of, prepared.models.values())]
+    whole = all(strategy.holds_all([known.optimizer for known in prepared.optimizers]) for strategy in strategies)
+    if not whole or any(loader.source.rank_state for loader in prepared.dataloaders):
+        raise UsageError(
+            "accelerator.save_state() was called on the main process alone, which does not hold the whole state: the "
+            "strategy shards it, or each rank has its own place in a stream. Call it on all ranks."
+        )
+    alone = copy.copy(states)
+    alone.prepared = copy.copy(prepared)
+    alone.prepared.world_size = 1
+    store = copy.copy(states.store(path.parent))
+    store.ranks = Alone()
+    step, write, info = alone._collect(False, {})
+    return store.save(step, write, info=info, name=path.name, line=states.line)
+
+
+def take_name(saved: Path, named: Path) -> Path:
+    """Rename a state, and return where it is; what is no state keeps its name. A kill leaves one that is found."""
+    old = saved.with_name(f".deleting-{saved.name}")
+    if (named / "manifest.json").exists():
+        named.rename(old)
+    elif named.is_dir() and any(named.iterdir()):
+        return saved
+    saved.rename(named)
+    shutil.rmtree(old, ignore_errors=True)
+    return named
