@@ -271,7 +271,6 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
             hooks.call("on_predict_end")
     finally:
         _restore(modes)
-        progress.stage = None
     return results[0] if len(results) == 1 else results
 
 

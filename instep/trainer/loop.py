@@ -329,7 +329,7 @@ def begin_epoch(ctx: RunContext) -> None:
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:
             hand_over_metrics(ctx)
-        if at.batch >= ctx.validation.next_batch and not at.validated:
+        if at.batch >= ctx.validation.next_batch:
             validate(ctx)
 
 

@@ -124,3 +124,13 @@ def test_a_pass_that_trains_nothing_and_was_left_begins_anew(make: Any) -> None:
     batches = iter(val)
     next(batches), next(batches)
     assert val.state_dict()["source"]["batches"] == 2
+
+
+def test_a_pass_without_gradients_may_be_empty(make: Any) -> None:
+    accelerator = make()
+    model = torch.nn.Linear(1, 1)
+    _, _, empty = accelerator.prepare(model, torch.optim.SGD(model.parameters()), DataLoader([]))
+    with torch.no_grad():
+        assert list(empty) == []
+    with pytest.warns(UserWarning, match="had no batch"):
+        assert list(empty) == []

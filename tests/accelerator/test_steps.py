@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Accelerator
-from instep.accelerator import DataLoaderConfiguration
+from instep.accelerator import DataLoaderConfiguration, GradientAccumulationPlugin
 from instep.errors import SettingError, UsageError
 from tests.helpers.spawn import run_ranks
 
@@ -442,3 +442,48 @@ def test_a_model_that_was_not_prepared_is_told(make: Any) -> None:
     accelerator.backward(loss(model))  # once is enough
     with pytest.raises(SettingError, match="class Linear"):
         accelerator.prepare(nn.Linear)
+
+
+# ---- windows that are left, or begin late
+
+
+def train_in_windows(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    batches: Any,
+    left_out: tuple[float, ...] = (),
+    last: float | None = None,
+    scheduler: Any = None,
+) -> None:
+    """Train as scripts do, until the last batch; of those that are left out no step is taken, and gradients stay."""
+    for (x,) in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            if x.item() not in left_out:
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+        if x.item() == last:
+            return
+
+
+def test_gradients_of_a_window_without_a_step_stay_until_the_next_one(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(*linear(), numbers(6, 1))
+    train_in_windows(accelerator, model, optimizer, loader, left_out=(2.0, 3.0))
+    assert model.weight.item() == -(0.5 + 2.5 + 4.5)
+
+
+def test_a_window_begins_anew_where_batches_were_skipped(make: Any) -> None:
+    accelerator = make(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True))
+    model, optimizer = linear()
+    steps = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, numbers(4, 1), steps)
+    train_in_windows(accelerator, model, optimizer, loader, last=2.0, scheduler=scheduler)
+    assert model.weight.item() == -0.5
+    skipping = accelerator.skip_first_batches(loader, 1)
+    train_in_windows(accelerator, model, optimizer, skipping, scheduler=scheduler)
+    assert model.weight.item() == -(0.5 + 1.0 + 2.5), "the open window was left, and the first one has one batch"
+    assert steps.last_epoch == 2 + 3, "a scheduler counts the batches of its windows"

@@ -20,6 +20,7 @@ from instep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FolderInUseError,
     SettingError,
     UnsavableStateError,
 )
@@ -544,3 +545,35 @@ def test_a_save_reads_no_manifest_whose_step_it_knows_already(tmp_path: Path, mo
 def test_a_word_that_means_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="newest"):
         CheckpointStore(tmp_path).resolve("newest")
+
+
+def test_a_folder_that_is_given_twice_is_looked_at_once(store: CheckpointStore) -> None:
+    path = store.save(1, writes(1.0))
+    flip(path / "model.safetensors", -1)
+    with pytest.warns(UserWarning, match="passed over") as caught:
+        assert store.newest_verified(also=[store.root]) is None
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="passed over") as caught, pytest.raises(CorruptCheckpointError):
+        store.resolve("last", also=[store.root])
+    assert len(caught) == 1
+
+
+def test_nothing_is_committed_by_a_run_that_lost_its_folder_while_it_wrote(store: CheckpointStore) -> None:
+    class Lost:
+        gone, serial = False, None
+
+        def check(self) -> None:
+            if self.gone:
+                raise FolderInUseError("it is another run's now")
+
+    lease = Lost()
+
+    def write(writer: Writer) -> None:
+        writes(1.0)(writer)
+        lease.gone = True
+
+    store.lease = lease  # type: ignore[assignment]
+    with pytest.raises(FolderInUseError):
+        store.save(1, write)
+    assert store.scan() == []
+    assert left_over(store) == []

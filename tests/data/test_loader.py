@@ -648,3 +648,12 @@ def test_ranks_that_end_alone_weigh_as_if_all_ran() -> None:
     with pytest.raises(SettingError, match="Choose one") as caught:
         prepare_loader([1], even_batches=False, uneven="join")
     assert caught.value.field == "uneven"
+
+
+def test_before_the_first_sample_a_checkpoint_fits_another_order() -> None:
+    shuffled = prepare_loader(DataLoader(Numbers(8), batch_size=2, shuffle=True))
+    in_sequence = prepare_loader(DataLoader(Numbers(8), batch_size=2))
+    in_sequence.load_state_dict(shuffled.state_dict(0))
+    assert flat(list(in_sequence)) == [*range(8)]
+    with pytest.raises(DataError, match="shuffle=False"):
+        in_sequence.load_state_dict(shuffled.state_dict(1))

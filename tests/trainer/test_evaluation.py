@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
+from instep.state import GradientState
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, samples, weights
 
 
@@ -351,3 +352,53 @@ def test_what_hooks_put_into_a_checkpoint_comes_back(tmp_path: Path):
     other = Keeps()
     quiet().test(other, loader(), ckpt_path=path, verbose=False)
     assert other.vocabulary["a"] == 1
+
+
+class Watching(Toy):
+    """Sees what the state of gradients says before and after a validation, and how often there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[Any] = []
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+        self.note()
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self.note()
+
+    def note(self) -> None:
+        state = GradientState()
+        self.states.append((state.end_of_dataloader, state.active_dataloader, [*state.dataloader_references]))
+
+
+def test_the_state_of_gradients_is_the_trainings_again_after_a_validation():
+    model = Watching()
+    quiet(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0).fit(model, loader(16, 4), loader(8, 4))
+    assert len(model.states) == 4
+    assert model.states[0] == model.states[1]
+    assert model.states[2] == model.states[3]
+    assert model.states[0][0] is False
+    assert model.states[0][1] is not None
+
+
+@pytest.mark.parametrize("interval", [1.0, 4])
+def test_a_validation_at_an_epochs_end_is_not_repeated_by_a_resume_from_it(tmp_path: Path, interval: float):
+    def fit(**options: Any) -> int:
+        saving = ModelCheckpoint(tmp_path, save_top_k=-1, save_on_train_epoch_end=False)
+        trainer = quiet(
+            max_epochs=2,
+            val_check_interval=interval,
+            num_sanity_val_steps=0,
+            enable_checkpointing=True,
+            callbacks=[saving],
+        )
+        model = Watching()
+        trainer.fit(model, loader(16, 4), loader(8, 4), **options)
+        return len(model.states) // 2
+
+    assert fit() == 2
+    [first] = [path for path in tmp_path.iterdir() if "step-00000004" in path.name or "step=4" in path.name]
+    assert fit(ckpt_path=first) == 1
