@@ -386,6 +386,8 @@ def _write_runs(folder: Path) -> None:
     (run / "failures/rank-1.json").write_text(json.dumps(failure))
     pace = {"rank": 1, "host": "h", "step_s": 0.4, "work_s": 0.3, "data_s": 0.0}
     (run / "paces.json").write_text(json.dumps({"time": 1e9, "step": 7, "slow": [1], "ranks": [pace]}))
+    label = {"name": "base", "tags": ["good"], "note": "two\nlines", "archived": False}
+    (run / "label.json").write_text(json.dumps(label))
     (run / "hang-1").mkdir()
     (run / "hang-1/rank-0.txt").write_text("stack\n")
     (run / "out.log").write_text("line\r\n\x1b[31mred\n")
@@ -405,11 +407,14 @@ def _runs(folder: Path, rng: Random) -> int:
             (
                 ["runs", "ls", ".", "-c", "lr,loss", "--sort", "loss"],
                 ["runs", "ls", ".", "--json"],
+                ["runs", "ls", ".", "--all", "--csv", "--where", "not lr>1 or tag=good and loss<1"],
                 ["runs", "show", "run"],
                 ["runs", "show", "run", "--verify", "--log", "5"],
                 ["runs", "show", ".", "--json"],
                 ["runs", "compare", ".", "--all"],
                 ["runs", "compare", ".", "--json"],
+                ["runs", "note", "run", "mine"],
+                ["runs", "rm", "run", "--yes"],
             )
         )
     )
