@@ -234,7 +234,7 @@ class Table:
             gone: headers of columns that were left out.
         """
         counts = Counter(entry.run.status.state for entry in self.entries)
-        states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+        states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common()) or "none fits"
         lines = [f"{len(self.entries):,} run{'s' * (len(self.entries) != 1)}: {states}"]
         lines += [line for metric in self.metrics if (line := self._best(metric))]
         ended = [entry for entry in self.entries if entry.why and entry.run.status.state != "finished"]
@@ -375,6 +375,9 @@ def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[s
     if width is None:
         widths = [min(column.width, _LONG) if column.cut and column.rank else column.width for column in kept]
     else:
+        always = [column.width + _GAP for column in kept if column.rank <= _ALWAYS]
+        if len(always) > 2 and sum(always) - _GAP > width >= sum(always) - always[1] - _GAP:
+            del kept[1]  # without its state, which the lines below the table have too, each name is whole
         while len(kept) > 1 and _needed(kept) > width:
             kept.remove(max(kept, key=lambda column: column.rank))
         widths = [min(size, width) for size in _least(kept)]

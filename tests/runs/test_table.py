@@ -200,6 +200,9 @@ def test_a_run_is_one_line_at_any_width_and_its_name_is_cut_last(tmp_path: Path)
                 assert width is not None
                 assert width < 60 or any(f"{word} " in f"{cell} " for column in columns for cell in column.cells)
     assert "RuntimeError: the loader ended early because of a sample" in fit(columns, 200)[0][1]
+    narrow = Table.of(read_entries(sweep(tmp_path / "more"))).columns(lambda _: "")
+    assert fit(narrow, 32)[0][0].split() == ["run", "least", "val_loss"]
+    assert fit(narrow, 24)[0][0].split() == ["run", "state"]
 
 
 @pytest.mark.parametrize("name", EVIL)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     params = [entry.params for entry in entries]
     keys = list(dict.fromkeys(key for each in params for key in each))
     differs = differing(params)
-    there = list(dict.fromkeys(name for entry in entries for name in entry.ends if name != "hp_metric"))
+    there = list(dict.fromkeys(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric")))
     metrics = [metric_of(name) for name in args.metrics or there]
     if lacking := [metric.name for metric in metrics if metric.name not in there]:
         raise UsageError(f"no run has the metric {lacking[0]!r}; there are {', '.join(there[:20])}")
