@@ -80,7 +80,7 @@ class AimLogger(Logger):
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
-        if self.delivery.sends_rest:  # of this process, which is not the run
+        if self.delivery.sends_rest:  # Aim would record this process, which is not the run
             self._extras = {**dict.fromkeys(self._extras, False), "system_tracking_interval": None}
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
@@ -94,7 +94,7 @@ class AimLogger(Logger):
             self._run = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (errors.RunLockingError, TimeoutError):  # of a process that was killed elsewhere, or had our number
+        except (errors.RunLockingError, TimeoutError):  # a process held the lock that was killed elsewhere
             self._run = self._aim.Run(force_resume=True, **arguments)
         self.delivery.version = self._run.hash
         self._run.name = self._name or self._run.name

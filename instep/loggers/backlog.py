@@ -25,13 +25,13 @@ from instep.utils.warn import warn_user
 QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # where the disk takes nothing either
-_DISK_PAUSE_S = 5.0  # until a disk that took nothing is asked again: each time costs the writing of the whole queue
+_LOST_BYTES = 16 * _QUEUE_BYTES  # the most in memory where the disk takes nothing either
+_DISK_PAUSE_S = 5.0  # pause after a full disk: each try costs the writing of the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
 _READ_BYTES = 2**20  # a group that is read holds up who appends
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
-_MARK = b', "'  # in front of the mark, the last part of a line
+_MARK = b', "'  # separator before the mark, which is the last part of a line
 _ENCODER = json.JSONEncoder(default=str)  # once: `json.dumps` makes one for each line
 
 
@@ -153,16 +153,16 @@ class Backlog:
         """Records that were moved into the file of those that the logger does not take."""
         self.place: int | None = None
         """Rows that the logger's file has before the first record that waits; None where it does not count them."""
-        self._next_row: int | None = None  # of the first record in memory, where some wait in the file
+        self._next_row: int | None = None  # row of the first record in memory, where some wait in the file
         self.lost = 0
         """Records that neither the memory nor the disk could take."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
-        self._gone = 0  # of the records that `peek` returned, those that were lost since then
+        self._gone = 0  # number of records that `peek` returned and that were lost since then
         self._file: BinaryIO | None = None
         self._in_file = 0
-        self._offset = 0  # of the first record that waits in the file
-        self._end = 0  # of the last one
+        self._offset = 0  # place of the first record that waits in the file
+        self._end = 0  # place behind the last record in the file
         self._next_spill_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class Backlog:
             self.place = place
             gone, self._gone = min(number, self._gone), 0
             self.lost -= gone
-            if self._in_file:  # also where they were spilled after `peek`
+            if self._in_file:  # records may have been spilled after `peek`
                 self._skip(number - gone)
             else:
                 for _ in range(number - gone):

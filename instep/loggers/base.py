@@ -121,7 +121,7 @@ class Logger:
     _given_version: int | str | None = None
     _prefix: str = ""
     _sub_dir: str | None = None  # below the run's folder
-    _file: OutputFile | None = None  # of a logger that writes one
+    _file: OutputFile | None = None  # a logger that writes one sets it
     _refused: frozenset[str] = frozenset()  # kinds that the subclass lacks, each warned of once
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
     _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit

@@ -43,7 +43,7 @@ class ClearMLLogger(Logger):
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # with a server that is away the run begins without it
+    _start_timeout_s = 15.0  # the run begins without a server that does not answer
     _SYNC = ("project_name", "offline")
 
     def __init__(
@@ -68,7 +68,7 @@ class ClearMLLogger(Logger):
         self._ours = self._task is None
         if not self._ours:
             return
-        Task._report_subprocess_enabled = False  # as `sdk.development.report_use_subprocess: false` does
+        Task._report_subprocess_enabled = False  # the same as `sdk.development.report_use_subprocess: false`
         if self._offline is not None:
             Task.set_offline(self._offline)
         if Task._offline_mode:
@@ -78,7 +78,7 @@ class ClearMLLogger(Logger):
             os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
             try:
                 self._task = Task.init(self._project_name, self._name, **self._given)
-                self._task.get_offline_mode_folder()  # from now on it knows the folder by itself
+                self._task.get_offline_mode_folder()  # ClearML keeps the folder from this call on
             finally:
                 del os.environ[_CACHE]
                 os.environ.update(given)

@@ -47,7 +47,7 @@ class CometLogger(Logger):
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # with a server that is away the run begins without it
+    _start_timeout_s = 15.0  # the run begins without a server that does not answer
     _SYNC = ("workspace", "project", "online", "offline_directory")
     _PATHS = {"offline_directory": ""}
 

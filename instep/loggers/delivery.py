@@ -31,7 +31,7 @@ from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
-_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
+_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # wrong settings raise these
 
 _OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
 
@@ -128,15 +128,15 @@ class Delivery:
         self._began_s = 0.0
         self._x: float | None = None  # the last place on another x-axis than the steps
         self._lacks_x = False  # a warning has said that nothing has that name
-        self._waiting: list[Record] = []  # until the logger is open
-        self._early: Path | None = None  # where it wrote when it was opened before a run
+        self._waiting: list[Record] = []  # records of before the start
+        self._early: Path | None = None  # folder that was opened before a run
         self.opened_folder: Path | None = None
         """The new run folder that was opened before a run, which then takes it."""
-        self._rest_dir: Path | None = None  # where the run that is over wrote
-        self._home = Path()  # where relative paths point from
+        self._rest_dir: Path | None = None  # folder of a run that is over
+        self._home = Path()  # folder that relative paths point from
         self.sender: Sender | None = None
         """The thread, while the logger is open."""
-        self._note = Path()  # of the backlog
+        self._note = Path()  # path of the note beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
         self._in_doubt = 0  # records in front of which a part may have arrived: sending them failed
@@ -327,7 +327,7 @@ class Delivery:
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
-            self.open()  # after a run; or by hand: no Trainer is to say where
+            self.open()  # a run is over, or there is no Trainer that names the folder
         if self.sender is not None:
             self._send(self.sender, record)
         elif self._waiting:
@@ -337,7 +337,8 @@ class Delivery:
             self._close_at_exit()
 
     def _send(self, sender: Sender, record: Record) -> None:
-        sender.put(record)
+        if sender.backlog.append(record):
+            sender.wake.set()
         if record.step is not None:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 

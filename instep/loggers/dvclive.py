@@ -83,11 +83,11 @@ class DVCLiveLogger(Logger):
         if resume:
             for table in folder.glob("plots/metrics/**/*.tsv"):
                 text = table.read_bytes()
-                if not text.endswith(b"\n"):  # of a machine that went down
+                if not text.endswith(b"\n"):  # the machine went down while it wrote the last row
                     table.write_bytes(text[: text.rfind(b"\n") + 1])
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
         if self.delivery.sends_rest:
-            self._settings["save_dvc_exp"] = False  # of the repository of this folder, which is not the run's
+            self._settings["save_dvc_exp"] = False  # this folder has another repository than the run
         self._live = dvclive.Live(fspath(folder), resume=resume, dvcyaml=dvcyaml, exp_name=self._name, **self._settings)
 
     def _delivered(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class DVCLiveLogger(Logger):
         self._live.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._live.artifacts_dir) / artifact.name  # in the folder, where there is no DVC repository too
+        copy = Path(self._live.artifacts_dir) / artifact.name  # the copy is there without a DVC repository too
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)

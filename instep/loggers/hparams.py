@@ -20,7 +20,7 @@ from instep.utils.warn import warn_user
 
 NAME = "hparams.yaml"
 
-_MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
+_MAX_ITEMS = 64  # a larger tensor or array is data, not a setting
 
 
 def plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Cell: TypeAlias = "bool | int | float | str | None"
 
 _CHANNELS = (1, 3, 4)
-_MOST_PATCH_BYTES = 2**20  # of uncommitted changes: more than that is data that nobody meant to commit
+_MOST_PATCH_BYTES = 2**20  # larger changes are data that nobody meant to commit
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +314,7 @@ def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Make a list of values of a kind from one value or several; an option may be one for each."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
-        batch = make is to_image and getattr(values, "ndim", 0) == 4  # as Accelerate's users log pictures
+        batch = make is to_image and getattr(values, "ndim", 0) == 4  # Accelerate's users log pictures as a batch
         values = list(values) if batch or isinstance(values, list | tuple) else [values]
         known = [option for option in inspect.signature(make).parameters if option not in ("name", "value")]
         for option, given in options.items():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Code, Image, Table, Video
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # that one request may have
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # the most that one request may have
 _WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
 # MLflow tries a request for 4 minutes otherwise, in which nothing else is sent; the logger's thread tries again anyway.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -97,7 +97,7 @@ class MLFlowLogger(Logger):
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
         if nested_run and parent_run_id is None:
-            active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()  # of this thread alone
+            active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()  # the thread's
             parent_run_id = None if active is None else active.info.run_id
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
         self._tags |= {name: text for name, text in notes.items() if text is not None}

@@ -22,7 +22,8 @@ class RowFile(OutputFile, ABC):
 
     def __init__(self) -> None:
         self.rows = 0
-        self._had: tuple[int, frozenset[int]] = 0, frozenset()  # at the start: the first ones, and which others
+        # Rows that the file had at the start: the number of first ones, and the later ones that were kept.
+        self._had: tuple[int, frozenset[int]] = 0, frozenset()
 
     @abstractmethod
     def parse(self, content: bytes) -> list[Any]:

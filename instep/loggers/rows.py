@@ -23,7 +23,7 @@ from instep.utils.untrusted_files import open_regular, parse_json
 
 MOST_LINE_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # one with an image may be large; a larger one is passed over
-_BLOCK = 2**15  # of a W&B file
+_BLOCK = 2**15  # bytes of a block in a W&B file
 _PIECE = 2**18
 _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").fullmatch
 

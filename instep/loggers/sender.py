@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PERIOD_S = 0.5  # how long records wait for company
 _LONGEST_PAUSE_S = 60.0
 _MOST_TEXT = 200
-_TRIES = 3  # of one record, until the next one shows whether the tracker works
+_TRIES = 3  # tries of a record before the next one shows whether the tracker works
 
 _HELD_UP: dict[Path, threading.Thread] = {}
 """Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
@@ -59,7 +59,7 @@ class Sender:
         self.error: Exception | None = None
         """Why nothing could be sent last; None while it works."""
         self.is_begun = False
-        self._is_started = False  # it has to be closed, also where what comes after that fails
+        self._is_started = False  # the tracker has to be closed, although taking over what waited may fail
         self._left_over = 0  # records in front that an earlier process could not send
         self._books, self._name = books, name
         self._failures = 0
@@ -67,7 +67,8 @@ class Sender:
         self._next_try_s = 0.0
         self._hurries = False  # to send what else would wait for more
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
-        self._wake = threading.Event()
+        self.wake = threading.Event()
+        """Set where so many records wait that they should be sent now."""
         self._ends = False
         self._noted_s = time.monotonic()
         self._before = _HELD_UP.get(backlog.path)
@@ -97,12 +98,7 @@ class Sender:
 
     def _end(self) -> None:
         self._ends = True
-        self._wake.set()
-
-    def put(self, record: Record) -> None:
-        """Send a record when its turn comes."""
-        if self.backlog.append(record):
-            self._wake.set()
+        self.wake.set()
 
     def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
         """Run a function in the thread and return its result.
@@ -121,7 +117,7 @@ class Sender:
         future: Future[Any] = Future()
         self._hurries |= after_all and early
         self._tasks.append((function, future, after_all))
-        self._wake.set()
+        self.wake.set()
         try:
             future.exception(timeout_s)
         except (NotInTime, CancelledError):
@@ -202,9 +198,9 @@ class Sender:
                 self._try()
             self._run_tasks(waited)
             if not self._tasks and not self._ends:
-                self._wake.wait(_PERIOD_S)
-            self._wake.clear()
-        self._run_tasks(())  # such as the tracker's end
+                self.wake.wait(_PERIOD_S)
+            self.wake.clear()
+        self._run_tasks(())  # the last task closes the tracker
         while self._tasks:
             self._tasks.popleft()[1].cancel()
         if _HELD_UP.get(self.backlog.path) is self.thread:
@@ -233,14 +229,14 @@ class Sender:
                 self.backlog.drop(len(group), self._books.writer.file.row_count())
                 left -= len(group)
                 self._failures, self._singly = 0, max(0, self._singly - len(group))
-                if time.monotonic() > self._noted_s + _PERIOD_S:  # also of a tracker that never catches up
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # a tracker that never catches up has no rest
                     self._rest()
                 self._run_tasks(())
             self.error = None
             self._rest()
         except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
             if self._ends and group:
-                return  # it was stopped, and a warning has named what is left
+                return  # the thread was stopped, and a warning has named what is left
             self._singly = self._singly or len(group)
             self._note_failure(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
@@ -289,7 +285,7 @@ class Sender:
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
-        self.backlog.drop(2, self._books.writer.file.row_count())  # with the one after it, which has arrived
+        self.backlog.drop(2, self._books.writer.file.row_count())  # the record after it has arrived
         self._failures, self._next_try_s = 0, 0.0
 
     def _warn(self, text: str) -> None:

@@ -44,7 +44,7 @@ class SwanLabLogger(Logger):
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # with a server that is away the run begins without it
+    _start_timeout_s = 15.0  # the run begins without a server that does not answer
     _SYNC = ("project", "workspace", "mode", "log_dir")
     _PATHS = {"log_dir": ""}
 
@@ -67,8 +67,8 @@ class SwanLabLogger(Logger):
         self._log_dir = log_dir
         self._run: Any = None
         self._ours = False
-        self._sent: dict[str, int] = {}  # the last step of each metric,
-        self._written: dict[str, int] = {}  # and that which SwanLab's thread has written
+        self._sent: dict[str, int] = {}  # the last step of each metric that was logged
+        self._written: dict[str, int] = {}  # the last step of each metric that SwanLab's thread has written
         self._writes = Condition()
 
     def _start(self) -> None:

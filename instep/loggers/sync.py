@@ -82,7 +82,7 @@ def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None 
     check_no_link(folder)
     for file in sorted(folder.glob("*.jsonl")):
         if file.name.endswith(".refused.jsonl") and file.with_name(file.name.replace(".refused", "")).exists():
-            continue  # it is sent with the other one
+            continue  # the refused records are sent with the others
         note = file.with_name(file.name.removesuffix(".jsonl").removesuffix(".refused") + ".json")
         yield _send(run, note, timeout_s, ask or _refuse)
 
@@ -186,7 +186,7 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
                 f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write, leads out "
                 f"of {run}"
             )
-    if not known:  # it may not say which of its arguments are places
+    if not known:  # a class of others may not list which arguments are places
         hosts |= arguments.keys() - {"name", *kind._PATHS}
     return bool(hosts)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # of the files that this process made in one second
+_NUMBERS = count()  # numbers apart the files that this process makes in one second
 
 
 class TensorBoardLogger(Logger):

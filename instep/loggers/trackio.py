@@ -147,7 +147,7 @@ class TrackioLogger(Logger):
             self._log_file(key, self._package().Video, ".gif", video.gif(), video.caption, step)
 
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
-        with TemporaryDirectory() as folder:  # of an array Trackio makes a file by ffmpeg, and sounds louder
+        with TemporaryDirectory() as folder:  # Trackio writes an array by ffmpeg, and louder
             (file := Path(folder) / f"file{ending}").write_bytes(data)
             self._run.log({name: kind(file, caption=caption)}, step=step)
 

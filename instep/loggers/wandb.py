@@ -142,7 +142,7 @@ class WandbLogger(Logger):
         self._disk: WandbFile | None = None  # what W&B has written
         self._there: dict[str, int] = {}  # the last step of each metric in it
         self._last: tuple[dict[str, float], int] = {}, 0
-        self._config: dict[str, Any] = {}  # of a run that was opened before a resumed one was known
+        self._config: dict[str, Any] = {}  # configuration of a run that was opened before the resumed one was known
 
     def _experiment(self) -> Any:
         """Return the `wandb.Run`.
@@ -230,7 +230,7 @@ class WandbLogger(Logger):
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
         if self.delivery.sends_rest:
-            settings |= {"disable_git": True, "disable_code": True}  # of this folder, which is not the run's
+            settings |= {"disable_git": True, "disable_code": True}  # this folder is not the run's
         if wandb.run is not None:
             given.setdefault("reinit", "create_new")  # another logger's run stays open beside this one
         return wandb.init(

@@ -118,10 +118,8 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
 class SilentLogger(NoExperiment):
     """Stands for a logger where nothing is logged: while steps are tried, and with `fast_dev_run`."""
 
-    @property
-    def experiment(self) -> NoExperiment:
-        """Stand-in for a tracker's object: every method does nothing."""
-        return NoExperiment()
+    experiment = NoExperiment()
+    """Stand-in for a tracker's object: every method does nothing."""
 
 
 def first_logger(loggers: Sequence[Any], settings: Settings) -> Any:
