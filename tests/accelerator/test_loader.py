@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from instep import Accelerator
 from tests.accelerator.loops import Net, sgd
@@ -134,3 +137,60 @@ def test_a_pass_without_gradients_may_be_empty(make: Any) -> None:
         assert list(empty) == []
     with pytest.warns(UserWarning, match="had no batch"):
         assert list(empty) == []
+
+
+class Told(Sampler[int]):
+    """Order of three samples; keeps the epochs that it was told of."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_sampler_is_told_of_an_epoch_when_the_script_sets_it(make: Any) -> None:
+    sampler = Told()
+    loader = make().prepare(DataLoader(torch.arange(3), sampler=sampler))
+    loader.set_epoch(5)
+    assert sampler.epochs[-1] == 5
+    list(loader)
+    assert (sampler.epochs[-1], loader.next_epoch) == (5, 6)
+
+
+class Words(IterableDataset[str]):
+    """A stream whose batches, lists of words, do not say how many samples they hold."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "b", "c"])
+
+
+def test_no_number_of_samples_is_left_over_where_none_is_known(make: Any) -> None:
+    accelerator = make()
+    loader = accelerator.prepare(DataLoader(Words(), batch_size=2, collate_fn=Counter))
+    ends = [(accelerator.gradient_state.end_of_dataloader, accelerator.gradient_state.remainder) for _ in loader]
+    assert ends == [(False, -1), (True, -1)]
+
+
+def test_batches_that_other_ranks_had_done_count_in_the_epoch_that_is_resumed_alone(make: Any) -> None:
+    loader = make().prepare(DataLoader(torch.arange(12), batch_size=2))
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    state = loader.state_dict() | {"batches": 2, "trains": True}  # as two ranks save it after four batches
+    passing.close()
+    accelerator = make()
+    model, resumed = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(12), batch_size=2))
+    resumed.load_state_dict(state)
+    seen = []
+    for batch in chain(resumed, islice(resumed, 1)):
+        accelerator.backward(model(batch[:, None].float()).mean())
+        seen += batch.tolist()
+    assert seen == [8, 9, 10, 11, 0, 1]
+    assert resumed.state_dict()["batches"] == 1
