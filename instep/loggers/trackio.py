@@ -82,7 +82,7 @@ class TrackioLogger(Logger):
         if folder is not None and folder.absolute() != trackio.utils.TRACKIO_DIR:
             raise SettingError(
                 f"TrackioLogger(save_dir={str(folder)!r}): Trackio is loaded and writes into "
-                f"{trackio.utils.TRACKIO_DIR}. It has one folder in a process: set TRACKIO_DIR before it is imported.",
+                f"{trackio.utils.TRACKIO_DIR}. A process has one such folder: set TRACKIO_DIR before the import.",
                 field="save_dir",
             )
         name = self._name if self.version is None else self.version
