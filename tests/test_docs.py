@@ -115,6 +115,11 @@ COMPLETE = (  # pages of docs/train that take nothing for granted
 )
 ARGUMENTS = {("docs/command/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
 SWEEP = ("finished 0.03 8", "running 0.03 32", "failed 0.3 8", "finished 0.003 32")  # of the guide to runs
+DIVISION = {  # of a run's data, as `streams/ledger` writes it
+    "step": 0, "epoch": 0, "batch": 0, "accumulate": 1, "seed": 0, "done": 0, "length": 60_000, "shuffle": True,
+    "world_size": 2, "batch_size": 64, "drop_last": False, "even": True, "frozen": False, "order": None,
+    "batches": 469, "epoch_batches": 469,
+}  # fmt: skip
 FILES = {  # what a page takes for granted
     "docs/observe/runs.md": {
         f"instep_runs/version_{number}/{file}": text
@@ -123,6 +128,7 @@ FILES = {  # what a page takes for granted
             ("status.json", json.dumps({"status": state.replace("finished", "done"), "host": "n1", "pid": 1})),
             ("hparams.yaml", f"lr: {lr}\nbatch: {batch}\n"),
             ("metrics.csv", "step,val_loss,val_acc\n1,0.5,0.5\n"),
+            ("samples.jsonl", json.dumps(DIVISION)),
         )
     },
     "docs/porting/accelerate.md": {"train.py": ""},

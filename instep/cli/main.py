@@ -61,6 +61,7 @@ COMMANDS: dict[Command, str] = {
     ("runs", "rm"): "move runs to the trash",
     ("runs", "empty-trash"): "delete removed runs for good",
     ("runs", "sync"): "send what trackers did not take",
+    ("runs", "samples"): "which samples a step had, by rank, file and record",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
     ("dashboard",): "a live local page of run folders, in a browser",
@@ -68,7 +69,7 @@ COMMANDS: dict[Command, str] = {
 }
 GROUPS = {
     "checkpoint": "look into checkpoints, check, compare and convert them",
-    "runs": "look at local runs of any logger, name and remove them",
+    "runs": "look at local runs, name and remove them",
 }
 _EXAMPLES = (
     "  instep fit --config run.yaml --trainer.max_epochs 3",
@@ -85,6 +86,7 @@ _SHARED = {
     **{("runs", name): "runs.labels" for name in ("name", "tag", "note", "archive")},
     **{("runs", name): "runs.removed" for name in ("rm", "empty-trash")},
 }
+_GUESTS: dict[Command, str] = {("runs", "samples"): "instep.streams.command"}
 _WITH_INNER = {name for name in COMMANDS if any(len(other) > 1 and other[:1] == name for other in COMMANDS)}
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 _ALL_EXIT_CODES = (
@@ -168,7 +170,7 @@ def load(command: Command) -> Any:
     """Import what a command consists of: a module, or a class."""
     if command in _SHARED:
         return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].title().replace("-", ""))
-    return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
+    return import_module(_GUESTS.get(command) or ".".join(("instep.cli", *command)).replace("-", "_"))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -258,6 +257,4 @@ def _few(samples: list[Any] | None) -> str:
 
 
 def _exact(value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return repr(value) if math.isfinite(value) else str(value)
+    return "unknown" if value is None else repr(value)

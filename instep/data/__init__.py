@@ -25,5 +25,7 @@ if TYPE_CHECKING:
     from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler
     from instep.data.tune import tune_loader as tune_loader
     from instep.streams.dataset import StreamDataset as StreamDataset
+    from instep.streams.mixture import StreamMixture as StreamMixture
+    from instep.streams.packing import PackedStream as PackedStream
 
 __all__, __getattr__, __dir__ = loads(__name__)

@@ -255,8 +255,10 @@ def described(loader: Any) -> str:
     return name if dataset is None else f"{name} of a {type(dataset).__name__}"
 
 
-def list_samples(indices: list[Any] | None) -> str:
+def list_samples(indices: list[Any] | None, source: Any = None) -> str:
     """Write the indices of a batch's samples for a message: the first 16 of them.
+
+    Where the data set of `source` has a method `describe_sample(index)`, what it says of each is added.
 
     Example:
         >>> list_samples([3, 1, 2]), list_samples(None)
@@ -265,4 +267,6 @@ def list_samples(indices: list[Any] | None) -> str:
     if indices is None:
         return "unknown"
     more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
-    return f"{indices[:_LISTED]}{more}"
+    described = getattr(getattr(source, "dataset", None), "describe_sample", None)
+    shown = [f"{index!r} ({described(index)})" if described else repr(index) for index in indices[:_LISTED]]
+    return f"[{', '.join(shown)}]{more}"

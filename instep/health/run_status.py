@@ -39,8 +39,8 @@ _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Tell whether a file of a run folder is one of those written here."""
-    return name == _SPARE or name.startswith((NAME, PROGRESS)) or _OF_A_RANK.match(name) is not None
+    """Tell whether a file of a run folder is one of those written here, or by `streams.ledger`."""
+    return name == _SPARE or name.startswith((NAME, PROGRESS, "samples")) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 from instep.errors import DataError, SettingError
 from instep.streams.formats import Array, BadRecord, Kept, Reader
 from instep.streams.index import Index, default_cache
-from instep.streams.order import WindowOrder
+from instep.streams.order import WindowOrder, order_from
 from instep.streams.shards import FORMATS, check_unchanged, find_shards
 from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
@@ -54,6 +54,8 @@ class StreamDataset(Dataset[Any]):
             pickle where they are not forked.
         window: records that are shuffled among themselves, or 1 to shuffle the files alone. Where the files are sorted
             by class, the window should span several files.
+        bucket: sort the records of a window by `length`, and cut them into groups of so many, which come in a drawn
+            sequence: give it the samples of all ranks in a step, so that a batch needs little padding. 0: do not.
         counts: number of records of each file, where it is known; checked when the file is opened.
         columns: those of a table that are read; None: all.
         length: the field of a record that is its length, or that has it by `len`; gives `lengths`.
@@ -80,7 +82,7 @@ class StreamDataset(Dataset[Any]):
         >>> stream = StreamDataset(folder / "*.jsonl", decode=lambda record: record["number"], cache=folder)
         >>> len(stream), stream[3], stream.__getitems__([4, 0])
         (5, 3, [4, 0])
-        >>> stream.describe(3).rpartition("/")[2]
+        >>> stream.describe_sample(3).rpartition("/")[2]
         'a.jsonl, record 3 at byte 42'
     """
 
@@ -90,6 +92,7 @@ class StreamDataset(Dataset[Any]):
         decode: Callable[[Any], Any] | None = None,
         *,
         window: int = 10_000,
+        bucket: int = 0,
         counts: Sequence[int] | None = None,
         columns: Sequence[str] | None = None,
         length: str | None = None,
@@ -101,6 +104,11 @@ class StreamDataset(Dataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.window = at_least(1)("window", window)
+        self.bucket = at_least(0)("bucket", bucket)
+        if bucket and length is None:
+            raise SettingError(
+                f"bucket={bucket} sorts by length: name the field, as length=...", field="bucket", got=bucket
+            )
         self.on_bad_sample = choice("raise", "skip")("on_bad_sample", on_bad_sample)
         if format is not None:
             choice(*FORMATS)("format", format)
@@ -115,6 +123,7 @@ class StreamDataset(Dataset[Any]):
         self._keep_bytes = at_least(0)("keep_bytes", keep_bytes)
         self.counts = np.asarray(self._index.counts(self.shards, counts), dtype=np.int64)
         self._ends = np.cumsum(self.counts)
+        self._length = int(self._ends[-1])
         self._used: tuple[int, int] | None = None  # an epoch and its number of files, where that is not all
         self._left_out = None
         if on_bad_sample == "skip":
@@ -133,7 +142,7 @@ class StreamDataset(Dataset[Any]):
         self._forget()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._length
 
     def __getitem__(self, index: int) -> Any:
         return self._samples([self._checked(index)], skip=False)[0]
@@ -143,10 +152,10 @@ class StreamDataset(Dataset[Any]):
         return self._samples([self._checked(index) for index in indices], skip=self.on_bad_sample == "skip")
 
     def _checked(self, index: int) -> int:
-        place = index + len(self) if index < 0 else index
-        if not 0 <= place < len(self):
-            raise IndexError(f"sample {index} of a stream of {len(self)}")
-        return int(place)
+        place = int(index) + self._length if index < 0 else int(index)
+        if not 0 <= place < self._length:
+            raise IndexError(f"sample {index} of a stream of {self._length}")
+        return place
 
     def _samples(self, indices: list[int], skip: bool) -> list[Any]:
         found: list[Any] = [None] * len(indices)
@@ -164,8 +173,8 @@ class StreamDataset(Dataset[Any]):
                 self._leave_out(indices[place], wrong_one)
         if bad and len(bad) == len(indices):
             raise DataError(
-                f"none of the {len(indices)} samples of a batch can be read; the last is {self.describe(indices[-1])}. "
-                "Look at the file"
+                f"none of the {len(indices)} samples of a batch can be read, such as "
+                f"{self.describe_sample(indices[0])}. Look at the file"
             )
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
@@ -192,7 +201,7 @@ class StreamDataset(Dataset[Any]):
     def _bad(self, index: int, error: Exception) -> DataError:
         what = error if isinstance(error, BadRecord) else f"decode raised {type(error).__name__}: {error}"
         hint = "" if self.on_bad_sample == "skip" else ". on_bad_sample='skip' leaves such samples out of their batches"
-        return DataError(f"sample {index} ({self.describe(index)}) cannot be read: {what}{hint}")
+        return DataError(f"sample {index} ({self.describe_sample(index)}) cannot be read: {what}{hint}")
 
     def _leave_out(self, index: int, error: DataError) -> None:
         assert self._left_out is not None
@@ -213,9 +222,9 @@ class StreamDataset(Dataset[Any]):
             return 0, []
         rows = [(int(row[0]), row[1 : 1 + min(int(row[0]), _NAMED)].tolist()) for row in self._left_out]
         places = sorted({index for _, some in rows for index in some})
-        return sum(number for number, _ in rows), [self.describe(index) for index in places]
+        return sum(number for number, _ in rows), [self.describe_sample(index) for index in places]
 
-    def describe(self, index: int) -> str:
+    def describe_sample(self, index: int) -> str:
         """Return the file of a sample and its place there, for a message."""
         index = self._checked(index)
         shard = int(np.searchsorted(self._ends, index, side="right"))
@@ -255,17 +264,26 @@ class StreamDataset(Dataset[Any]):
 
     def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch: an object with `len` of which slices are lists."""
-        counts = self.counts
-        if self._used is not None and self._used[0] == epoch:
-            counts = counts[: self._used[1]]
-        if not shuffle:
-            return range(int(counts.sum()))
-        return WindowOrder(counts, self.window, seed, "order", epoch, cycle)
+        if not (shuffle and self.bucket):
+            return order_from(self._spec(epoch), shuffle, seed, epoch, cycle)
+        counts, bucket = self.counts[: self._files(epoch)].tolist(), self.bucket
+        return WindowOrder(counts, self.window, seed, "order", epoch, cycle, lengths=self.lengths, bucket=bucket)
+
+    def _instep_order_spec(self, epoch: int) -> dict[str, Any] | None:
+        """Describe the order of an epoch, for `instep runs samples`; None where it depends on the lengths too."""
+        return None if self.bucket else self._spec(epoch)
+
+    def _spec(self, epoch: int) -> dict[str, Any]:
+        files = zip(self.shards, self.counts.tolist(), strict=True)
+        return {"files": [(shard.url, count) for shard, count in files][: self._files(epoch)], "window": self.window}
+
+    def _files(self, epoch: int) -> int:
+        return self._used[1] if self._used is not None and self._used[0] == epoch else len(self.shards)
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
         """Return what an order depends on beside its seed, for a checkpoint."""
-        files = len(self.shards) if self._used is None or self._used[0] != epoch else self._used[1]
-        return {"files": files, "digest": self._digest(files), "window": self.window}
+        files = self._files(epoch)
+        return {"files": files, "digest": self._digest(files), "window": self.window, "bucket": self.bucket}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
         """Take up an epoch that was begun with the files of `mark`.
@@ -281,11 +299,12 @@ class StreamDataset(Dataset[Any]):
                 "files, compared by name and number of records, in their order). Give the same list, to which files "
                 "may be appended, or resume from the end of an epoch"
             )
-        if mark.get("window") != self.window:
-            raise DataError(
-                f"the stream has window={self.window}, the epoch was begun with window={mark.get('window')}. Resume "
-                "with the same one, or from the end of an epoch"
-            )
+        for name in ("window", "bucket"):
+            if mark.get(name) != getattr(self, name):
+                raise DataError(
+                    f"the stream has {name}={getattr(self, name)}, the epoch was begun with {name}={mark.get(name)}. "
+                    "Resume with the same one, or from the end of an epoch"
+                )
         self._used = None if files == len(self.shards) else (epoch, int(files))
 
     def _digest(self, files: int) -> str:

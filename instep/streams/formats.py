@@ -13,7 +13,7 @@ import tarfile
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +247,12 @@ class Table(Reader):
     bounds: Array  # number of the first row of each group, and of all rows
 
     @abstractmethod
-    def load(self, group: int) -> Any:
+    def load(self, number: int) -> Any:
         """Read a group as a record batch."""
+
+    def group(self, number: int) -> Group:
+        """Read a group."""
+        return Group(self._pyarrow, self.load(number))
 
     def __init__(self, path: Path, kept: Kept, columns: Sequence[str] | None) -> None:
         super().__init__(path)
@@ -256,22 +260,20 @@ class Table(Reader):
         self._pyarrow = require("pyarrow", extra="data", purpose=f"reading {path.name}")
 
     def read(self, rows: Sequence[int]) -> list[Any]:
-        wanted = np.asarray(rows)
-        groups = np.searchsorted(self.bounds, wanted, side="right") - 1
         found: list[Any] = []
-        for group in np.unique(groups):
-            mine = wanted[groups == group] - self.bounds[group]
+        number = start = stop = 0
+        group: Group | None = None
+        for row in rows:
             try:
-                batch = self._kept.get((self, int(group)), lambda group=group: self.load(int(group)))
-                found += self._records(batch.take(self._pyarrow.array(mine)))
+                if not start <= row < stop:
+                    number = int(np.searchsorted(self.bounds, row, side="right")) - 1
+                    group, start, stop = None, int(self.bounds[number]), int(self.bounds[number + 1])
+                if group is None:
+                    group = self._kept.get(self, number)
+                found.append(group[row - start])
             except (self._pyarrow.ArrowException, OSError, ValueError) as error:
-                found += [BadRecord(f"its group of rows cannot be read: {error}")] * len(mine)
+                found.append(BadRecord(f"its group of rows cannot be read: {error}"))
         return found
-
-    def _records(self, batch: Any) -> list[dict[str, Any]]:
-        columns = [_values(self._pyarrow, column) for column in batch.columns]
-        names = batch.schema.names
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def place(self, row: int) -> str:
         group = int(np.searchsorted(self.bounds, row, side="right")) - 1
@@ -288,18 +290,20 @@ class Parquet(Table):
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(path, *rest)
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
-        self._table = parquet.ParquetFile(self._file)
+        self._table = parquet.ParquetFile(str(path))  # not self._file: each read of it would go through Python
         facts = self._table.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
         self.bounds = np.cumsum([0, *sizes])
 
-    def load(self, group: int) -> Any:
-        size = self._table.metadata.row_group(group).total_byte_size
+    def load(self, number: int) -> Any:
+        size = self._table.metadata.row_group(number).total_byte_size
         if size > _GROUP_BYTES:
             raise ValueError(f"it has {size:,} bytes, and at most {_GROUP_BYTES:,} are read at once")
         threads = get_worker_info() is None
-        table = self._table.read_row_group(group, columns=self.columns, use_threads=threads).combine_chunks()
-        batches = table.to_batches()
+        table = self._table.read_row_group(number, columns=self.columns, use_threads=threads)
+        batches = (
+            table if all(column.num_chunks == 1 for column in table.columns) else table.combine_chunks()
+        ).to_batches()
         if len(batches) != 1:
             raise ValueError(f"it is read as {len(batches)} pieces, where one was expected")
         return batches[0]
@@ -327,14 +331,31 @@ class Arrow(Table):
             sizes = [batch.num_rows for batch in batches]
         self.bounds = np.cumsum([0, *sizes])
 
-    def load(self, group: int) -> Any:
-        batch = self._get(group)
+    def load(self, number: int) -> Any:
+        batch = self._get(number)
         batch.validate(full=True)  # else offsets of a stranger's file would be followed anywhere
         return batch if self.columns is None else batch.select(list(self.columns))
 
     def close(self) -> None:
         super().close()
         self._map.close()
+
+
+class Group:
+    """Rows that were decoded together, each a dict of its columns.
+
+    Args:
+        pyarrow: the package.
+        batch: a record batch.
+    """
+
+    def __init__(self, pyarrow: Any, batch: Any) -> None:
+        self.nbytes: int = batch.nbytes
+        self._names = batch.schema.names
+        self._getters = [_getter(pyarrow, column) for column in batch.columns]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(zip(self._names, [get(row) for get in self._getters], strict=True))
 
 
 class Kept:
@@ -344,16 +365,17 @@ class Kept:
         self._most, self._bytes = most, 0
         self._groups: OrderedDict[Any, Any] = OrderedDict()
 
-    def get(self, key: Any, load: Any) -> Any:
-        """Return a group, read if it is not there."""
+    def get(self, reader: Table, number: int) -> Group:
+        """Return a group of a reader, read if it is not there."""
+        key = reader, number
         if key in self._groups:
             self._groups.move_to_end(key)
             return self._groups[key]
-        batch = self._groups[key] = load()
-        self._bytes += batch.nbytes
+        group = self._groups[key] = reader.group(number)
+        self._bytes += group.nbytes
         while self._bytes > self._most and len(self._groups) > 1:
             self._bytes -= self._groups.popitem(last=False)[1].nbytes
-        return batch
+        return group
 
     def drop(self, reader: Any) -> None:
         """Forget the groups of a reader."""
@@ -365,18 +387,28 @@ RANGES: dict[str, type[Ranges]] = {"jsonl": JsonLines, "text": Text, "tar": Tar}
 TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
 
 
-def _values(pyarrow: Any, column: Any) -> Sequence[Any]:
-    """Return the values of a column: arrays of numbers without going through Python's numbers one by one."""
+def _getter(pyarrow: Any, column: Any) -> Callable[[int], Any]:
+    """Return what reads a value of a column; a scalar of pyarrow for each would take most of the time."""
     types, kind = pyarrow.types, column.type
-    lists = types.is_list(kind) or types.is_large_list(kind)
-    if lists and not column.null_count:
-        inner = column.flatten()
-        if (types.is_integer(inner.type) or types.is_floating(inner.type)) and not inner.null_count:
-            ends = column.offsets.to_numpy(zero_copy_only=False)
-            return np.split(inner.to_numpy(zero_copy_only=False), (ends - ends[0])[1:-1])
-    if (types.is_integer(kind) or types.is_floating(kind)) and not column.null_count:
-        return column.to_numpy(zero_copy_only=False).tolist()
-    return column.to_pylist()
+    if column.null_count:
+        return lambda row: column[row].as_py()
+    if types.is_integer(kind) or types.is_floating(kind):
+        return column.to_numpy(zero_copy_only=False).tolist().__getitem__
+    if types.is_list(kind) or types.is_large_list(kind):
+        values = column.values
+        if (types.is_integer(values.type) or types.is_floating(values.type)) and not values.null_count:
+            numbers, places = values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+            return lambda row: numbers[places[row] : places[row + 1]].copy()  # else it would keep the group
+    text = types.is_string(kind) or types.is_large_string(kind)
+    if text or types.is_binary(kind) or types.is_large_binary(kind):
+        wide = types.is_large_string(kind) or types.is_large_binary(kind)
+        _, places, content = column.buffers()
+        starts = np.frombuffer(places, np.int64 if wide else np.int32)[column.offset :][: len(column) + 1].tolist()
+        raw = memoryview(b"" if content is None else content)
+        if text:
+            return lambda row: str(raw[starts[row] : starts[row + 1]], "utf-8")
+        return lambda row: bytes(raw[starts[row] : starts[row + 1]])
+    return lambda row: column[row].as_py()
 
 
 def _check_sizes(starts: Array, most: int) -> None:

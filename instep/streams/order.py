@@ -11,16 +11,18 @@ import torch
 
 from instep.utils.seed import derive_seed
 
+BLOCK = 1024  # samples of a mixture that have an exact proportion
+MOST_SOURCES = 20  # so that a block has room for what is left over of each
 _WINDOWS = 4  # that are kept: ranks that are simulated in one process, and a batch over an edge
 
 
-class LazyOrder(Sequence[int]):
+class LazyOrder(Sequence[Any]):
     """Order of which slices are computed on demand: `order[start:stop]` is a list.
 
     Subclasses have `__len__` and `_part(start, stop)`, with 0 <= start < stop <= len.
     """
 
-    def _part(self, start: int, stop: int) -> list[int]:
+    def _part(self, start: int, stop: int) -> list[Any]:
         raise NotImplementedError
 
     def __getitem__(self, key: Any) -> Any:
@@ -34,7 +36,7 @@ class LazyOrder(Sequence[int]):
             raise IndexError(f"place {key} of an order of {len(self)}")
         return self._part(place, place + 1)[0]
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), 1024):
             yield from self[start : start + 1024]
 
@@ -49,6 +51,8 @@ class WindowOrder(LazyOrder):
         counts: samples of each shard; sample i of shard s has the index `sum(counts[:s]) + i`.
         window: samples that are permuted together.
         *parts: what the draw is derived from, such as seed and epoch.
+        lengths: of each sample, by which those of a window are sorted before they are cut into buckets.
+        bucket: samples of a bucket; the buckets of a window come in a drawn sequence. 0: there are none.
 
     Example:
         >>> order = WindowOrder([3, 2], 2, 0)
@@ -56,13 +60,15 @@ class WindowOrder(LazyOrder):
         ([0, 1, 2, 3, 4], True)
     """
 
-    def __init__(self, counts: Sequence[int] | np.ndarray[Any, Any], window: int, *parts: int | str) -> None:
-        self._window, self._parts = window, parts
-        counts = np.asarray(counts, dtype=np.int64)
-        sequence = torch.randperm(len(counts), generator=self._dice("shards")).numpy()
-        firsts = np.cumsum(counts) - counts
-        self._ends = np.cumsum(counts[sequence])
-        self._moved = firsts[sequence] - (self._ends - counts[sequence])  # an index minus its place before the windows
+    def __init__(
+        self, counts: Sequence[int], window: int, *parts: int | str, lengths: Any = None, bucket: int = 0
+    ) -> None:
+        self._window, self._parts, self._lengths, self._bucket = window, parts, lengths, bucket
+        sizes = np.asarray(counts, dtype=np.int64)
+        sequence = torch.randperm(len(sizes), generator=self._dice("shards")).numpy()
+        firsts = np.cumsum(sizes) - sizes
+        self._ends = np.cumsum(sizes[sequence])
+        self._moved = firsts[sequence] - (self._ends - sizes[sequence])  # an index minus its place before the windows
         self._kept: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -78,16 +84,126 @@ class WindowOrder(LazyOrder):
         return found
 
     def _indices(self, number: int) -> np.ndarray[Any, Any]:
-        if number in self._kept:
-            return self._kept[number]
-        first = number * self._window
-        size = min(self._window, len(self) - first)
-        places = first + torch.randperm(size, generator=self._dice("window", number)).numpy()
-        indices = places + self._moved[np.searchsorted(self._ends, places, side="right")]
-        self._kept[number] = indices
-        if len(self._kept) > _WINDOWS:
-            self._kept.popitem(last=False)
-        return indices
+        if number not in self._kept:
+            first = number * self._window
+            size = min(self._window, len(self) - first)
+            places = first + torch.randperm(size, generator=self._dice("window", number)).numpy()
+            indices = places + self._moved[np.searchsorted(self._ends, places, side="right")]
+            _keep(self._kept, number, self._bucketed(indices, number) if self._bucket else indices)
+        return self._kept[number]
+
+    def _bucketed(self, indices: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, Any]:
+        """Put samples of about the same length side by side; what fills no bucket comes last."""
+        by_length = indices[np.argsort(self._lengths[indices], kind="stable")]
+        whole = len(indices) // self._bucket
+        buckets = by_length[: whole * self._bucket].reshape(whole, self._bucket)
+        drawn = torch.randperm(whole, generator=self._dice("buckets", number)).numpy()
+        return np.concatenate([buckets[drawn].reshape(-1), by_length[whole * self._bucket :]])
 
     def _dice(self, *what: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(*self._parts, *what))
+
+
+class MixtureOrder(LazyOrder):
+    """Order of an epoch of several sources, of which each has its share of every block of 1,024 samples.
+
+    An index is a pair: the source, and the index there.
+
+    Positions are counted over all epochs, and so are the passes of each source, in a new order each.
+
+    Args:
+        spec: of the mixture: `sources`, the specs of their orders; `phases`, pairs of a position and the shares from
+            there on; `size`, samples of an epoch.
+        shuffle: whether the sources are shuffled; their sequence is drawn in any case.
+        seed: of all draws.
+        epoch: the epoch.
+    """
+
+    def __init__(self, spec: dict[str, Any], shuffle: bool, seed: int, epoch: int) -> None:
+        self._spec, self._shuffle, self._seed, self._begin = spec, shuffle, seed, epoch * spec["size"]
+        self._lengths = [sum(count for _, count in source["files"]) for source in spec["sources"]]
+        self._kept: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
+        self._orders: OrderedDict[tuple[int, int], Sequence[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._spec["size"]
+
+    def _part(self, start: int, stop: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        start, stop = start + self._begin, stop + self._begin
+        while start < stop:
+            number, at = divmod(start, BLOCK)
+            some = self._block(number)[at : at + stop - start]
+            found += some
+            start += len(some)
+        return found
+
+    def _block(self, number: int) -> list[tuple[int, int]]:
+        if number not in self._kept:
+            before, after = self.used(number * BLOCK), self.used((number + 1) * BLOCK)
+            counts = [end - start for start, end in zip(before, after, strict=True)]
+            dice = torch.Generator().manual_seed(derive_seed(self._seed, "block", number))
+            sources = np.repeat(np.arange(len(counts)), counts)[torch.randperm(BLOCK, generator=dice).numpy()]
+            samples = [iter(self._samples(source, before[source], count)) for source, count in enumerate(counts)]
+            _keep(self._kept, number, [(source, next(samples[source])) for source in sources.tolist()])
+        return self._kept[number]
+
+    def used(self, position: int) -> list[int]:
+        """Return how many samples of each source come before a position of the run."""
+        phases, found = self._spec["phases"], [0] * len(self._lengths)
+        ends = [start for start, _ in phases[1:]] + [position]
+        for (start, shares), end in zip(phases, ends, strict=True):
+            here = min(end, position) - start
+            if here <= 0:
+                continue
+            parts = [int(share * here) for share in shares]
+            parts[shares.index(max(shares))] += here - sum(parts)  # the largest gets what is left over
+            found = [one + part for one, part in zip(found, parts, strict=True)]
+        return found
+
+    def _samples(self, source: int, used: int, count: int) -> list[int]:
+        """Return the next samples of a source of which `used` were taken, pass after pass."""
+        found: list[int] = []
+        while count:
+            number, at = divmod(used, self._lengths[source])
+            if (source, number) not in self._orders:
+                seed = derive_seed(self._seed, "source", source)
+                order = order_from(self._spec["sources"][source], self._shuffle, seed, number, 0)
+                _keep(self._orders, (source, number), order, 2 * len(self._lengths))
+            some = self._orders[source, number][at : at + count]
+            found += some
+            used, count = used + len(some), count - len(some)
+        return found
+
+
+def order_from(spec: dict[str, Any], shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
+    """Make the order that a spec describes, which is of JSON values.
+
+    Args:
+        spec: `files`, pairs of a name and a count, and `window`; or that of a `MixtureOrder`.
+        shuffle: False: in sequence.
+        seed: of the draw, with the epoch and the cycle.
+        epoch: the epoch.
+        cycle: how often the data was started again within the epoch.
+    """
+    if "sources" in spec:
+        return MixtureOrder(spec, shuffle, seed if not cycle else derive_seed(seed, "cycle", cycle), epoch)
+    counts = [count for _, count in spec["files"]]
+    return WindowOrder(counts, spec["window"], seed, "order", epoch, cycle) if shuffle else range(sum(counts))
+
+
+def place_of(spec: dict[str, Any], sample: Any) -> str:
+    """Return the file of a sample of a spec's order, and the number of its record there."""
+    if "sources" in spec:
+        source, sample = sample
+        return place_of(spec["sources"][source], sample)
+    ends = np.cumsum([count for _, count in spec["files"]], dtype=np.int64)
+    file = int(np.searchsorted(ends, sample, side="right"))
+    name, count = spec["files"][file]
+    return f"{name}, record {sample - int(ends[file]) + count}"
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int = _WINDOWS) -> None:
+    kept[key] = value
+    if len(kept) > most:
+        kept.popitem(last=False)

@@ -325,6 +325,10 @@ def begin_epoch(ctx: RunContext) -> None:
         plan.finish()  # the hook ran at this epoch's true start already
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
+    if ctx.rank == 0 and ctx.trainer.run_folder.path is not None and not ctx.is_trial:
+        accumulate = ctx.loaders.accumulate if ctx.module.automatic_optimization and not ctx.loaders.phases else None
+        ledger = import_module("instep.streams.ledger")  # a guest
+        ledger.note(ctx.trainer.run_folder.path, ctx.source, at.epoch, at.batch, at.global_step, accumulate)
     if inside:  # the step that the checkpoint was saved at had yet to hand over its values and to validate
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:

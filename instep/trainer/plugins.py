@@ -24,11 +24,7 @@ _warned: set[tuple[type, str]] = set()
 
 _A_LOADER = 0.92  # a helper such as get_predict_dataloader is 0.9 of predict_dataloader
 _LOADER_OF = {"fit": "train", "validate": "val"}
-_NEEDED = {
-    "fit": ("training_step", "configure_optimizers"),
-    "validate": ("validation_step",),
-    "test": ("test_step",),
-}
+_NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
 
 
 # ---- the model and the data

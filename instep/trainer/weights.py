@@ -285,12 +285,7 @@ def _loaded(
 
 
 def load_pretrained(
-    cls: type[M],
-    source: PathLike,
-    map_location: Any,
-    strict: bool | None,
-    arguments: dict[str, Any],
-    **options: Any,
+    cls: type[M], source: PathLike, map_location: Any, strict: bool | None, arguments: dict[str, Any], **options: Any
 ) -> M:
     """Make a module of a folder, of a checkpoint or of a repository of the hub, for `TrainModule.from_pretrained`."""
     from instep import pretrained  # late, as its own imports: only who loads one pays for it

@@ -173,9 +173,8 @@ class SpikeDetection(Callback):
             if not sign * (loss - last) > 0:
                 return False
             away = abs(loss - mean)
-            return (self.atol is None or away >= abs(self.atol)) and (
-                self.rtol is None or away >= abs(self.rtol * mean)
-            )
+            limits = (self.atol, None if self.rtol is None else self.rtol * mean)
+            return all(limit is None or away >= abs(limit) for limit in limits)
 
         return [rank for rank, loss in enumerate(losses) if is_spike(loss)]
 
@@ -197,7 +196,8 @@ class SpikeDetection(Callback):
         found = ", ".join(f"{losses[rank]:.6g}" for rank in ranks)
         on = f" on rank {', '.join(map(str, ranks))}" if len(losses) > 1 else ""
         listed = ", ".join(
-            (f"rank {rank}: " if len(losses) > 1 else "") + "; ".join(map(list_samples, everyone[rank]))
+            (f"rank {rank}: " if len(losses) > 1 else "")
+            + "; ".join(list_samples(each, trainer._run.source) for each in everyone[rank])
             for rank in ranks
         )
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")

@@ -285,15 +285,15 @@ class NonFiniteGuard(StepGuest):
             if self._trainer.is_global_zero:
                 done = "The update was left out" if self._leaves_out else "The update was made all the same"
                 more = "; from the sixth on, powers of two are reported" if count == 5 else ""
-                warn_user(f"{_describe(check, facts)} {done} (number {count}{more}).")
+                warn_user(f"{_describe(check, facts, self._trainer._run.source)} {done} (number {count}{more}).")
 
     def _error(self, check: _Check, facts: list[_Facts]) -> NonFiniteError:
         callback = self._trainer.checkpoint_callback
         checkpoint = "" if callback is None else callback.last_model_path
         replay = f"`instep replay {checkpoint or '<checkpoint>'}` repeats the steps after a checkpoint"
         return NonFiniteError(
-            f"{_describe(check, facts)} The update was left out, as was every one after it, and the run ends "
-            f"(nonfinite='stop'); no checkpoint was made since. To find the cause: {replay}, and "
+            f"{_describe(check, facts, self._trainer._run.source)} The update was left out, as was every one after it, "
+            f"and the run ends (nonfinite='stop'); no checkpoint was made since. To find the cause: {replay}, and "
             "Trainer(detect_anomaly=True) names the operation; a lower learning rate or gradient_clip_val may help. To "
             "go on without such steps: nonfinite='skip'.",
             global_step=check.step,
@@ -344,7 +344,7 @@ def _forget_flag(optimizer: Optimizer) -> None:
         optimizer.__dict__.pop(name, None)
 
 
-def _describe(check: _Check, facts: list[_Facts]) -> str:
+def _describe(check: _Check, facts: list[_Facts], source: Any) -> str:
     losses = [(rank, own.loss) for rank, own in enumerate(facts) if own.loss is not None]
     names = list(dict.fromkeys(name for own in facts for name in own.parameters))
     wrong: list[str] = []
@@ -356,7 +356,8 @@ def _describe(check: _Check, facts: list[_Facts]) -> str:
         wrong.append(f"{check.what} that are not finite: {', '.join(names[:_NAMES])}{more}")
     batches = f"batch_idx {check.batches[0]}" + (f" to {check.batches[-1]}" if len(check.batches) > 1 else "")
     samples = [
-        (f"rank {rank}: " if len(facts) > 1 else "") + "; ".join(map(list_samples, own.samples.values()))
+        (f"rank {rank}: " if len(facts) > 1 else "")
+        + "; ".join(list_samples(each, source) for each in own.samples.values())
         for rank, own in enumerate(facts)
     ]
     what = "; ".join(wrong) or "a value was not finite"

@@ -1,0 +1,174 @@
+"""Which samples an optimizer step had, found out afterwards from the seed and the position alone.
+
+A fit writes one line into `samples.jsonl` of its run folder where it begins, and a further one only where an epoch does
+not begin at the step that follows from the last line: when the batches, the accumulation or the ranks change. A line
+says how the data was divided, and where. Orders are drawn again from it: nothing is written per step or per sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from instep.data.index import IndexLoader
+from instep.data.sampler import ShardedBatchSampler
+from instep.errors import DataError
+from instep.streams.order import order_from, place_of
+from instep.utils.atomic import replace
+from instep.utils.checks import is_int
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+
+NAME = "samples.jsonl"
+_MOST_BYTES = 2**26
+
+
+def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
+    """Write how the training data is divided from here on, where that does not follow from the last line.
+
+    Args:
+        folder: the run folder.
+        source: the training data, at the position.
+        epoch: the epoch that begins or goes on.
+        batch: batches of it that are done.
+        step: optimizer steps that are done.
+        accumulate: batches of an optimizer step; None where that is not known.
+    """
+    line = {"step": step, "epoch": epoch, "batch": batch, "accumulate": accumulate, **_division(folder, source, batch)}
+    path = folder / NAME
+    lines = _lines(path)
+    if lines and not _follows(lines[-1], line):
+        lines.append(line)
+    elif not lines:
+        lines = [line]
+    else:
+        return
+    replace(path, "".join(json.dumps(each) + "\n" for each in lines).encode())
+
+
+def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:
+    """Describe how a source divides its data, or why that is not known."""
+    sampler = getattr(source, "sampler", None)
+    if (
+        not isinstance(source, IndexLoader)
+        or type(sampler) is not ShardedBatchSampler
+        or source._drawn is not None
+        or not source._shared
+    ):
+        return {"unknown": f"the order of this {type(source).__name__} is not instep's own"}
+    order, dataset = None, source.dataset
+    if dataset is not None and hasattr(dataset, "_instep_order_of"):
+        spec = dataset._instep_order_spec(sampler.epoch) if hasattr(dataset, "_instep_order_spec") else None
+        if spec is None:
+            return {"unknown": f"{type(dataset).__name__} has an order of its own that it does not describe"}
+        text = json.dumps(spec)
+        order = f"samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        if not (folder / order).exists():
+            replace(folder / order, text.encode())
+    state = source.state_dict(batch)
+    return {
+        **{key: state[key] for key in ("seed", "done", "length", "shuffle", "world_size")},
+        "batch_size": sampler.batch_size,
+        "drop_last": sampler.drop_last,
+        "even": sampler.even,
+        "batches": source.num_batches,
+        "epoch_batches": source.epoch_batches,
+        "frozen": source.frozen,
+        "order": order,
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError):
+        return [parse_object(line) for line in read_regular(path, _MOST_BYTES).splitlines()]
+    return []
+
+
+_PLACE = ("step", "epoch", "batch", "done", "batches")
+
+
+def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Return whether a line says nothing that does not follow from the last one."""
+    if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
+        return False
+    if "unknown" in line or line["accumulate"] is None:
+        return True  # what is not known once is not known in any epoch
+    epochs = line["epoch"] - last["epoch"]
+    if line["batch"] or epochs < 1:
+        return all(last[key] == line[key] for key in _PLACE)
+    first, whole = _windows(last)
+    return line["step"] == last["step"] + first + (epochs - 1) * whole and line["batches"] == last["epoch_batches"]
+
+
+def _windows(line: dict[str, Any]) -> tuple[int, int]:
+    """Return the optimizer steps of the rest of a line's epoch, and of each later one."""
+    rest, every = line["batches"] - line["batch"], line["accumulate"]
+    return -(-rest // every), -(-line["epoch_batches"] // every)
+
+
+def samples_of(folder: Path, step: int) -> dict[str, Any]:
+    """Find the samples of an optimizer step.
+
+    Args:
+        folder: the run folder.
+        step: the step, from 1: the one after which `global_step` is this number.
+
+    Returns:
+        `step`, `epoch`, and `batches`: for each rank and batch its number and `samples`, the indices that counted; with
+        `places`, the file and record of each, where the data is a stream.
+
+    Raises:
+        DataError: the folder does not say it; the text has the reason.
+    """
+    path = folder / NAME
+    reached: list[dict[str, Any]] = []
+    for line in _lines(path):
+        if not is_int(line.get("step"), 0):
+            raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
+        reached = [each for each in reached if each["step"] < line["step"]] + [line]  # it went back to an earlier step
+    line = next((each for each in reversed(reached) if each["step"] < step), None)
+    if line is None:
+        raise DataError(f"{path} does not say which samples step {step} had: no training is noted there")
+    if "unknown" in line or line.get("accumulate") is None:
+        why = line.get("unknown", "the number of batches of a step changed within epochs, or the steps are manual")
+        raise DataError(f"the samples of step {step} are not known: {why}. `instep replay CKPT --steps 3` shows them")
+    try:
+        return _found(folder, line, step)
+    except (KeyError, TypeError, ValueError, OSError, ZeroDivisionError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _found(folder: Path, line: dict[str, Any], step: int) -> dict[str, Any]:
+    first, whole = _windows(line)
+    number, every = step - line["step"] - 1, line["accumulate"]
+    inside = number < first
+    epoch = line["epoch"] + (0 if inside else 1 + (number - first) // whole)
+    start = line["batch"] + number * every if inside else (number - first) % whole * every
+    stop = min(start + every, line["batches"] if inside else line["epoch_batches"])
+    spec = parse_object(read_regular(folder / line["order"], INDEX_BYTES)) if line["order"] else None
+    draw = None if spec is None else partial(order_from, spec, bool(line["shuffle"]))
+    batches = []
+    for rank in range(line["world_size"]):
+        sampler = ShardedBatchSampler(
+            line["length"],
+            line["batch_size"],
+            shuffle=bool(line["shuffle"]),
+            seed=line["seed"],
+            rank=rank,
+            world_size=line["world_size"],
+            drop_last=line["drop_last"],
+            even=line["even"],
+            order=draw,
+        )
+        sampler.set_epoch(0 if line["frozen"] else epoch)
+        sampler.cursor = line["done"] if inside else 0
+        for batch in range(start, stop):
+            at = batch - (line["batch"] if inside else 0)
+            mine = sampler.samples(at)[0]
+            samples = sampler.indices(at)[:mine]
+            found = {"rank": rank, "batch": batch, "samples": samples}
+            batches.append(found if spec is None else {**found, "places": [place_of(spec, each) for each in samples]})
+    return {"step": step, "epoch": epoch, "batches": batches}

@@ -1,0 +1,101 @@
+"""`instep runs samples`: what it says of each step is what the ranks trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from instep.callbacks import ModelCheckpoint
+from instep.cli.main import main
+from instep.data import StreamDataset, StreamMixture
+from instep.errors import DataError, NonFiniteError
+from instep.streams.ledger import samples_of
+from tests.helpers.spawn import run_ranks
+from tests.streams.files import write_shards
+from tests.trainer.toys import Toy, quiet
+
+
+def sample(record: Any) -> Any:
+    return torch.full((4,), float(record["n"])), torch.zeros(())
+
+
+class Ranked(Toy):
+    """Keeps what each rank saw in each optimizer step."""
+
+    def on_train_start(self) -> None:
+        self.steps: dict[int, list[list[float]]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mine = self.trainer._run.source.share.mine
+        self.steps.setdefault(self.trainer.global_step + 1, []).append(batch[0][:mine, 0].tolist())
+        return self.loss(batch)
+
+
+def train(root: str, steps: int, batch_size: int, accumulate: int, mixture: bool = False, **fit: Any) -> Any:
+    folder = Path(root)
+    stream: Any = StreamDataset(folder / "*.jsonl", sample, window=9, cache=folder)
+    if mixture:
+        stream = StreamMixture([stream, StreamDataset(folder / "*.parquet", sample, cache=folder)], [2, 1], size=40)
+    module = Ranked(lr=1e-6)
+    trainer = quiet(
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        default_root_dir=root,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)],
+        devices="auto",
+        **fit.pop("trainer", {}),
+    )
+    trainer.fit(module, DataLoader(stream, batch_size, shuffle=True), ckpt_path="auto")
+    return module.steps, str(trainer.run_folder.path)
+
+
+def said(folder: str, step: int, ranks: int) -> list[list[list[float]]]:
+    batches = samples_of(Path(folder), step)["batches"]
+    return [[list(map(float, each["samples"])) for each in batches if each["rank"] == rank] for rank in range(ranks)]
+
+
+@pytest.mark.dist
+def test_each_step_has_the_samples_that_its_ranks_trained_on(tmp_path: Path) -> None:
+    write_shards(tmp_path, "jsonl")
+    torch.manual_seed(5)
+    first, folder = train(str(tmp_path), 11, 4, 3)  # an epoch has 13 batches, and 5 steps with a short one
+    rest = run_ranks(train, 2, str(tmp_path), 19, 5, 1)  # on other ranks, from the middle of an epoch
+    for step in range(1, 12):
+        assert said(folder, step, 1) == [first[step]]
+    assert len({where for _, where in rest} | {folder}) == 1
+    for step in range(12, 20):
+        assert said(folder, step, 2) == [seen[step] for seen, _ in rest]
+    assert len((Path(folder) / "samples.jsonl").read_text().splitlines()) <= 3, "nothing is written per step"
+
+
+def test_the_command_names_file_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shards(tmp_path, "jsonl")
+    write_shards(tmp_path, "parquet")
+    seen, folder = train(str(tmp_path), 3, 4, 1, mixture=True)
+    capsys.readouterr()
+    assert main(["runs", "samples", str(tmp_path), "--step", "2", "--json"]) == 0
+    (batch,) = json.loads(capsys.readouterr().out)["batches"]
+    ends = {0: 0, 1: 13, 2: 20, 3: 50}
+    for (_, own), place, number in zip(batch["samples"], batch["places"], seen[2][0], strict=True):
+        file, _, record = place.partition(", record ")
+        assert ends[int(Path(file).stem)] + int(record) == own == number
+    assert {Path(place.partition(",")[0]).suffix for place in batch["places"]} <= {".jsonl", ".parquet"}
+    assert main(["runs", "samples", folder, "--step", "99", "--rank", "4"]) == 1
+    with pytest.raises(DataError, match=r"does not say which samples step 0"):
+        samples_of(Path(folder), 0)
+    (Path(folder) / "samples.jsonl").write_text('{"step": 0, "accumulate": 1, "epoch": []}\n')
+    with pytest.raises(DataError, match=r"samples.jsonl is damaged"):
+        samples_of(Path(folder), 1)
+
+
+def test_a_loss_that_is_not_finite_names_file_and_record(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, "jsonl", [8])[0]
+    path.write_text(path.read_text().replace('"n": 5,', '"n": NaN,'))
+    with pytest.raises(NonFiniteError, match=r"5 \(.*000.jsonl, record 5 at byte \d+\)"):
+        train(str(tmp_path), 2, 4, 1, trainer={"nonfinite": "stop"})
