@@ -402,3 +402,15 @@ def test_a_validation_at_an_epochs_end_is_not_repeated_by_a_resume_from_it(tmp_p
     assert fit() == 2
     [first] = [path for path in tmp_path.iterdir() if "step-00000004" in path.name or "step=4" in path.name]
     assert fit(ckpt_path=first) == 1
+
+
+def test_a_stop_within_an_epoch_validates_what_it_ends_with():
+    class Stops(Watching):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == 1
+
+    model = Stops()
+    trainer = quiet(max_epochs=3, num_sanity_val_steps=0, trigger_every=1)
+    trainer.fit(model, loader(40, 4), loader(8, 4))
+    assert trainer.global_step < 10
+    assert len(model.states) // 2 == 1
