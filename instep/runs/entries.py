@@ -24,7 +24,7 @@ from instep.runs.folder import DEPTH, Run, Stamp, below, look_at, path_below, up
 from instep.runs.label import label_of
 from instep.runs.metrics import Curve, MetricsReader
 from instep.runs.naming import call, options_of
-from instep.runs.status import STATES, RunStatus
+from instep.runs.status import STATES, STATUS, RunStatus
 from instep.utils.atomic import replace as replace_file
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
@@ -195,8 +195,11 @@ def at_path(path: str) -> list[Entry]:
         return _named(path)
     if next(below(folder, 0), None) is None:
         return read_entries(folder)
-    names = {entry.run.folder: entry.name for entry in read_entries(folder.parent, 1)}
-    return [replace(entry, name=names.get(entry.run.folder, entry.name)) for entry in read_entries(folder)]
+    beside = {entry.run.folder: entry for entry in read_entries(folder.parent, 1)}
+    if folder in beside and os.path.lexists(folder / STATUS):  # nothing below it is a run of its own
+        return [beside[folder]]
+    found = read_entries(folder)
+    return [replace(entry, name=beside.get(entry.run.folder, entry).name) for entry in found]
 
 
 def _named(name: str) -> list[Entry]:

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from instep.cli.main import main
 from instep.errors import UsageError
 from instep.runs import entries
-from instep.runs.entries import read_entries
+from instep.runs.entries import at_path, read_entries
 from instep.runs.label import Label, write_label
 from instep.runs.table import MARK, Table, cut, fit
 from instep.runs.where import parse
@@ -115,6 +115,8 @@ def test_the_index_is_read_in_place_of_files_and_is_worth_nothing_once_they_chan
         assert read(runs) == known
     index.unlink()
     assert read(runs) == known
+    (alone,) = at_path(str(runs / "version_3"))
+    assert (alone.name, len(list(cache.iterdir()))) == ("lr=0.1 batch=16", 1), "a run has no index of its own"
 
 
 @pytest.mark.parametrize(
