@@ -144,7 +144,7 @@ def litdata(kind: str, files: list[str], workers: int) -> Iterable[Any]:
 
 def webdataset(kind: str, files: list[str], workers: int) -> Iterable[Any]:
     """Read with webdataset, shuffled in a buffer."""
-    import webdataset as wds
+    import webdataset as wds  # pyright: ignore[reportMissingImports]
 
     found = wds.WebDataset(files, shardshuffle=len(files), empty_check=False).shuffle(10_000, initial=1000)
     return wds.WebLoader(found, batch_size=BATCH, num_workers=workers, collate_fn=list)

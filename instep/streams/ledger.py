@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,13 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
         step: optimizer steps that are done.
         accumulate: batches of an optimizer step; None where that is not known.
     """
+    if "INSTEP_REPLAY" in os.environ:
+        return  # it repeats steps of a run that has its lines
+    with suppress(OSError):  # a full disk: the training goes on, and its saves say so
+        _note(folder, source, epoch, batch, step, accumulate)
+
+
+def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
     line = {"step": step, "epoch": epoch, "batch": batch, "accumulate": accumulate, **_division(folder, source, batch)}
     path = folder / NAME
     lines = _lines(path)

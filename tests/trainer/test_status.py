@@ -58,7 +58,8 @@ def status(folder: Path) -> dict[str, Any]:
     [path] = folder.rglob("status.json")
     said = json.loads(path.read_text())
     assert re.fullmatch(rf"step-0000000[{STEP - 1}{STEP}]-1", Path(said["checkpoint"]).name), said
-    files = {file.name for file in path.parent.iterdir()} - {"progress.json"}  # of a run that took some time
+    sometimes = {"progress.json", "samples.jsonl"}  # of a run that took some time, and began to train
+    files = {file.name for file in path.parent.iterdir()} - sometimes
     assert files == {"status.json", "checkpoints", "failures"}, "nothing is left over"
     return said
 
