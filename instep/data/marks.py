@@ -18,6 +18,8 @@ def mark_of(batch: Any) -> int:
     for _, leaf in iter_leaves(batch):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
             parts.append(f"{leaf.dtype} {tuple(leaf.shape)} {digest(leaf)}")
+        elif type(leaf).__module__ == "numpy" and leaf.dtype != object:
+            parts.append(f"{leaf.dtype} {leaf.shape} {digest_of(leaf.tobytes().hex())}")
         elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
             parts.append(repr(leaf))
         else:

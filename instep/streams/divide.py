@@ -521,6 +521,8 @@ class Division:
 
     def _compare(self) -> Pattern:
         everyone = self._everyone(AT_FIRST)
+        if len({len(readers) for readers in everyone}) > 1:
+            raise DataError(f"the ranks have different num_workers in their {self._name}. Give all as many")
         if any(0 in one.digests for one in chain(*everyone)):
             if self.shard.rank == 0:
                 warn_user(
@@ -561,8 +563,11 @@ def gives_samples(loader: Any) -> bool:
     return known and isinstance(loader.dataset, IterableDataset)
 
 
-def by_shards(loader: Any, shard: DataShard) -> Any | None:
-    """Return a loader of a rank's part of a Hugging Face stream, whose files divide evenly; None of other data."""
+def by_shards(loader: Any, shard: DataShard) -> DataLoader[Any] | None:
+    """Return a loader of a rank's part of a Hugging Face stream whose files divide evenly; None of other data.
+
+    No rank reads more than it uses then, but what each has read is its own: it fits this number of ranks only.
+    """
     dataset: Any = loader.dataset if gives_samples(loader) else None
     if not type(dataset).__module__.startswith("datasets.") or getattr(dataset, "_distributed", None) is not None:
         return None

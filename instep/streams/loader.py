@@ -11,7 +11,7 @@ from instep.data.base import OWN_END, DataShard, described
 from instep.data.seeding import RandomStream
 from instep.data.stream import StreamLoader
 from instep.errors import DataError
-from instep.streams.divide import PATTERNS, Division, Pattern, gives_samples
+from instep.streams.divide import PATTERNS, Division, Pattern, by_shards, gives_samples
 from instep.types import StateDict, Stateful
 
 
@@ -58,6 +58,10 @@ class DividedLoader(StreamLoader):
             rewinds=rewinds,
         )
         self._ask, self._sizes, self._resumable = ask, sizes, resumable
+        self._part = by_shards(loader, shard) if ask else None
+        if self._part is not None:
+            self._set_epochs.append(self._part.dataset.set_epoch)
+            self.uneven = uneven if uneven == OWN_END else "join"
         by_samples = gives_samples(loader)
         self._unit: int = (loader.batch_size or 1) if by_samples else 1
         self._origin = 0  # the unit of the common order that the pass began with
@@ -66,7 +70,8 @@ class DividedLoader(StreamLoader):
 
     def _divide(self) -> Division:
         shard = DataShard(self.rank, self.world_size, self.seed)
-        self._division = division = Division(self.loader, shard, self._ask)
+        whole = self.loader if self._part is None else self._part
+        self._division = division = Division(whole, shard, self._ask)
         self.stateful = None
         if division.pattern is not None:
             self._adopt(division)
@@ -95,6 +100,10 @@ class DividedLoader(StreamLoader):
     @property
     def _has_positions(self) -> bool:
         return self.common or self._division is None
+
+    @property
+    def rank_state(self) -> bool:  # type: ignore[override]
+        return not self._has_positions and super().rank_state
 
     # ---- state
 

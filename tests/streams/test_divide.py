@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import chain
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from instep.data import BatchSource, prepare_loader
 from instep.errors import DataError, LoaderWorkerError, RemoteError, SettingError
+from instep.streams import divide
 from tests.data.helpers import rank
 from tests.helpers.spawn import run_ranks
 
@@ -141,7 +143,7 @@ def test_a_claimed_length_is_one_of_all_ranks_together() -> None:
 @replays
 @pytest.mark.parametrize("data", [Numbers, Shuffled, Placed])
 def test_every_sample_comes_once_through_stops_and_resizes(data: type[Numbers]) -> None:
-    schedules(random.Random(5), 12, data)
+    schedules(random.Random(5), 8, data)
 
 
 def schedules(draw: random.Random, count: int, data: type[Numbers]) -> None:
@@ -172,6 +174,7 @@ def test_a_state_of_the_data_set_saves_reading_again() -> None:
     data = [Placed(400) for _ in range(2)]
     taken, state = read([make(one, number, 2) for number, one in enumerate(data)], steps=40)
     assert taken == [*range(320)]
+    assert not make(Placed(), 0, 1).rank_state, "several ranks go on where one stopped"
     for ranks in (1, 2, 3):
         again = [Placed(400) for _ in range(ranks)]
         sources = [make(one, number, ranks) for number, one in enumerate(again)]
@@ -204,6 +207,15 @@ def test_what_must_be_read_again_is_said_with_the_seconds() -> None:
     shorter.load_state_dict(state)
     with pytest.warns(UserWarning, match="are read again"), pytest.raises(DataError, match="ended after 20 samples"):
         read([shorter])
+
+
+def test_what_reading_for_the_others_costs_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divide, "_COSTS_S", 0.0)  # any time at all
+    monkeypatch.setattr(divide, "_COSTS", 0.0)
+    source = make(Numbers(), 0, 2)
+    with pytest.warns(UserWarning, match="reads the whole DataLoader of a Numbers, 2 times what it uses"):
+        read([source])
+    read([source], epoch=1)
 
 
 # ---- who reads what is found out
@@ -329,3 +341,9 @@ def test_whole_batches_of_other_loaders_are_divided() -> None:
     first, second = run_ranks(_batches, 2)
     assert first == [[0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21]] * 3
     assert second == [[2, 3, 6, 7, 10, 11, 14, 15, 18, 19]] * 3
+
+
+if __name__ == "__main__":  # python -m tests.streams.test_divide SEED COUNT
+    warnings.simplefilter("ignore")
+    for kind in (Numbers, Shuffled, Placed):
+        schedules(random.Random(int(sys.argv[1])), int(sys.argv[2]), kind)
