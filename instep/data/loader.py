@@ -370,8 +370,7 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
         from instep.streams.loader import DividedLoader  # late: only streams pay for it
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
-            ranks = wanted.shard.world_size
-            estimate = _lengths(loader, ranks)[1] if divided else _estimate(mine, everyone, wanted)
+            estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else _estimate(mine, everyone, wanted)
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)

@@ -361,8 +361,7 @@ class StreamLoader(PreparedLoader):
                 self.stateful.load_state_dict(copy.deepcopy(state))
                 self._loaded = state
             self._iterator, started = start_workers(self.loader)
-        if started is not None:
-            self._started = started
+        self._started = self._started if started is None else started
         self._pulled = position
         if state is None and position:
             self._skip(position)
