@@ -153,7 +153,7 @@ def schedules(draw: random.Random, count: int, data: type[Numbers]) -> None:
         whole, _ = read([make(data(length), 0, 1, size=size)], epoch)
         taken: list[Any] = []
         state: Any = None
-        story = [(length, epoch, size)]
+        story: list[Any] = [(length, epoch, size)]
         while True:
             ranks, workers = draw.randint(1, 4), draw.choice((0, 0, 0, 1, 2, 3))
             sources = [make(data(length), one, ranks, workers, size) for one in range(ranks)]
