@@ -563,7 +563,7 @@ def gives_samples(loader: Any) -> bool:
     return known and isinstance(loader.dataset, IterableDataset)
 
 
-def by_shards(loader: Any, shard: DataShard) -> DataLoader[Any] | None:
+def by_shards(loader: Any, shard: DataShard) -> Any | None:
     """Return a loader of a rank's part of a Hugging Face stream whose files divide evenly; None of other data.
 
     No rank reads more than it uses then, but what each has read is its own: it fits this number of ranks only.
