@@ -4,15 +4,6 @@ A language model's last layer makes logits of shape [tokens, vocabulary]: 4,096 
 float32, and the plain loss holds them three times. Here the layer and the loss are one function. It goes through the
 tokens a chunk at a time, and makes the gradients of a chunk while its logits are there. The multiplications are those
 of the plain loss, so it takes as long.
-
-Example:
-    >>> import torch
-    >>> hidden, target = torch.randn(6, 4), torch.randint(10, (6,))
-    >>> head = torch.nn.Linear(4, 10, bias=False)
-    >>> loss = linear_cross_entropy(hidden, head.weight, target)
-    >>> plain = torch.nn.functional.cross_entropy(head(hidden), target)
-    >>> torch.allclose(loss, plain)
-    True
 """
 
 from __future__ import annotations
@@ -69,6 +60,14 @@ def linear_cross_entropy(
 
     Raises:
         SettingError: a setting is wrong, or shapes do not fit each other.
+
+    Example:
+        >>> hidden, target = torch.randn(6, 4), torch.randint(10, (6,))
+        >>> head = torch.nn.Linear(4, 10, bias=False)
+        >>> loss = linear_cross_entropy(hidden, head.weight, target)
+        >>> plain = torch.nn.functional.cross_entropy(head(hidden), target)
+        >>> torch.allclose(loss, plain)
+        True
 
     Source:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, 2024 (https://arxiv.org/abs/2411.09009);
