@@ -19,7 +19,7 @@ def mark_of(batch: Any) -> int:
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_complex() or leaf.is_quantized):
             parts.append(f"{leaf.dtype} {tuple(leaf.shape)} {digest(leaf)}")
         elif type(leaf).__module__ == "numpy" and leaf.dtype != object:
-            parts.append(f"{leaf.dtype} {leaf.shape} {digest_of(leaf.tobytes().hex())}")
+            parts.append(f"{leaf.dtype} {leaf.shape} {digest_of(leaf.tobytes().hex())}")  # pyright: ignore
         elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
             parts.append(repr(leaf))
         else:
