@@ -34,7 +34,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-from instep.data.seeding import SeededDataset, add_note
+from instep.data.seeding import add_note
 from instep.errors import DataError, LoaderWorkerError
 
 INIT_RAISED = "The loader's worker_init_fn raised this."
@@ -145,7 +145,8 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
     for name in ("collate_fn", "dataset", "worker_init_fn", "batch_sampler"):
         part = getattr(loader, name, None)
         part = part.then if isinstance(part, SignalSafeWorkerInit) else part
-        part = vars(part)["_dataset"] if isinstance(part, SeededDataset) else part
+        if type(part).__module__.startswith("instep."):
+            part = getattr(part, "__dict__", {}).get("_dataset", part)  # of a wrapper of ours
         try:
             ForkingPickler.dumps(part)
         except Exception:  # noqa: BLE001  whatever it is, the workers cannot get it

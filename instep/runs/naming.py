@@ -87,7 +87,8 @@ def options_of(command: Any) -> dict[str, bool | int | float | str]:
         if match := _OPTION.fullmatch(word):
             found[match[1]] = _parsed(match[2])
         elif re.fullmatch(r"--[A-Za-z_][\w./-]{0,63}", word):
-            found[word[2:]] = True if re.match(r"-[^\d.]|-$", after) else _parsed(after[:200])
+            alone = re.match(r"-[^\d.]|-$", after) or _OPTION.fullmatch(after)
+            found[word[2:]] = True if alone else _parsed(after[:200])
     return {clean(key, ""): told for key, told in found.items()}
 
 

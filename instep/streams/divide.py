@@ -280,7 +280,7 @@ class DividedDataset(IterableDataset[Any]):
         self, source: Any, unit: int, board: _Board, shard: DataShard, alone: bool, restored: StateDict | None = None
     ) -> None:
         own = {"source": source, "unit": unit, "board": board, "shard": shard, "alone": alone, "restored": restored}
-        self.__dict__.update(own, reader=None, pattern=None, started=None)
+        self.__dict__.update(own, _dataset=source, reader=None, pattern=None, started=None)
 
     if TYPE_CHECKING:  # set above, past `__setattr__`
         source: Any

@@ -436,7 +436,7 @@ class Lines(IterableDataset[Tensor]):
 
 def stream(folder: Path, save: bool) -> list[Any]:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata with a new torch
-    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False, streams="as_is")
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     model = Net()
     model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(Lines(), 2))

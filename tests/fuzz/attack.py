@@ -76,6 +76,7 @@ class Attack:
         self.heard = {name: top / f"{name}.heard" for name in ("theirs", "own")}
         self.address = dict.fromkeys(self.heard, "")
         os.environ |= {"HOME": str(self.home), "XDG_STATE_HOME": str(top / "state of the stranger")}
+        os.environ["XDG_CACHE_HOME"] = str(top / "cache")  # of the index of runs, which is the user's own
         self.whole = top / "whole"
         self._train()
         os.environ["XDG_STATE_HOME"] = str(self.home / ".local/state")

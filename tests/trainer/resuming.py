@@ -363,6 +363,7 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
         check_val_every_n_epoch=None if case.across_epochs else 1,
         log_every_n_steps=case.log_every,
         seed_samples=case.seed_samples,
+        streams="as_is",  # each rank has an order of its own
         trigger_every=1,
         callbacks=[*callbacks, *own_callbacks(case), *by_epoch, saver],
     )
