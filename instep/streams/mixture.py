@@ -28,7 +28,7 @@ class StreamMixture(Dataset[Any]):
     to `len` are the places of the first epoch.
 
     Args:
-        datasets: at most 20 sources: `StreamDataset`s, or other map-style data sets, which are shuffled as a whole.
+        datasets: at most 20 sources, each a `StreamDataset` or other map-style data, which is shuffled as a whole.
         weights: one of each, in any unit; or by phase, such as `{0: [7, 3], 50_000: [1, 1]}`: from which position of
             the run on which weights hold, to the nearest block. A weight of 0 leaves a source out of a phase.
         size: samples of an epoch; None: so many that the source that is used up first, by the first phase's weights, is
