@@ -408,6 +408,12 @@ class CombinedLoader(BatchSource):
             stopped = [batch is _END for batch in batches]
             if all(stopped) or (self.mode == "min_size" and any(stopped)):
                 return
+            if self.mode == "max_size_cycle" and any(stopped):
+                name = self._name(self._tracks[stopped.index(True)])
+                raise DataError(
+                    f"loader {name} gives no batch: a loader without any batch cannot be cycled in mode "
+                    "'max_size_cycle'. Leave it out, or use another mode"
+                )
             if self.mode == "min_size":
                 over = any(track.run_end is not None for track in self._tracks)
             else:
@@ -431,11 +437,6 @@ class CombinedLoader(BatchSource):
         try:
             return track.next(number)
         except StopIteration:
-            if self.mode == "max_size_cycle":
-                raise DataError(
-                    f"loader {self._name(track)} gives no batch: a loader without any batch cannot be cycled in mode "
-                    "'max_size_cycle'. Leave it out, or use another mode"
-                ) from None
             track.run_end = number
             track.ended_at = number if track.ended_at is None else track.ended_at
             return _END

@@ -117,8 +117,7 @@ class StreamLoader(PreparedLoader):
         self.stateful = stateful
         self._loaded: StateDict | None = None  # what it has got, until it reads on
         self._length = _least(length, limit) if length is not None else None
-        self._estimate = _least(estimate, limit)
-        self._limit = sys.maxsize if limit is None else limit
+        self._set_ends(estimate, limit)
         self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
         self._started: Any = None  # the loader's iterator with workers, if this made it
@@ -129,6 +128,9 @@ class StreamLoader(PreparedLoader):
         self._counted = False  # what uneven="stop" leaves out
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
+
+    def _set_ends(self, estimate: int | None, limit: int | None) -> None:
+        self._estimate, self._limit = _least(estimate, limit), sys.maxsize if limit is None else limit
 
     @property
     def _own_ends(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +46,8 @@ class DividedLoader(StreamLoader):
     ) -> None:
         self._division: Division | None = None
         estimate, limit = sizes(True)
+        if estimate == 0 and ask:  # its length may be of a rank's own part
+            estimate, limit = sizes(False)
         super().__init__(
             loader,
             shard,
@@ -62,8 +63,7 @@ class DividedLoader(StreamLoader):
         if self._part is not None:
             self._set_epochs.append(self._part.dataset.set_epoch)
             self.uneven = uneven if uneven == OWN_END else "join"
-        by_samples = gives_samples(loader)
-        self._unit: int = (loader.batch_size or 1) if by_samples else 1
+        self._unit: int = (loader.batch_size or 1) if (by_samples := gives_samples(loader)) else 1
         self._origin = 0  # the unit of the common order that the pass began with
         if shard.world_size > 1 or (by_samples and loader.num_workers):
             self._divide()
@@ -85,8 +85,8 @@ class DividedLoader(StreamLoader):
         divided = division.pattern.ranks
         if divided and self.world_size > 1 and self.uneven != OWN_END:
             self.uneven = "stop" if division.drops_last else "join"
-        estimate, limit = self._sizes(divided)
-        self._estimate, self._limit, self._plan = estimate, sys.maxsize if limit is None else limit, None
+        self._set_ends(*self._sizes(divided))
+        self._plan = None
 
     @property
     def _iterated(self) -> Any:

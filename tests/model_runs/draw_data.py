@@ -120,9 +120,9 @@ def all_parted(case: Case) -> Case:
 def whole_on_each_rank(data: Data | Combined) -> Any:
     if isinstance(data, Combined):
         return replace(data, loaders=tuple(whole_on_each_rank(one) for one in data.loaders))
-    if data.kind not in ("map", "batches"):
+    if data.kind not in ("map", "batches") and not (data.kind == "iterable" and data.parts == "same"):
         return data
-    return replace(data, kind="parted", parts="same", shuffle=False)
+    return replace(data, kind="parted", parts="same", shuffle=False, claims=None)
 
 
 def with_fewer(data: Data | Combined, fewer: int) -> Data | Combined:
@@ -157,6 +157,9 @@ def can_move(case: Case) -> bool:
     """
     stages = (case.train, *(() if case.val is None else (case.val,)))
     plain = all(isinstance(stage, Data) and stage.kind in ("map", "iterable", "list") for stage in stages)
+    plain = plain and all(
+        one.claims is None for stage in stages for one in stage.loaders
+    )  # of whom is unknown at first
     worlds = [(rank, ranks) for ranks in (1, 2, 3) for rank in range(ranks)]
     lists = [one for stage in stages for one in stage.loaders if one.kind == "list"]
     plain = plain and all(one.part(rank, ranks) for one in lists for rank, ranks in worlds)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.spawn import run_command
 from tests.model.checkpoints import Checkpoints
-from tests.model.data import Data
+from tests.model.data import Combined, Data
 from tests.model.logs import Log
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
@@ -174,6 +174,32 @@ CHOSEN = {
             checkpoints=Checkpoints(monitor="val", save_on_train_epoch_end=False),
         ),
         (Process(place=0.9), Process(ranks=1)),
+    ),
+    "a limit of an iterable that is divided, behind its first pass": (
+        Case(
+            Settings(min_epochs=0, max_steps=5, limit_train_batches=4, val_check_interval=0.25),
+            Data(11, 2, kind="iterable", parts="chunks"),
+            Data(4, kind="iterable", parts="chunks", first=100),
+            ranks=2,
+        ),
+        (Process(place=0.0), Process()),
+    ),
+    "a limit of an iterable that drops its last batch, divided": (
+        Case(
+            Settings(max_epochs=4, max_steps=12, limit_train_batches=5, val_check_interval=5, num_sanity_val_steps=0),
+            Data(10, 2, drop_last=True, kind="iterable", parts="chunks"),
+            VAL,
+            ranks=2,
+        ),
+        (),
+    ),
+    "an iterable without batches, combined": (
+        Case(
+            Settings(max_steps=6, val_check_interval=1, num_sanity_val_steps=0),
+            Data(6, 2),
+            Combined((Data(2, 4, drop_last=True, kind="iterable", first=100),)),
+        ),
+        (),
     ),
 }
 
