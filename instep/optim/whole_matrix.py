@@ -43,12 +43,9 @@ class _Place:
     rank: int
     boxes: list[Box]
 
-    @property
-    def slices(self) -> list[tuple[slice, ...]]:
-        return [tuple(slice(b, b + n) for n, b in zip(shape, begin, strict=True)) for shape, begin in self.boxes]
-
-    def sizes(self) -> list[int]:
-        return [math.prod(shape) for shape, _ in self.boxes]
+    def __post_init__(self) -> None:
+        self.sizes = [math.prod(shape) for shape, _ in self.boxes]
+        self.slices = [tuple(slice(b, b + n) for n, b in zip(shape, begin, strict=True)) for shape, begin in self.boxes]
 
 
 _places = WeakTensorKeyDictionary()  # parameter -> _Place
@@ -372,7 +369,7 @@ def _to_owners(place: _Place, parts: Sequence[_Part]) -> _Exchange:
     ranks = range(len(place.boxes))
     to = [[part.local for part in parts if part.matrix.owner == rank] for rank in ranks]
     mine = [part.matrix for part in parts if part.matrix.is_mine]
-    return _Exchange(place.group, to, [sum(m.place.sizes()[rank] for m in mine) for rank in ranks], parts[0].local)
+    return _Exchange(place.group, to, [sum(m.place.sizes[rank] for m in mine) for rank in ranks], parts[0].local)
 
 
 class _Scatter:
@@ -392,7 +389,7 @@ class _Scatter:
         to = [[whole[m.parameter][m.place.slices[rank]] for m in mine] for rank in range(len(place.boxes))]
         sizes = [0] * len(place.boxes)
         for matrix in bucket:
-            sizes[matrix.owner] += matrix.place.sizes()[place.rank]
+            sizes[matrix.owner] += matrix.place.sizes[place.rank]
         self._bucket = bucket
         self._exchange = _Exchange(place.group, to, sizes, like)
 
@@ -417,20 +414,20 @@ def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tu
     everyone: list[Any] = [None] * len(place.boxes)
     dist.all_gather_object(everyone, mine, group=place.group)
     told: dict[int, dict[str, Any]] = {number: values for one in everyone for number, values in one.items()}
-    cut: dict[int, dict[str, Any]] = {number: {} for number in range(len(bucket))}
-    device = bucket[0].parameter.device_mesh.device_type
+    cut: dict[DTensor, dict[str, Any]] = {matrix.parameter: {} for matrix in bucket}
+    parts: dict[tuple[str, torch.dtype], list[_Matrix]] = {}
     for number, matrix in enumerate(bucket):
         here = state.get(matrix.parameter, {})
         for key, value in told[number].items():
-            if not isinstance(value, _Dtype):
-                cut[number][key] = here.get(key, value)
-                continue
-            whole = {matrix.parameter: here[key].to(device)} if matrix.is_mine else {}
-            like = torch.empty(0, dtype=value.dtype, device=device)
-            ((_, local),) = _Scatter([matrix], whole, like).finish()
-            cut[number][key] = with_local(local, matrix.parameter)
-    for number, matrix in enumerate(bucket):
-        yield matrix.parameter, cut[number]
+            cut[matrix.parameter][key] = here.get(key, value)
+            if isinstance(value, _Dtype):
+                parts.setdefault((key, value.dtype), []).append(matrix)
+    device = bucket[0].parameter.device_mesh.device_type
+    for (key, dtype), members in parts.items():
+        whole = {m.parameter: state[m.parameter][key].to(device) for m in members if m.is_mine}
+        for parameter, local in _Scatter(members, whole, torch.empty(0, dtype=dtype, device=device)).finish():
+            cut[parameter][key] = with_local(local, parameter)
+    yield from cut.items()
 
 
 @dataclass
