@@ -136,6 +136,7 @@ accelerator.end_training()
     }
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("seedable", [True, False])
 def test_a_loader_with_a_batch_sampler_and_a_generator_of_its_own_keeps_its_order(seedable: bool) -> None:
     code = f"""
