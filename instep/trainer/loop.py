@@ -21,7 +21,7 @@ from instep.errors import HookError, Preempted, SettingError
 from instep.trainer.checks import check_epoch, check_losses, check_steps
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate
-from instep.trainer.guests import Step, find_guests
+from instep.trainer.guests import Step, find_guests, note_samples
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MOST_HELD, MetricLog, metric_room
 from instep.trainer.manual import manual_optimizer_step, manual_step
@@ -325,10 +325,7 @@ def begin_epoch(ctx: RunContext) -> None:
         plan.finish()  # the hook ran at this epoch's true start already
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
-    if ctx.rank == 0 and ctx.trainer.run_folder.path is not None and not ctx.is_trial:
-        accumulate = ctx.loaders.accumulate if ctx.module.automatic_optimization and not ctx.loaders.phases else None
-        ledger = import_module("instep.streams.ledger")  # a guest
-        ledger.note(ctx.trainer.run_folder.path, ctx.source, at.epoch, at.batch, at.global_step, accumulate)
+    note_samples(ctx)
     if inside:  # the step that the checkpoint was saved at had yet to hand over its values and to validate
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:
