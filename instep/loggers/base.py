@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from instep.errors import LogError, SettingError, UsageError, one_of
@@ -642,12 +643,10 @@ def _has_place(logger: Logger, kind: str) -> bool:
     if takes(type(logger), kind):
         return True
     if kind not in logger._refused:
-        from instep.loggers import that_take  # late: the package knows the names of all loggers
-
         logger._refused |= {kind}
         warn_user(
             f"{type(logger).__name__} has no place for {kind}: it is left out. These have one: "
-            f"{', '.join(that_take(kind))}"
+            f"{', '.join(resolve_name('instep.loggers:that_take')(kind))}"
         )
     return False
 

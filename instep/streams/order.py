@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,8 +23,8 @@ class LazyOrder(Sequence[Any]):
     Subclasses have `__len__` and `_part(start, stop)`, with 0 <= start < stop <= len.
     """
 
-    def _part(self, start: int, stop: int) -> list[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _part(self, start: int, stop: int) -> list[Any]: ...
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
