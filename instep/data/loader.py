@@ -370,7 +370,8 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
         from instep.streams.loader import DividedLoader  # late: only streams pay for it
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
-            estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else _estimate(mine, everyone, wanted)
+            estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else None
+            estimate = estimate or _estimate(mine, everyone, wanted)  # nothing for all: a rank's own claim
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)

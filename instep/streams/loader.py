@@ -46,8 +46,6 @@ class DividedLoader(StreamLoader):
     ) -> None:
         self._division: Division | None = None
         estimate, limit = sizes(True)
-        if estimate == 0 and ask:  # its length may be of a rank's own part
-            estimate, limit = sizes(False)
         super().__init__(
             loader,
             shard,

@@ -177,7 +177,8 @@ class Data:
         if self.claims is None:
             return None
         size = self.batch_size * (ranks if self.parts == "same" else 1)
-        return self.claims // size if self.drop_last else -(-self.claims // size)
+        claimed = self.claims // size if self.drop_last else -(-self.claims // size)
+        return claimed or self.claims // self.batch_size  # nothing for all: it may be a claim of a rank's own part
 
 
 def deal_batches(batches: list[Batch], ranks: int) -> list[Dealt]:

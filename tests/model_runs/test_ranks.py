@@ -201,6 +201,15 @@ CHOSEN = {
         ),
         (),
     ),
+    "a claim that has no batch for every rank": (
+        Case(
+            Settings(max_epochs=0, min_epochs=0, val_check_interval=1, num_sanity_val_steps=0, uneven="join"),
+            Data(7, 3, drop_last=True, kind="iterable", claims=4, parts="same"),
+            VAL,
+            ranks=3,
+        ),
+        (),
+    ),
 }
 
 
