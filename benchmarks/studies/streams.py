@@ -75,7 +75,17 @@ def batches(samples: Iterable[Any]) -> Iterable[list[Any]]:
 
 
 def bare(kind: str, files: list[str], workers: int) -> Iterable[Any]:
-    """Read with what the format's own library has."""
+    """Read with what the format's own library has; each of some workers reads files of its own."""
+    if workers:
+        from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+        class Own(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                worker: Any = get_worker_info()
+                return iter(bare(kind, files[worker.id :: workers], 0))
+
+        yield from DataLoader(Own(), None, num_workers=workers, collate_fn=list)
+        return
     if kind == "parquet":
         import pyarrow.parquet as pq
 

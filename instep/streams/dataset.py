@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,32 +145,35 @@ class StreamDataset(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self._samples([self._checked(index)], skip=False)[0]
+        return self._samples([index], skip=False)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch, in the order of the indices; the files are read as the records lie."""
-        return self._samples([self._checked(index) for index in indices], skip=self.on_bad_sample == "skip")
+        return self._samples(indices, skip=self.on_bad_sample == "skip")
 
-    def _checked(self, index: int) -> int:
-        place = int(index) + self._length if index < 0 else int(index)
-        if not 0 <= place < self._length:
-            raise IndexError(f"sample {index} of a stream of {self._length}")
-        return place
+    def _checked(self, indices: Sequence[int]) -> Array:
+        places = np.asarray(indices, dtype=np.int64)
+        places = np.where(places < 0, places + self._length, places)
+        outside = (places < 0) | (places >= self._length)
+        if outside.any():
+            raise IndexError(f"sample {indices[int(outside.argmax())]} of a stream of {self._length}")
+        return places
 
-    def _samples(self, indices: list[int], skip: bool) -> list[Any]:
+    def _samples(self, indices: Sequence[int], skip: bool) -> list[Any]:
         found: list[Any] = [None] * len(indices)
         bad: set[int] = set()
-        for place, record in self._records(indices):
-            try:
-                if isinstance(record, BadRecord):
-                    raise record
-                found[place] = record if self.decode is None else self.decode(record)
-            except Exception as error:  # noqa: BLE001  a user's decode may raise anything
-                wrong_one = self._bad(indices[place], error)
-                if not skip:
-                    raise wrong_one from (None if isinstance(error, BadRecord) else error)
-                bad.add(place)
-                self._leave_out(indices[place], wrong_one)
+        for places, records in self._records(self._checked(indices)):
+            for place, record in zip(places, records, strict=True):
+                try:
+                    if isinstance(record, BadRecord):
+                        raise record
+                    found[place] = record if self.decode is None else self.decode(record)
+                except Exception as error:  # noqa: BLE001  a user's decode may raise anything
+                    wrong_one = self._bad(indices[place], error)
+                    if not skip:
+                        raise wrong_one from (None if isinstance(error, BadRecord) else error)
+                    bad.add(place)
+                    self._leave_out(indices[place], wrong_one)
         if bad and len(bad) == len(indices):
             raise DataError(
                 f"none of the {len(indices)} samples of a batch can be read, such as "
@@ -178,15 +181,17 @@ class StreamDataset(Dataset[Any]):
             )
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
-    def _records(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
-        """Give each record with its place in `indices`, file by file and in the sequence of the file."""
-        shards = np.searchsorted(self._ends, indices, side="right").tolist()
-        order = sorted(range(len(indices)), key=indices.__getitem__)
-        for shard, places in groupby(order, key=shards.__getitem__):
-            mine = list(places)
-            first = int(self._ends[shard] - self.counts[shard])
+    def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
+        """Give the records of each file as they lie there, and their places in `indices`."""
+        order = indices.argsort(kind="stable")
+        ordered = indices[order]
+        shards = self._ends.searchsorted(ordered, side="right")
+        cuts = (np.flatnonzero(np.diff(shards)) + 1).tolist()
+        for begin, end in pairwise([0, *cuts, len(ordered)] if len(ordered) else []):
+            shard = int(shards[begin])
             check_unchanged(self.shards[shard])
-            yield from zip(mine, self._reader(shard).read([indices[place] - first for place in mine]), strict=True)
+            rows = ordered[begin:end] - (self._ends[shard] - self.counts[shard])
+            yield order[begin:end].tolist(), self._reader(shard).read(rows.tolist())
 
     def _reader(self, shard: int) -> Reader:
         if shard in self._readers:
@@ -226,7 +231,7 @@ class StreamDataset(Dataset[Any]):
 
     def describe_sample(self, index: int) -> str:
         """Return the file of a sample and its place there, for a message."""
-        index = self._checked(index)
+        index = int(self._checked([index])[0])
         shard = int(np.searchsorted(self._ends, index, side="right"))
         row = int(index - self._ends[shard] + self.counts[shard])
         try:

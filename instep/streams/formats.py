@@ -12,21 +12,24 @@ import os
 import tarfile
 import weakref
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
 _SCANNED_BYTES = 8 * 2**20  # of a file of lines at once
 _AHEAD_BYTES = 4 * 2**20  # that the system is asked to read around a record that is wanted
+_PIECE_BYTES = 2**20  # of a column of a Parquet file at once
 _BLOCK = 512  # of a tar file
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # members that are a name and its content
+_TURNS = 16  # of all kept groups, after which one that none of them asked for is past: by chance 1 in 10 million
 _GROUP_BYTES = 2**31 - 1  # of a group of rows: what one array of texts can hold
 
 Array = np.ndarray[Any, Any]
@@ -261,19 +264,24 @@ class Table(Reader):
 
     def read(self, rows: Sequence[int]) -> list[Any]:
         found: list[Any] = []
-        number = start = stop = 0
-        group: Group | None = None
+        while len(found) < len(rows):
+            begin = len(found)
+            number = int(np.searchsorted(self.bounds, rows[begin], side="right")) - 1
+            start, stop = int(self.bounds[number]), int(self.bounds[number + 1])
+            own = [row - start for row in rows[begin : bisect_left(rows, stop, begin)]]
+            try:
+                found += self._kept.get(self, number).read(own)
+            except (self._pyarrow.ArrowException, OSError, ValueError) as error:
+                found += self._one_by_one(number, own, error)
+        return found
+
+    def _one_by_one(self, number: int, rows: list[int], error: Exception) -> Iterator[Any]:
+        """Give the rows of a group of which not all can be read."""
         for row in rows:
             try:
-                if not start <= row < stop:
-                    number = int(np.searchsorted(self.bounds, row, side="right")) - 1
-                    group, start, stop = None, int(self.bounds[number]), int(self.bounds[number + 1])
-                if group is None:
-                    group = self._kept.get(self, number)
-                found.append(group[row - start])
-            except (self._pyarrow.ArrowException, OSError, ValueError) as error:
-                found.append(BadRecord(f"its group of rows cannot be read: {error}"))
-        return found
+                yield self._kept.get(self, number).read([row])[0]
+            except (self._pyarrow.ArrowException, OSError, ValueError) as own:
+                yield BadRecord(f"its group of rows cannot be read: {own}")
 
     def place(self, row: int) -> str:
         group = int(np.searchsorted(self.bounds, row, side="right")) - 1
@@ -290,7 +298,8 @@ class Parquet(Table):
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(path, *rest)
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
-        self._table = parquet.ParquetFile(str(path))  # not self._file: each read of it would go through Python
+        # not self._file: each read of it would go through Python; read in pieces, which stay in the processor's cache
+        self._table = parquet.ParquetFile(str(path), pre_buffer=False, buffer_size=_PIECE_BYTES)
         facts = self._table.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
         self.bounds = np.cumsum([0, *sizes])
@@ -299,8 +308,7 @@ class Parquet(Table):
         size = self._table.metadata.row_group(number).total_byte_size
         if size > _GROUP_BYTES:
             raise ValueError(f"it has {size:,} bytes, and at most {_GROUP_BYTES:,} are read at once")
-        threads = get_worker_info() is None
-        table = self._table.read_row_group(number, columns=self.columns, use_threads=threads)
+        table = self._table.read_row_group(number, columns=self.columns, use_threads=False)
         batches = (
             table if all(column.num_chunks == 1 for column in table.columns) else table.combine_chunks()
         ).to_batches()
@@ -342,7 +350,7 @@ class Arrow(Table):
 
 
 class Group:
-    """Rows that were decoded together, each a dict of its columns.
+    """Rows that were decoded together; those that are asked for become dicts of their columns.
 
     Args:
         pyarrow: the package.
@@ -351,64 +359,99 @@ class Group:
 
     def __init__(self, pyarrow: Any, batch: Any) -> None:
         self.nbytes: int = batch.nbytes
-        self._names = batch.schema.names
+        self._named = partial(zip, batch.schema.names)
         self._getters = [_getter(pyarrow, column) for column in batch.columns]
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(zip(self._names, [get(row) for get in self._getters], strict=True))
+    def read(self, rows: list[int]) -> list[dict[str, Any]]:
+        """Return the rows with these numbers."""
+        columns = [get(rows) for get in self._getters]
+        return list(map(dict, map(self._named, zip(*columns, strict=True))))
 
 
 class Kept:
-    """Groups of rows that were read last, up to some bytes, of all shards of a process."""
+    """Groups of rows that were read last, up to some bytes, of all shards of a process.
+
+    A window's groups are asked for in turn. One that was not for a long while belongs to an earlier window, and its
+    memory is better used again at once.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most, self._bytes = most, 0
-        self._groups: OrderedDict[Any, Any] = OrderedDict()
+        self._most, self._bytes, self._asked = most, 0, 0
+        self._groups: OrderedDict[Any, Group] = OrderedDict()
+        self._used: dict[Any, int] = {}
 
     def get(self, reader: Table, number: int) -> Group:
         """Return a group of a reader, read if it is not there."""
         key = reader, number
+        self._asked += 1
+        self._used[key] = self._asked
         if key in self._groups:
             self._groups.move_to_end(key)
             return self._groups[key]
+        while self._groups and self._is_past(next(iter(self._groups))):
+            self._forget(next(iter(self._groups)))
         group = self._groups[key] = reader.group(number)
         self._bytes += group.nbytes
         while self._bytes > self._most and len(self._groups) > 1:
-            self._bytes -= self._groups.popitem(last=False)[1].nbytes
+            self._forget(next(iter(self._groups)))
         return group
+
+    def _is_past(self, key: Any) -> bool:
+        return self._asked - self._used[key] > _TURNS * len(self._groups)
+
+    def _forget(self, key: Any) -> None:
+        self._bytes -= self._groups.pop(key).nbytes
+        del self._used[key]
 
     def drop(self, reader: Any) -> None:
         """Forget the groups of a reader."""
         for key in [key for key in self._groups if key[0] is reader]:
-            self._bytes -= self._groups.pop(key).nbytes
+            self._forget(key)
 
 
 RANGES: dict[str, type[Ranges]] = {"jsonl": JsonLines, "text": Text, "tar": Tar}
 TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
 
 
-def _getter(pyarrow: Any, column: Any) -> Callable[[int], Any]:
-    """Return what reads a value of a column; a scalar of pyarrow for each would take most of the time."""
+def _getter(pyarrow: Any, column: Any) -> Callable[[list[int]], Iterable[Any]]:
+    """Return what reads some values of a column, of the common types without an Arrow array of them."""
     types, kind = pyarrow.types, column.type
+    text = types.is_string(kind) or types.is_large_string(kind)
     if column.null_count:
-        return lambda row: column[row].as_py()
+        return partial(_any_values, pyarrow, column)
     if types.is_integer(kind) or types.is_floating(kind):
-        return column.to_numpy(zero_copy_only=False).tolist().__getitem__
+        values = column.to_numpy(zero_copy_only=False).tolist()
+        return lambda rows: [values[row] for row in rows]
     if types.is_list(kind) or types.is_large_list(kind):
         values = column.values
         if (types.is_integer(values.type) or types.is_floating(values.type)) and not values.null_count:
-            numbers, places = values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
-            return lambda row: numbers[places[row] : places[row + 1]].copy()  # else it would keep the group
-    text = types.is_string(kind) or types.is_large_string(kind)
+            return _lists(values.to_numpy(zero_copy_only=False), column.offsets.to_numpy())
     if text or types.is_binary(kind) or types.is_large_binary(kind):
         wide = types.is_large_string(kind) or types.is_large_binary(kind)
         _, places, content = column.buffers()
         starts = np.frombuffer(places, np.int64 if wide else np.int32)[column.offset :][: len(column) + 1].tolist()
         raw = memoryview(b"" if content is None else content)
         if text:
-            return lambda row: str(raw[starts[row] : starts[row + 1]], "utf-8")
-        return lambda row: bytes(raw[starts[row] : starts[row + 1]])
-    return lambda row: column[row].as_py()
+            return lambda rows: [str(raw[starts[row] : starts[row + 1]], "utf-8") for row in rows]
+        return lambda rows: [bytes(raw[starts[row] : starts[row + 1]]) for row in rows]
+    return partial(_any_values, pyarrow, column)
+
+
+def _any_values(pyarrow: Any, column: Any, rows: list[int]) -> list[Any]:
+    try:
+        return column.take(pyarrow.array(rows)).to_pylist()
+    except pyarrow.ArrowNotImplementedError:  # a few types have no `take`
+        return [column[row].as_py() for row in rows]
+
+
+def _lists(numbers: Array, places: Array) -> Callable[[list[int]], Iterable[Array]]:
+    """Return what copies some lists of numbers: a view would keep the whole group."""
+    size = int(places[1] - places[0]) if len(places) > 1 else 0
+    if size and (np.diff(places) == size).all():
+        matrix = numbers[int(places[0]) : int(places[-1])].reshape(-1, size)
+        return lambda rows: matrix.take(rows, 0)
+    starts = places.tolist()
+    return lambda rows: [numbers[starts[row] : starts[row + 1]].copy() for row in rows]
 
 
 def _check_sizes(starts: Array, most: int) -> None:
