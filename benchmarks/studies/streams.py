@@ -91,7 +91,10 @@ def bare(kind: str, files: list[str], workers: int) -> Iterable[Any]:
 
         for file in files:
             for batch in pq.ParquetFile(file).iter_batches(BATCH):
-                yield batch.to_pylist()
+                rows = batch.drop_columns(["ids"]).to_pylist()
+                for row, ids in zip(rows, batch["ids"].flatten().to_numpy().reshape(-1, 32).copy(), strict=True):
+                    row["ids"] = ids
+                yield rows
         return
 
     def groups() -> Iterable[Any]:

@@ -304,7 +304,19 @@ class Parquet(Table):
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
         self.bounds = np.cumsum([0, *sizes])
 
+    def _read_ahead(self, number: int) -> None:
+        """Ask the system for a group, which is likely to be read next."""
+        if number == self._table.num_row_groups or not hasattr(os, "posix_fadvise"):
+            return
+        group = self._table.metadata.row_group(number)
+        parts = [group.column(column) for column in range(group.num_columns)]
+        start = min(part.dictionary_page_offset or part.data_page_offset for part in parts)
+        size = sum(part.total_compressed_size for part in parts)
+        if start >= 0 <= size:
+            os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+
     def load(self, number: int) -> Any:
+        self._read_ahead(number + 1)
         size = self._table.metadata.row_group(number).total_byte_size
         if size > _GROUP_BYTES:
             raise ValueError(f"it has {size:,} bytes, and at most {_GROUP_BYTES:,} are read at once")
