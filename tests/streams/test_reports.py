@@ -137,8 +137,7 @@ def _stateful(workers: int) -> Any:
 @pytest.mark.dist
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_serves_several_ranks_with_workers(workers: int) -> None:
-    """Ranks with workers failed on batches of different widths, and a state in mid-epoch, taken after batches had been
-    read ahead, repeated samples on several ranks: huggingface/accelerate#3080, #3938 with its fix, PR 3952."""
+    """Ranks with workers failed, and a state in mid-epoch repeated samples: huggingface/accelerate#3080, PR 3952."""
     ranks = run_ranks(_stateful, 2, workers)
     assert ranks[0] == ranks[1]
     for whole, before, after in ranks[0]:
