@@ -131,7 +131,7 @@ class CapturedStep:
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
         self.recorder, self._device = recorder, device
-        self._given_up = self._said = False
+        self._given_up = self._warned = False
         self._left, self._captures = WARM_UP, 0
         self._replay: Callable[[], Any] | None = None
 
@@ -224,7 +224,7 @@ class CapturedStep:
         )
 
     def _misfit(self, batch: Any) -> str:
-        """Say in what a batch differs from the recorded one; "" where it does not."""
+        """Return in what a batch differs from the recorded one; "" where it does not."""
         try:
             shapes = _shapes(batch, self._device)
         except NotCapturable as error:
@@ -237,8 +237,8 @@ class CapturedStep:
         return "a batch has other parts than the one that was recorded"
 
     def _say(self, why: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             warn_user(f"cuda_graphs: this step runs without its graph, and so will others like it: {why}")
 
 
@@ -303,7 +303,7 @@ class CapturedOptimizer:
 
 
 def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
-    """Say why an optimizer's step is not recorded; "" where it can be.
+    """Return why an optimizer's step is not recorded; "" where it can be.
 
     Args:
         optimizer: of the run.

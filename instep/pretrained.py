@@ -174,7 +174,7 @@ def _whole_state(module: TrainModule) -> dict[str, Any]:
 
 
 def is_folder_of_weights(folder: Path) -> bool:
-    """Tell whether `read` finds weights in a folder."""
+    """Return whether `read` finds weights in a folder."""
     return any((folder / name).exists() for name in ("model.safetensors", SAFE_INDEX))
 
 

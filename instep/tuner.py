@@ -17,7 +17,7 @@ from instep.trainer.metrics import Metrics
 from instep.trainer.plugins import SilentLogger, check_data, check_module, need_loaders, saves
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.trainer import Trainer
-from instep.trainer.trials import Keeper
+from instep.trainer.trials import Snapshot
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -190,12 +190,12 @@ class Tuner:
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()
-        keeper = Keeper()
-        keeper.keep_plain_attributes(model)
+        snapshot = Snapshot()
+        snapshot.keep_plain_attributes(model)
         callbacks = [c for c in trainer.callbacks if fn == "fit" and not (saves(c) or _shows(c))]
         for callback in callbacks:
-            keeper.keep_attributes(callback)
-        keeper.keep_random()
+            snapshot.capture_attributes(callback)
+        snapshot.keep_random()
         of_data = {} if datamodule is None else dict(vars(datamodule))
         before = {**vars(trainer), "_data": dict(trainer._data)}
         position = copy(trainer.position)
@@ -221,7 +221,7 @@ class Tuner:
             known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
             vars(trainer).clear()
             vars(trainer).update(before, model=model, _data=known, _last_ctx=last)
-            keeper.restore()
+            snapshot.restore()
             model.trainer = trainer
             if datamodule is not None:
                 vars(datamodule).clear()

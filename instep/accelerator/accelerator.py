@@ -862,7 +862,7 @@ class Accelerator(ProcessMethods):
     # ---- the end
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Let go of everything prepared and empty the device's cache; this run is not the active one any more.
+        """Release everything prepared and empty the device's cache; this run is not the active one any more.
 
         What is registered for checkpointing stays. What the caller's names hold is free from the assignment on: torch's
         next allocation finds it, and the next `clear_device_cache()` gives it to other programs.

@@ -313,7 +313,7 @@ class AcceleratedLoader:
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)
-            if state["source"].get("finished") or (source.plan.exact and source.first_batch >= len(source)):
+            if state["source"].get("finished") or (source.plan.total_is_final and source.first_batch >= len(source)):
                 epoch, batches = epoch + 1, 0  # nothing is left of that epoch
                 source.set_epoch(epoch)
         self._next_epoch, self.opening = epoch, None
@@ -350,7 +350,7 @@ class AcceleratedLoader:
         return getattr(self.source.loader, name)
 
     def close(self) -> None:
-        """Let go of worker processes, and of a pass whose batches the script holds."""
+        """Release worker processes, and of a pass whose batches the script holds."""
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
         self.source.close()

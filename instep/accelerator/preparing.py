@@ -120,7 +120,7 @@ class PreparedRun:
         self.window = Window(self.run, self.world_size, self.device)
 
     def end(self) -> None:
-        """Let go of everything; this run is not the active one any more."""
+        """Release everything; this run is not the active one any more."""
         for loader in self.dataloaders:
             loader.close()
         self._forget()

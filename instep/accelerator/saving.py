@@ -23,7 +23,7 @@ from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.preparing import PreparedRun
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
 from instep.checkpoint.background import PendingSave
-from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
+from instep.checkpoint.edge import anything, check, count, dict_of, list_of, loading_state, mapping, named, text
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, load_model_state
@@ -392,13 +392,13 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
         optimizers, schedulers = states.prepared.optimizers, states.prepared.schedulers
         set_learning_rates([each.optimizer for each in optimizers], [each.scheduler for each in schedulers], parts.lr)
     for name, obj in objects.items():
-        with taking_up(saved.path, f"the object {name}"):
+        with loading_state(saved.path, f"the object {name}"):
             obj.load_state_dict(shared["objects"][name])
     if not parts.position:
         return
     states.prepared.restore_counters(shared["step"], shared["seed"])
     for name, loader in loaders.items():
-        with taking_up(saved.path, f"the loader {name}"):
+        with loading_state(saved.path, f"the loader {name}"):
             loader.load_state_dict(places[name])
     rng = saved.random_state(own, strategy.data_rank)
     saved.restore_random(rng, strategy.data_rank, shared["seed"], shared["step"])
@@ -410,7 +410,7 @@ def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
     if not names:
         return {}
     every = [state["loaders"] for state in saved.ranks()]
-    with taking_up(saved.path, "the loaders"):
+    with loading_state(saved.path, "the loaders"):
         within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
     if within:
         raise CheckpointError(
@@ -449,7 +449,7 @@ def _restore_optimizers_and_schedulers(states: States, saved: SavedRun, parts: R
     rates = [(prepared.optimizer, rates_of(prepared.optimizer)) for prepared in states.prepared.optimizers]
     schedulers = _schedulers(states, _restore_optimizers(states, saved, parts, report))
     if parts.optimizer:
-        with taking_up(saved.path, "the loss scale"):
+        with loading_state(saved.path, "the loss scale"):
             states.prepared.plain.precision.load_state_dict(saved.shared["scaler"])
     if not parts.schedulers:
         for optimizer, own in rates if schedulers else ():
@@ -468,7 +468,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
     trees = saved.optimizer_trees(lazy=states.prepared.main_strategy.sharded)
     here = _optimizers(states)
     strict = parts.strict is not False
-    with taking_up(saved.path, "the optimizers"):
+    with loading_state(saved.path, "the optimizers"):
         places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
     strategy = _of_all(states)
@@ -484,7 +484,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
             report.left_out.append(f"the state of any optimizer for {own['optimizer']} of {len(own['shapes'])}")
             continue
         if parts.optimizer:
-            with taking_up(saved.path, f"the optimizer {own['optimizer']}"):
+            with loading_state(saved.path, f"the optimizer {own['optimizer']}"):
                 report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
         order[place] = optimizer

@@ -150,7 +150,7 @@ class Window:
         return found, {id(loader): loader.place for loader in running}, bool(moved)
 
     def mark_step(self) -> None:
-        """Note a step: the batch in hand is done, also where `backward` was not asked to compute it."""
+        """Record a step: the batch in hand is done, also where `backward` was not asked to compute it."""
         loader = self.loader
         if loader is not None and loader.batches_done == loader.batch_idx + 1:
             return
@@ -342,7 +342,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._open = self._refused = self._corrected = False
 
     def hold_gradients(self) -> None:
-        """Note that a backward within a window has added to the gradients."""
+        """Record that a backward within a window has added to the gradients."""
         self._open = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:

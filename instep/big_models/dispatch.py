@@ -191,11 +191,11 @@ class _Where:
         return self._main if found is None else found  # a module of which only the inner ones are named
 
     def is_away(self, name: str) -> bool:
-        """Tell whether a module or weight is offloaded."""
+        """Return whether a module or weight is offloaded."""
         return self._entry(name) in self._away
 
     def is_on_disk(self, name: str) -> bool:
-        """Tell whether a module or weight is on the disk."""
+        """Return whether a module or weight is on the disk."""
         return self._entry(name) == DISK
 
     def device(self, name: str) -> torch.device:
@@ -543,7 +543,7 @@ def cpu_offload_with_hook(
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Tell whether a module's own weights are offloaded between its forwards.
+    """Return whether a module's own weights are offloaded between its forwards.
 
     Example:
         >>> has_offloaded_params(nn.Linear(2, 2)), has_offloaded_params(cpu_offload(nn.Linear(2, 2)))

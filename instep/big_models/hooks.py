@@ -700,7 +700,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Tell whether a module uses weights of modules within that it does not call, so that it needs all at once."""
+    """Return whether a module uses weights of modules within that it does not call, so that it needs all at once."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 

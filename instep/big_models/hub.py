@@ -23,7 +23,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)(?<!\.safetensors)(?<!\.
 
 
 def is_repository(name: PathLike) -> bool:
-    """Tell whether a text has the form of a repository's name on the hub, such as "user/model", not of a file's."""
+    """Return whether a text has the form of a repository's name on the hub, such as "user/model", not of a file's."""
     return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
 
 

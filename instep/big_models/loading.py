@@ -515,7 +515,7 @@ class _Converted:
 
 
 def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
-    """Note where those on the meta device lie, and return the others."""
+    """Record where those on the meta device lie, and return the others."""
     waiting = {weight: weight.old.is_meta for weight in weights}
     for weight in (weight for weight, waits in waiting.items() if waits):
         weight.old.data = weight.old.data.to(weight.dtype)

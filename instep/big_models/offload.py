@@ -90,7 +90,7 @@ class WeightsMap(Mapping[str, Tensor]):
         return type(self), (self.stored,)
 
     def is_kept(self, name: str) -> bool:
-        """Tell whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
+        """Return whether a weight stays where it lies, in memory or mapped, so that using it costs nothing."""
         return name in self._kept
 
 
@@ -98,7 +98,7 @@ _OFFLOADED: WeakKeyDictionary[nn.Module, WeightsMap] = WeakKeyDictionary()
 
 
 def set_offloaded_weights(model: nn.Module, weights: WeightsMap) -> None:
-    """Note where the weights lie that a model has left on the meta device."""
+    """Record where the weights lie that a model has left on the meta device."""
     _OFFLOADED[model] = weights
 
 

@@ -22,7 +22,7 @@ _WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # advice of Linux; the first is macOS's
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Tell whether all pages of a tensor's memory are there; False where that cannot be known.
+    """Return whether all pages of a tensor's memory are there; False where that cannot be known.
 
     Args:
         tensor: contiguous, on the CPU.

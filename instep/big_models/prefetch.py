@@ -52,7 +52,7 @@ class Prefetcher:
         self._pid = -1
 
     def begin(self, block: int) -> None:
-        """Say that a block computes from now on: its weights are there on return, and the next ones are asked for.
+        """Mark a block as the one that computes now: its weights are there on return, and the next ones are asked for.
 
         Raises:
             Exception: what reading this block raised.
@@ -79,7 +79,7 @@ class Prefetcher:
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
-        """Let go of what comes no more, and return what is to be read now, the current block first."""
+        """Release what comes no more, and return what is to be read now, the current block first."""
         before, last = self._last
         if last is not None:
             self._next[before, last] = block

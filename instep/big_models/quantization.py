@@ -331,7 +331,7 @@ def _kept_by_default(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:
-    """Tell whether a name is one of some modules', or of what is in them; the modules' first parts may be left out."""
+    """Return whether a name is one of some modules', or of a part's; the modules' first parts may be left out."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -515,7 +515,7 @@ class _Places:
         return device_of(name, self._devices)
 
     def is_offloaded(self, name: str) -> bool:
-        """Tell whether a weight is not where its module computes."""
+        """Return whether a weight is not where its module computes."""
         return self.of(name) == "disk" or (self.of(name) == "cpu" and not self.all <= {"cpu", "disk"})
 
     def __call__(self, name: str) -> torch.device:

@@ -141,7 +141,7 @@ def owners(name: str) -> Iterator[str]:
 
 
 def is_within(name: str, owner: str) -> bool:
-    """Tell whether a name is a module's own or of something within the module.
+    """Return whether a name is a module's own or of something within the module.
 
     Example:
         >>> is_within("layers.1.weight", "layers.1"), is_within("layers.10", "layers.1")

@@ -94,7 +94,7 @@ def _device(hook: AlignDevicesHook) -> torch.device:
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
-    """Tell whether a forward makes copies of the weights, which the graph would hold until the backward."""
+    """Return whether a forward makes copies of the weights, which the graph would hold until the backward."""
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]

@@ -199,7 +199,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the best score, the wait count and the reason of a stop."""
         kinds = {"wait_count": count, "stopped_epoch": count, "stopping_reason_message": none_or(text)}
         check(state_dict, kinds, "the state")
         self._best = float(state_dict["best_score"])

@@ -61,7 +61,7 @@ class Timer(Callback):
         self._end: dict[str, float] = {}
         self._before: dict[str, float] = dict.fromkeys(_STAGES, 0.0)
         self._deadline = float("inf")
-        self._said = False
+        self._warned = False
 
     def start_time(self, stage: str = "train") -> float | None:
         """Time at which this stage last began, in seconds of `time.monotonic`; None if it did not."""
@@ -92,7 +92,7 @@ class Timer(Callback):
         self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._said = False
+        self._warned = False
         remaining = self.time_remaining()
         self._begin("train")
         self._deadline = float("inf")
@@ -137,8 +137,8 @@ class Timer(Callback):
     def _stop(self, trainer: Trainer) -> None:
         self._deadline = time.monotonic() + _AGAIN_S
         trainer.set_trigger("stop", reason=f"Timer: {self.duration_s:g} s are over")
-        if self.verbose and not self._said:
-            self._said = True
+        if self.verbose and not self._warned:
+            self._warned = True
             print_text(
                 trainer, f"Timer: the {timedelta(seconds=self.duration_s or 0)} given for training are over. Stopping."
             )

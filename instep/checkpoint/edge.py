@@ -47,7 +47,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def taking_up(path: Path, what: str) -> Iterator[None]:
+def loading_state(path: Path, what: str) -> Iterator[None]:
     """Turn errors of an object that takes up its state into one of the checkpoint.
 
     Args:
@@ -77,37 +77,37 @@ def taking_up(path: Path, what: str) -> Iterator[None]:
 
 
 def count(value: Any) -> bool:
-    """Tell whether a value is a count, from 0 on, that 64 bits hold."""
+    """Return whether a value is a count, from 0 on, that 64 bits hold."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def text(value: Any) -> bool:
-    """Tell whether a value is a text."""
+    """Return whether a value is a text."""
     return isinstance(value, str)
 
 
 def flag(value: Any) -> bool:
-    """Tell whether a value is True or False."""
+    """Return whether a value is True or False."""
     return isinstance(value, bool)
 
 
 def number(value: Any) -> bool:
-    """Tell whether a value is a number that a float can hold, nan and infinite ones too."""
+    """Return whether a value is a number that a float can hold, nan and infinite ones too."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def finite(value: Any) -> bool:
-    """Tell whether a value is a number that is neither nan nor infinite."""
+    """Return whether a value is a number that is neither nan nor infinite."""
     return number(value) and math.isfinite(value)
 
 
 def mapping(value: Any) -> bool:
-    """Tell whether a value is a dict."""
+    """Return whether a value is a dict."""
     return isinstance(value, dict)
 
 
 def named(value: Any) -> bool:
-    """Tell whether a value is a dict with texts for keys."""
+    """Return whether a value is a dict with texts for keys."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 

@@ -34,7 +34,7 @@ _PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, na
 
 
 def passing(error: BaseException | None) -> bool:
-    """Tell whether an error, or its cause, may not come again: a short fault of a network or a server."""
+    """Return whether an error, or its cause, may not come again: a short fault of a network or a server."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)):
             return True
@@ -45,7 +45,7 @@ def passing(error: BaseException | None) -> bool:
 
 
 def wait(pause_s: float, what: str) -> None:
-    """Say that something is tried again, and wait before it is."""
+    """Warn that something is tried again, and wait before it is."""
     warn_user(what)
     sleep(pause_s)
 
@@ -134,7 +134,7 @@ class Files(ABC):
         """Return the bytes of every file in a folder and those below it, by relative name with slashes."""
 
     def looks_damaged(self, folder: Path) -> bool:
-        """Tell whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
+        """Return whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
         return False
 
     # A save, in this order.

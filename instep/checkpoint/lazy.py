@@ -37,7 +37,7 @@ _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack s
 
 
 def _span(value: Any) -> bool:
-    """Tell whether a value is a list of two numbers of bytes."""
+    """Return whether a value is a list of two numbers of bytes."""
     return list_of(count)(value) and len(value) == 2
 
 

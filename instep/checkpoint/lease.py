@@ -191,7 +191,7 @@ class Lease:
         return json.dumps(content, indent=1).encode()
 
     def _problem(self) -> str:
-        """Say why this lease does not hold any more; empty where it does."""
+        """Return why this lease does not hold any more; empty where it does."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
         if isinstance(self.root, Path) and not self.root.is_dir():  # a bucket has no folders
@@ -342,7 +342,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Tell whether an earlier start of this job, which is over, took the lease; None where that cannot be said.
+    """Return whether an earlier start of this job, which is over, took the lease; None where that cannot be said.
 
     A rank of it that still runs on a host that was cut off finds the higher number before its next commit.
     """

@@ -68,12 +68,12 @@ def saving_owner(folder: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether a name is that of a visible file in the folder itself, and not the manifest's."""
+    """Return whether a name is that of a visible file in the folder itself, and not the manifest's."""
     return "/" not in name and is_inner_name(name)
 
 
 def is_inner_name(name: str) -> bool:
-    """Tell whether a name is that of a visible file in the folder or below it, and not the manifest's."""
+    """Return whether a name is that of a visible file in the folder or below it, and not the manifest's."""
     parts = name.split("/")
     return name != MANIFEST and all(
         part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts

@@ -58,7 +58,7 @@ class Reader:
         self._unverified = set(self.manifest.files) if verify else set()
 
     def has(self, name: str) -> bool:
-        """Tell whether the checkpoint has a file of that name."""
+        """Return whether the checkpoint has a file of that name."""
         return name in self.manifest.files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class Reader:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
     def has_state(self, base: str) -> bool:
-        """Tell whether `state(base)` finds something."""
+        """Return whether `state(base)` finds something."""
         return bool(self.files_of(f"{base}.json"))
 
     def files_of(self, name: str) -> list[str]:

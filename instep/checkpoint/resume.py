@@ -175,7 +175,7 @@ class ResumeReport:
 def compare(
     report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Sequence[int] | None], prefix: str = ""
 ) -> dict[str, Any]:
-    """Note in a report how two state dicts differ.
+    """Record in a report how two state dicts differ.
 
     Args:
         report: gets what is missing, unexpected and of another shape.

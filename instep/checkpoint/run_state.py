@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Size, Tensor
 
-from instep.checkpoint.edge import Kind, check, reading, taking_up
+from instep.checkpoint.edge import Kind, check, loading_state, reading
 from instep.utils.optimizer_state import check_trees, clean_name
 from instep.utils.optimizers import checked_schedule, follow_schedule
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
@@ -166,12 +166,12 @@ class SavedRun:
             yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # which says that it is missing
 
     def forget(self) -> None:
-        """Let go of what was read: it may hold tensors as large as the model's."""
+        """Release what was read: it may hold tensors as large as the model's."""
         self._shared = None
         self._ranks.clear()
 
     def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
-        """Tell whether this rank reads the data that the rank of its number read when it saved. Local."""
+        """Return whether this rank reads the data that the rank of its number read when it saved. Local."""
         own = self.rank(rank)
         if own is None:
             return False
@@ -192,7 +192,7 @@ class SavedRun:
     def optimizer_trees(self, lazy: bool) -> list[Any]:
         """Read the optimizers' states, in the saved order; `lazy` as in `model_state`."""
         trees: list[Any] = self.reader.state("optimizer", lazy=lazy) if self.reader.has_state("optimizer") else []
-        with taking_up(self.path, "the optimizers"):
+        with loading_state(self.path, "the optimizers"):
             check_trees(trees)
         return trees
 
@@ -214,12 +214,12 @@ class SavedRun:
         if rng is None:
             seed_process(derive_seed(seed, "rank", data_rank, "step", step))
             return
-        with taking_up(self.path, "the random generators"):
+        with loading_state(self.path, "the random generators"):
             set_rng_state(rng, self.path)
 
     def restore_schedule(self, name: str, scheduler: Any, state: Any, with_optimizer: bool) -> None:
         """Load a learning-rate scheduler's state; without the optimizer's, its rates become the schedule's."""
-        with taking_up(self.path, f"the scheduler {name}"):
+        with loading_state(self.path, f"the scheduler {name}"):
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:
                 follow_schedule(scheduler)

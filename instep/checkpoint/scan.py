@@ -241,7 +241,7 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Tell whether a path is a folder with a manifest that can be read.
+    """Return whether a path is a folder with a manifest that can be read.
 
     The other files are not read: `CheckpointStore.verify` reads them.
 

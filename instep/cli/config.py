@@ -343,7 +343,7 @@ def target(config: str | None) -> Path:
 
 
 def use(path: Path) -> str:
-    """Say how a launch takes a file up."""
+    """Return how a launch takes a file up."""
     return (
         "`instep launch SCRIPT` uses it"
         if path == default_file()

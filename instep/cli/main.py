@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unusable(word: str) -> str | None:
-    """Say what keeps a word from being given to the system; None for nothing."""
+    """Return what keeps a word from being given to the system; None for nothing."""
     if "\0" in word:
         return "a NUL"
     try:

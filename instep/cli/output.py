@@ -181,7 +181,7 @@ def size(count: float | None, unknown: str = "") -> str:
 
 
 def age(created: str, now: datetime | None = None) -> str:
-    """Say how long ago a time in ISO 8601 was.
+    """Return how long ago a time in ISO 8601 was.
 
     Example:
         >>> age("2026-01-02T03:00:00+00:00", datetime(2026, 1, 2, 5, 30, tzinfo=timezone.utc))

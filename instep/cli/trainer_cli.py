@@ -368,7 +368,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Note which of the module's arguments have texts of the checkpoint: they are built without the parser."""
+        """Record which of the module's arguments have texts of the checkpoint: they are built without the parser."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""

@@ -124,7 +124,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
 
 
 def is_run(words: Sequence[str]) -> bool:
-    """Tell whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
+    """Return whether the words of `instep test` are for the Trainer: they name a module or a run's configuration."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.split(".")[0] in ("--module", "--model", "--data", "--trainer", "--ckpt_path", "--print_config"):

@@ -304,7 +304,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
+        """Print what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
         if read_environment().rank == 0:

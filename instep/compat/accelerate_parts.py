@@ -385,7 +385,7 @@ class Accelerator(_Accelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything prepared, the drawn orders too."""
+        """Release everything prepared, the drawn orders too."""
         freed = super().free_memory(*objects)
         self._orders.samplers.clear()
         return freed

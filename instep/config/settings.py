@@ -274,7 +274,7 @@ def schema() -> dict[str, Any]:
 
 
 def advice(name: str, spelled: str = "{}") -> str:
-    """Say what to do about a name that is no setting.
+    """Return what to do about a name that is no setting.
 
     Args:
         name: of a setting, or an option.

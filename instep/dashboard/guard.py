@@ -66,7 +66,7 @@ class Guard:
             await self._app(scope, receive, _with_headers(send))
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> str:
-        """Say why a request is turned away; "" where it may pass."""
+        """Return why a request is turned away; "" where it may pass."""
         if why := self._foreign(scope, headers):
             return why
         if self._token is not None and not self._has_cookie(headers):
@@ -103,7 +103,7 @@ class Guard:
 
 
 def is_loopback(name: str) -> bool:
-    """Tell whether a name or address is this machine's own.
+    """Return whether a name or address is this machine's own.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("127.0.0.1.example.com")

@@ -56,7 +56,7 @@ class Address:
             ) from None
 
     def is_public(self) -> bool:
-        """Tell whether other machines reach it."""
+        """Return whether other machines reach it."""
         return not is_loopback(self.host)
 
 

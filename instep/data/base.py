@@ -224,7 +224,7 @@ class PreparedLoader(BatchSource):
         return hasattr(self.loader, "__next__")
 
     def empty_parts(self) -> list[str]:
-        gives = self._given or (self.plan.exact and self.num_batches)
+        gives = self._given or (self.plan.total_is_final and self.num_batches)
         return [] if gives else [described(self.loader)]
 
     def _enter(self, epoch: int, cycle: int) -> None:

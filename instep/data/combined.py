@@ -136,7 +136,7 @@ class CombinedLoader(BatchSource):
         """Use no more than that many batches of an epoch, or a fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        claimed = not self.plan.exact  # so that there may be more, or fewer
+        claimed = not self.plan.total_is_final  # so that there may be more, or fewer
         length = None if claimed and isinstance(limit, int) else self.num_batches
         batches = resolve_limit(limit, length, name)
         self._limit = None if batches in (math.inf, length) else int(batches)
@@ -271,7 +271,7 @@ class CombinedLoader(BatchSource):
         before = 0  # batches of the loaders before, in sequence
         for track in self._tracks:
             source, own = track.source, batches
-            length = source.num_batches if source.plan.exact else None
+            length = source.num_batches if source.plan.total_is_final else None
             if self.mode == "sequential":
                 own = max(0, batches - before) if length is None else min(max(0, batches - before), length)
                 before += length or own
@@ -297,28 +297,28 @@ class CombinedLoader(BatchSource):
     def _make_plan(self) -> Plan:
         """Work out how long the pass is, from where the loaders stand at its beginning."""
         plans = [source.plan for source in self._sources]
-        exact = all(plan.exact for plan in plans)
+        final = all(plan.total_is_final for plan in plans)
         known = [number for track in self._tracks if (number := _left(track)) is not None]
-        total = None
+        total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        if len(lengths) == len(plans) and not exact:  # a claim, which is the same wherever the pass begins
-            total = {"sequential": sum, "min_size": min}.get(self.mode, max)(lengths)
-        elif exact:
+        if len(lengths) == len(plans) and not final:  # a claim, which is the same wherever the pass begins
+            total = combine(lengths)
+        elif final:
             running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
-            if self.mode in ("sequential", "min_size"):
-                total = self.first_batch + (sum(known) if self.mode == "sequential" else min(known))
-            else:
-                total = self.first_batch + max(running, default=0)
+            total = self.first_batch + (max(running, default=0) if combine is max else combine(known))
         if (most := self._most()) is not None:
             total = most if total is None else min(total, most)
         even = [0 if self.mode == "sequential" else sys.maxsize]
-        even += [self.first_batch + plan.even - plan.first for plan in plans if not plan.uniform]
+        even += [self.first_batch + plan.uniform_until - plan.first for plan in plans if not plan.uniform]
         if self.mode == "max_size":  # a part is missing from where its loader has ended
             even += [self.first_batch + number for number in known]
-        if exact and total is not None:
+        if final and total is not None:
             even.append(total)
         alike = all(plan.alike for plan in plans)
-        return Plan(self.first_batch, total, even=min(even), exact=exact, alike=alike, seen=self._seen_between)
+        seen = self._seen_between
+        return Plan(
+            self.first_batch, total, uniform_until=min(even), total_is_final=final, alike=alike, sizes_seen=seen
+        )
 
     def _most(self) -> int | None:
         """Return the most batches that the limits leave of an epoch; None when they leave all."""
@@ -386,7 +386,7 @@ class CombinedLoader(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         self._ready()
         self._start_pass()
-        end = self.plan.total if self.plan.exact else self._most()
+        end = self.plan.total if self.plan.total_is_final else self._most()
         if self._finished or (end is not None and self._given >= end):
             return
         for track in self._tracks:

@@ -155,11 +155,11 @@ class DispatchLoader(PreparedLoader):
             self._plan = Plan(
                 first,
                 steps - (self._rows(steps - 1)[self.rank] == 0) if ends_early and steps is not None else steps,
-                even=even,
-                exact=totals is not None,
-                longest=steps,
-                at=None if totals is None else lambda number: self._share_of(self._rows(number)),
-                seen=self._seen_between if totals is None else None,
+                uniform_until=even,
+                total_is_final=totals is not None,
+                longest_total=steps,
+                share_of=None if totals is None else lambda number: self._share_of(self._rows(number)),
+                sizes_seen=self._seen_between if totals is None else None,
             )
         return self._plan
 
@@ -318,10 +318,10 @@ def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, d
 def _totals(reader: PreparedLoader) -> _BatchSizes | None:
     """Return the sizes of a reader's batches, where they are known beforehand."""
     plan = reader.plan
-    if plan.total is None or plan.at is None:
+    if plan.total is None or plan.share_of is None:
         return None
-    even = max(plan.first, min(plan.even, plan.total))
-    size, *rest = (plan.at(number).all for number in (plan.first, *range(even, plan.total)))
+    even = max(plan.first, min(plan.uniform_until, plan.total))
+    size, *rest = (plan.share_of(number).all for number in (plan.first, *range(even, plan.total)))
     if size is None or None in rest:
         return None
     return _BatchSizes(even, size, [count or 0 for count in rest])

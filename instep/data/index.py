@@ -109,10 +109,10 @@ class IndexLoader(PreparedLoader):
             self._plan = Plan(
                 first,
                 first + len(sampler),
-                even=even,
-                exact=True,
-                longest=first + sampler.steps,
-                at=self._share_of,
+                uniform_until=even,
+                total_is_final=True,
+                longest_total=first + sampler.steps,
+                share_of=self._share_of,
             )
         return self._plan
 
@@ -344,7 +344,7 @@ class IndexLoader(PreparedLoader):
         )
 
     def _name_batch(self, error: Exception, started: Any) -> None:
-        """Say in an error that a worker passed on in which batch it was."""
+        """Add the number of the batch to an error that a worker passed on."""
         text = str(error)
         if started is None or not text.startswith("Caught ") or INIT_RAISED in text:
             return

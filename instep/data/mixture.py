@@ -56,7 +56,7 @@ class MixtureSampler(Sampler[int]):
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is of; the Trainer and the Accelerator do."""
+        """Set the epoch of the next iteration; the Trainer and the Accelerator do so."""
         self.epoch = epoch
 
     def __len__(self) -> int:

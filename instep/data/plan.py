@@ -39,13 +39,14 @@ class Plan:
     Args:
         first: number of the pass's first batch.
         total: number of the epoch's batches on this rank, limit applied; None when unknown.
-        even: batches with a lower number have as many samples as each other, on every rank; `sys.maxsize`: all have.
+        uniform_until: batches with a lower number have as many samples as each other, on every rank; `sys.maxsize`:
+            all have.
         alike: the ranks have as many samples as each other in every batch, as one rank has.
-        exact: `total` decides where the pass ends; else the data does, and `total` is an estimate.
-        longest: `total` of the rank that has most batches, where some ranks end earlier.
-        at: gives the share of any batch by its number; None where only that of the batch in hand is known.
-        seen: gives the samples of all ranks in each of the batches from one number to another that were given already,
-            where they are known only then; nothing where the batches weigh the same.
+        total_is_final: `total` decides where the pass ends; else the data does, and `total` is an estimate.
+        longest_total: `total` of the rank that has most batches, where some ranks end earlier.
+        share_of: gives the share of any batch by its number; None where only that of the batch in hand is known.
+        sizes_seen: gives the samples of all ranks in each of the batches from one number to another that were given
+            already, where they are known only then; nothing where the batches weigh the same.
     """
 
     def __init__(
@@ -53,27 +54,27 @@ class Plan:
         first: int,
         total: int | None,
         *,
-        even: int,
-        exact: bool,
+        uniform_until: int,
+        total_is_final: bool,
         alike: bool = False,
-        longest: int | None = None,
-        at: Callable[[int], Share] | None = None,
-        seen: Callable[[int, int], Sequence[int]] | None = None,
+        longest_total: int | None = None,
+        share_of: Callable[[int], Share] | None = None,
+        sizes_seen: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
         self.first = first
         self.total = total
-        self.even = even
-        self.exact = exact
+        self.uniform_until = uniform_until
+        self.total_is_final = total_is_final
         self.alike = alike
-        self.longest = total if longest is None else longest
-        self.at = at
-        self.seen = seen
+        self.longest_total = total if longest_total is None else longest_total
+        self.share_of = share_of
+        self.sizes_seen = sizes_seen
         self._window: tuple[int, int, int] = (-1, -1, 0)  # begin, end and units of the window last asked for
 
     @property
     def uniform(self) -> bool:
         """Whether every batch of the pass weighs the same, on every rank."""
-        return self.even == sys.maxsize or (self.total is not None and self.even >= self.total)
+        return self.uniform_until == sys.maxsize or (self.total is not None and self.uniform_until >= self.total)
 
     def full_batches(self, accumulate: int, origin: int = 0) -> int:
         """Return the number below which each batch has a `window_scale` of exactly `1 / accumulate`."""
@@ -81,32 +82,33 @@ class Plan:
             return sys.maxsize
         if self.first > origin and (self.first - origin) % accumulate:
             return 0
-        return self.even if self.even == sys.maxsize else origin + (self.even - origin) // accumulate * accumulate
+        end = self.uniform_until
+        return end if end == sys.maxsize else origin + (end - origin) // accumulate * accumulate
 
     def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
         """Return the first batch of a batch's window, and the number after its last one; a full window's if unknown."""
         start = batch_idx - (batch_idx - origin) % accumulate
         stop = start + accumulate
-        if self.exact and self.longest is not None:
-            stop = min(stop, self.longest)
+        if self.total_is_final and self.longest_total is not None:
+            stop = min(stop, self.longest_total)
         return max(start, self.first), stop
 
     @property
     def corrects(self) -> bool:
         """Whether `gradient_correction` is needed at the end of a window of several batches."""
-        return not self.exact or self.seen is not None
+        return not self.total_is_final or self.sizes_seen is not None
 
     def window_units(self, start: int, stop: int) -> int:
         """Return the units of all ranks in the batches from `start` to `stop`."""
         if self._window[:2] != (start, stop):
-            assert self.at is not None
-            units = [self.at(number).units for number in range(start, stop)]
+            assert self.share_of is not None
+            units = [self.share_of(number).units for number in range(start, stop)]
             self._window = (start, stop, sum(pair[1] for pair in units if pair is not None))
         return self._window[2]
 
     def seen_in_window(self, start: int, batch_idx: int) -> Sequence[int]:
         """Return the samples of the window's batches up to this one; empty where they are not needed or not known."""
-        return () if self.seen is None else self.seen(start, batch_idx + 1)
+        return () if self.sizes_seen is None else self.sizes_seen(start, batch_idx + 1)
 
 
 class Sizes(Protocol):
@@ -144,8 +146,8 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
     """
     plan = source.plan
     start, stop = plan.window_of(batch_idx, accumulate, origin)
-    if plan.exact and plan.at is not None:
-        units = plan.at(batch_idx).units
+    if plan.total_is_final and plan.share_of is not None:
+        units = plan.share_of(batch_idx).units
         if units is None:
             return 1 / (stop - start)
         total = plan.window_units(start, stop)
@@ -172,7 +174,7 @@ def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: 
     seen = plan.seen_in_window(start, batch_idx)
     if any(seen):
         return (stop - start) * max(1, seen[0]) / sum(seen)
-    return (stop - start) / (batch_idx + 1 - start) if source.share.last and not plan.exact else 1.0
+    return (stop - start) / (batch_idx + 1 - start) if source.share.last and not plan.total_is_final else 1.0
 
 
 # ---- a global batch of given size

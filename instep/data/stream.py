@@ -167,10 +167,10 @@ class StreamLoader(PreparedLoader):
             self._plan = Plan(
                 self.first_batch,
                 self._estimate if length is None else length,
-                even=0,
-                exact=length is not None,
+                uniform_until=0,
+                total_is_final=length is not None,
                 alike=self.world_size == 1,
-                seen=self._seen_between,
+                sizes_seen=self._seen_between,
             )
         return self._plan
 

@@ -183,7 +183,7 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """Note that an error ends this rank's run: its cleanup may take long, so it counts as behind the others.
+        """Record that an error ends this rank's run: its cleanup may take long, so it counts as behind the others.
 
         It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
         since another rank has gone, comes of the hang and must not replace it in `status.json`.
@@ -215,7 +215,7 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Tell whether a file is torch's, Python's or a collective's: who called matters more than where it waits."""
+    """Return whether a file is torch's, Python's or a collective's: who called matters more than where it waits."""
     if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
         return True
     packages = f"{os.sep}site-packages{os.sep}"
@@ -337,7 +337,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Tell whether this rank speaks for its node: the first one that can."""
+        """Return whether this rank speaks for its node: the first one that can."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from instep.errors import DataError, NotTensorError, ShapeMismatchError
 
 
 def is_torch_tensor(data: Any) -> bool:
-    """Tell whether a value is a tensor."""
+    """Return whether a value is a tensor."""
     return isinstance(data, torch.Tensor)
 
 

@@ -121,7 +121,7 @@ class PaceWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop the measuring thread."""
         self._closed.set()
         self._thread.join(PERIOD_S + 1.0)  # the store may not answer
 

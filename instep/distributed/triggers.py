@@ -126,7 +126,7 @@ class Triggers:
         return tuple(self._agreed[name] for name in sorted(self._unclaimed))
 
     def seen(self, name: str) -> bool:
-        """Tell whether a trigger was agreed on so far."""
+        """Return whether a trigger was agreed on so far."""
         return name in self._agreed
 
     # Collective: every process calls these at the same step.
@@ -177,7 +177,7 @@ class Triggers:
         self._every, self._next = every, 0
 
     def check(self, name: str | None = None) -> bool:
-        """Tell whether any process has set a trigger. Blocking.
+        """Return whether any process has set a trigger. Blocking.
 
         If so, all processes get True and it is reset on all of them. A name of the loop's own is not reset: the loop
         has yet to see it.
@@ -244,7 +244,7 @@ class Triggers:
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
     def _any(self, operation: str, snapshot: dict[str, str]) -> bool:
-        """Tell whether any rank has set something."""
+        """Return whether any rank has set something."""
         if self._group is None:
             return bool(snapshot)
         announce(self._group, operation)

@@ -55,13 +55,13 @@ class FailureReport:
 
 
 def tell_trainer(trainer: Callable[[], Any]) -> None:
-    """Say who knows the step that this process is at, for a report; a weak reference."""
+    """Register the owner of the step that this process is at, for a report; a weak reference."""
     global _trainer
     _trainer = trainer
 
 
 def under_plain_torchrun() -> bool:
-    """Tell whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
+    """Return whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
     return "TORCHELASTIC_RUN_ID" in os.environ and AGENT_PID not in os.environ
 
 
@@ -110,7 +110,7 @@ def _who() -> str:
 
 
 def is_remote(error: BaseException | str) -> bool:
-    """Tell whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
+    """Return whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
     return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 

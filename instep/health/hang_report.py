@@ -85,7 +85,7 @@ class NodeWatch:
                 self._ended = ended
 
     def hangs(self, says_so: bool) -> bool:
-        """Tell whether the ranks hang.
+        """Return whether the ranks hang.
 
         Args:
             says_so: a rank ended with the code of a hang.
@@ -206,7 +206,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Tell whether a rank cannot run, or cannot run Python: then only `faulthandler` can have written its stacks."""
+    """Return whether a rank cannot run, or cannot run Python: then only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
@@ -247,7 +247,7 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
 
 
 def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
-    """Say of a rank in a hang what `failures/rank-<n>.json` does: where it was, and whether it held up the others."""
+    """Format for a rank in a hang, as `failures/rank-<n>.json`: where it was, and whether it held up the others."""
     where, _, stack = beats.where(beat.local_rank).partition("\n")
     return {
         "host": socket.gethostname(),

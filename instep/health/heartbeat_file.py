@@ -141,7 +141,7 @@ class HeartbeatFile:
         return beats
 
     def set_folder(self, local_rank: int, folder: str) -> None:
-        """Say where reports of a hang go."""
+        """Set the folder of reports of a hang."""
         self._set(local_rank, _FOLDER, _WHERE, folder)
 
     def folder(self, local_rank: int) -> str:
@@ -149,7 +149,7 @@ class HeartbeatFile:
         return self._get(local_rank, _FOLDER, _WHERE)
 
     def set_where(self, local_rank: int, text: str) -> None:
-        """Say in a hang where the rank's main thread is: a line, then the calls, the innermost last."""
+        """Write in a hang where the rank's main thread is: a line, then the calls, the innermost last."""
         self._set(local_rank, _WHERE, _SLOT, text)
 
     def where(self, local_rank: int) -> str:

@@ -39,12 +39,12 @@ _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Tell whether a file of a run folder is one of those written here, or by `streams.ledger`."""
+    """Return whether a file of a run folder is one of those written here, or by `streams.ledger`."""
     return name == _SPARE or name.startswith((NAME, PROGRESS, "samples")) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
-    """Say that a run begins, forget what is left of an earlier one, and keep room for how it ends."""
+    """Write that a run begins, forget what is left of an earlier one, and keep room for how it ends."""
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
@@ -53,7 +53,7 @@ def begin_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def end_status(folder: Path, content: dict[str, Any]) -> None:
-    """Say how a run ended; on a full disk within the room that was kept."""
+    """Write how a run ended; on a full disk within the room that was kept."""
     try:
         write_status(folder, content)
     except OSError as error:
@@ -179,7 +179,7 @@ def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any],
 
 
 def how_to_go_on(status: dict[str, Any]) -> str:
-    """Say in a line for a shell how a run that did not come to its end goes on; empty for one that did, or an old one.
+    """Return a shell's line by which an unfinished run goes on; empty for a finished one, or an old one.
 
     Example:
         >>> how_to_go_on({"status": "failed", "command": ["python", "train.py"], "resumes": True})
@@ -203,7 +203,7 @@ def how_to_go_on(status: dict[str, Any]) -> str:
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
-    """Say the cause, from the agent, when the ranks have ended badly and the main process could not.
+    """Write the cause, from the agent, when the ranks have ended badly and the main process could not.
 
     What it has said of an error of its own, and that it was done, preempted, interrupted or hung, stays.
 

@@ -365,7 +365,7 @@ class NodeAgent:
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Say which node does not answer any more; empty where all do."""
+        """Return which node does not answer any more; empty where all do."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
@@ -379,7 +379,7 @@ class NodeAgent:
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """Say what became of this node's ranks; the agent of the rank that is the cause speaks after all the others."""
+        """Report how this node's ranks ended; the agent of the rank that is the cause speaks after all others."""
         channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost, [*ends, *others])

@@ -45,7 +45,7 @@ def run(spec: LaunchSpec) -> int:
 
 
 def is_worker() -> bool:
-    """Tell whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand.
+    """Return whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand.
 
     Example:
         >>> is_worker()

@@ -132,7 +132,7 @@ class NodeChannel:
         return self._broken
 
     def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
-        """Say that the round is over; where another node has said so already, its reason holds."""
+        """Announce that the round is over; where another node has said so already, its reason holds."""
         if not self.cut_off:
             self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
@@ -141,7 +141,7 @@ class NodeChannel:
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Tell whether every node's ranks have ended well, as this one's have."""
+        """Return whether every node's ranks have ended well, as this one's have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)

@@ -41,7 +41,7 @@ class Ranks:
         return [code for code in self.codes().values() if code is not None]
 
     def running(self) -> bool:
-        """Tell whether a rank still runs."""
+        """Return whether a rank still runs."""
         return None in self.codes().values()
 
     def send(self, signum: signal.Signals) -> None:

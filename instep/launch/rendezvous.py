@@ -286,5 +286,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Tell whether a host name is this machine: the way there ends where it begins."""
+    """Return whether a host name is this machine: the way there ends where it begins."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

@@ -166,7 +166,7 @@ def _check_unused(name: str, device: str) -> None:
 
 
 def _cells(pattern: str) -> str:
-    """Say which of the notebook's cells match; nothing outside of a notebook."""
+    """Return which of the notebook's cells match; nothing outside of a notebook."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
         (number, line)

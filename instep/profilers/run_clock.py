@@ -144,7 +144,7 @@ class RunClock:
             self._inner = outer + spent
 
     def start_loop(self) -> None:
-        """Note that the training loop begins."""
+        """Record that the training loop begins."""
         self._loop_began, self._rare_before_loop = time.perf_counter(), sum(self._rare.values())
 
     # ---- parts of a step

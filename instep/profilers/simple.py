@@ -51,7 +51,7 @@ class SimpleProfiler(Profiler):
         self.start_time = time.perf_counter()
 
     def start(self, action_name: str) -> None:
-        """Note the time."""
+        """Record the time."""
         if action_name in self.current_actions:
             message = f"Attempted to start {action_name} which has already started: give the inner one another name."
             raise SettingError(message, field="action_name", got=action_name)

@@ -91,7 +91,7 @@ def _lease(folder: Path) -> tuple[dict[str, Any], float]:
 
 
 def _silence(folder: Path, said: dict[str, Any]) -> str:
-    """Say why a run that calls itself running is dead; empty where it lives."""
+    """Return why a run that calls itself running is dead; empty where it lives."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
         lease = {}  # an earlier run's
@@ -110,7 +110,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
 
 
 def own(path: Path, folder: Path) -> bool:
-    """Tell whether a path below a run folder is in it: it and the folders between are no links."""
+    """Return whether a path below a run folder is in it: it and the folders between are no links."""
     while path not in (folder, path.parent):
         if os.path.islink(path):
             return False

@@ -132,7 +132,7 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
-    """Say who is missing, and what the others wait for; `last` where this rank gives up."""
+    """Return who is missing, and what the others wait for; `last` where this rank gives up."""
     here = f"rank {groups.control.rank()} is in {_call(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)

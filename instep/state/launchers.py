@@ -220,7 +220,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Tell whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
+    """Return whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 

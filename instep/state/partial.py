@@ -133,7 +133,7 @@ def check_index(decorator: str, name: str, index: int | None) -> None:
 
 
 def is_index(environment: ProcessEnvironment, name: str, index: int | None, local: bool) -> bool:
-    """Tell whether this process has that number; a process alone has every number."""
+    """Return whether this process has that number; a process alone has every number."""
     if environment.world_size == 1:
         return True
     count = environment.local_world_size if local else environment.world_size

@@ -71,7 +71,7 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
 
 
 def is_held() -> bool:
-    """Tell whether there is a record whose process group still exists."""
+    """Return whether there is a record whose process group still exists."""
     return _process is not None and _is_whole(_process)
 
 

@@ -135,7 +135,7 @@ _generation = 0
 
 
 def exists() -> bool:
-    """Tell whether this process has a default group already."""
+    """Return whether this process has a default group already."""
     return dist.is_initialized()
 
 
@@ -204,7 +204,7 @@ def leave(groups: Groups, abort: bool = False) -> None:
 
 
 def is_current(groups: Groups) -> bool:
-    """Tell whether torch's default group is still the one that was joined."""
+    """Return whether torch's default group is still the one that was joined."""
     return _world() is groups.default
 
 

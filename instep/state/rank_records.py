@@ -168,7 +168,7 @@ _hosts: tuple[str, ...] = ()
 
 
 def note_hosts(hosts: tuple[str, ...]) -> None:
-    """Note the machines of the ranks, once the groups were made."""
+    """Record the machines of the ranks, once the groups were made."""
     global _hosts
     _hosts = hosts
 
@@ -231,11 +231,11 @@ class awaited:
         in_vain: a rank has ended that the wait is for.
     """
 
-    __slots__ = ("_alone", "_gone", "_inner", "_said", "_since", "_thread", "_written", "group", "in_vain", "operation")
+    __slots__ = ("_alone", "_gone", "_inner", "_since", "_thread", "_told", "_written", "group", "in_vain", "operation")
 
     def __init__(self, group: ProcessGroup, operation: str, alone: bool = False) -> None:
         self.group, self.operation, self._alone = group, operation, alone
-        self.in_vain = self._gone = self._said = self._written = self._inner = False
+        self.in_vain = self._gone = self._told = self._written = self._inner = False
 
     def __enter__(self) -> awaited:
         self._thread = threading.get_ident()
@@ -265,7 +265,7 @@ class awaited:
         raise DistributedError(text) from error
 
     def check_age(self) -> None:
-        """Say or do what the wait's age asks for; in the watcher's thread."""
+        """Warn or act as the wait's age asks for; in the watcher's thread."""
         age_s = time.monotonic() - self._since
         if age_s < _WRITE_AFTER_S:
             return
@@ -277,8 +277,8 @@ class awaited:
         before, self._gone = self._gone, bool(self.gone())
         if before and self._gone:  # twice: what it has sent may still have been on its way
             self.in_vain = True
-        elif age_s > SAY_AFTER_S and not self._said and not self._alone:
-            self._said = True
+        elif age_s > SAY_AFTER_S and not self._told and not self._alone:
+            self._told = True
             said = self._text(f"has waited {age_s:.0f} s for the other ranks in {self._where()}, and goes on", {})
             with suppress(OSError, ValueError):  # stderr is gone
                 sys.stderr.write(clean(f"instep: {said}\n"))
@@ -345,7 +345,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_ended(gone: dict[int, str]) -> str:
-    """Say how ranks have ended, in a sentence for each; nothing where none has."""
+    """Return how ranks have ended, in a sentence for each; nothing where none has."""
     return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
 
 

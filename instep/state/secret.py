@@ -86,7 +86,7 @@ class Secret:
         return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
 
     def fits(self, mac: bytes, place: str, data: bytes) -> bool:
-        """Tell whether bytes were written for this place by somebody who knows the secret."""
+        """Return whether bytes were written for this place by somebody who knows the secret."""
         return hmac.compare_digest(mac, self.mac(place, data))
 
     def sign(self, place: str, value: Any) -> str:
@@ -165,7 +165,7 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
-    """Tell whether all ranks surely share a machine; all come to the same answer."""
+    """Return whether all ranks surely share a machine; all come to the same answer."""
     # Who sets RANK and WORLD_SIZE alone may do so on several machines, each with an address of its own for the first.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
     return environment.num_nodes == 1 and not by_hand
@@ -207,7 +207,7 @@ _of_this_job = Secret(b"")
 
 
 def use_secret(secret: Secret) -> None:
-    """Say what this rank's messages are signed with from now on."""
+    """Set the secret that signs this rank's messages from now on."""
     global _of_this_job
     _of_this_job = secret
 

@@ -187,11 +187,11 @@ class Strategy:
 
         The optimizers are made after this, and weights of a checkpoint are loaded.
         """
-        from instep.strategies.materialize import give_values  # late, as below: importing the Trainer need not load it
+        from instep.strategies.materialize import materialize_module  # late: importing the Trainer need not load it
 
         self.module = module
         self.precision.convert_module(module)
-        self._exchanged = give_values(module, self.device)
+        self._exchanged = materialize_module(module, self.device)
         module.to(self.device)
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -294,7 +294,7 @@ class Strategy:
         """Prepare a backward of manual optimization, where the loss does not leave through the step."""
 
     def abandon_step(self) -> None:
-        """Let go of a step that an error, on this rank or another, has left in the middle; its gradients are lost.
+        """Abandon a step that an error, on this rank or another, has left in the middle; its gradients are lost.
 
         `prepare_training` must follow before the next step.
         """
@@ -327,27 +327,27 @@ class Strategy:
         """
         return self.module.load_state_dict({name: whole(value) for name, value in state.items()}, strict=strict)
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_weights(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter and buffer of the module's `state_dict()`, to be read or written.
 
-        What is written into one in place changes the module, once all ranks have called `show_weights`. Local.
+        What is written into one in place changes the module, once all ranks have called `sync_local_weights`. Local.
         """
         state = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
-    def show_weights(self) -> None:
-        """Let the next forward see what was written into `held_weights`. Collective."""
+    def sync_local_weights(self) -> None:
+        """Let the next forward see what was written into `local_weights`. Collective."""
 
-    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return what `model_state` would if `held_weights` had other values. Collective.
+    def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what `model_state` would if `local_weights` had other values. Collective.
 
         Args:
-            held: the other values, by the names of `held_weights`.
+            held: the other values, by the names of `local_weights`.
         """
         return {**self.model_state(), **held}
 
-    def held_part(self, name: str, value: Any) -> Tensor:
-        """Return the part of a whole tensor that this rank would have in `held_weights`. Local.
+    def local_part(self, name: str, value: Any) -> Tensor:
+        """Return the part of a whole tensor that this rank would have in `local_weights`. Local.
 
         Args:
             name: its name there.

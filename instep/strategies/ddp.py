@@ -84,7 +84,7 @@ class BucketOrder:
         return note
 
     def stop(self) -> None:
-        """Take down no more."""
+        """Stop recording the order."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._ddp = [], None

@@ -482,15 +482,15 @@ class FSDPStrategy(Strategy):
         self._without_values -= state.keys()
         return result
 
-    def held_weights(self) -> dict[str, Tensor]:
+    def local_weights(self) -> dict[str, Tensor]:
         self._reshard()
-        return {name: local_part(value) for name, value in super().held_weights().items()}
+        return {name: local_part(value) for name, value in super().local_weights().items()}
 
-    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+    def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         state = self.module.state_dict()
         return state | {name: with_local(value, state[name]) for name, value in held.items()}
 
-    def held_part(self, name: str, value: Any) -> Tensor:
+    def local_part(self, name: str, value: Any) -> Tensor:
         return local_part(take_part(value, self.module.state_dict(keep_vars=True)[name]))
 
     def full_model_state(self) -> dict[str, Any]:

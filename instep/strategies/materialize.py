@@ -38,7 +38,7 @@ _INDICES = (torch.int32, torch.int64)  # without a nan; their least value is no 
 
 
 def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Note where the values of a model's weights and buffers on the meta device lie, to be read later.
+    """Record where the values of a model's weights and buffers on the meta device lie, to be read later.
 
     A strategy reads them when it prepares a module that has the model in it: each rank the part that it keeps.
 
@@ -106,7 +106,7 @@ class _Coming:
 
 
 def builds_empty() -> bool:
-    """Tell whether a module that is built here and now would have its weights on the meta device."""
+    """Return whether a module that is built here and now would have its weights on the meta device."""
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta
@@ -303,7 +303,7 @@ def _parameter_like(value: Tensor, made: Any) -> Any:
 # ---- a whole module
 
 
-def give_values(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
+def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
     """Make what a module has on the meta device real, all of it: read from where its values lie, or drawn.
 
     Args:

@@ -37,7 +37,7 @@ def keep_as_tensors(layer: nn.Module) -> None:
 
 
 def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
-    """Tell whether weights hold a layer in its quantized form.
+    """Return whether weights hold a layer in its quantized form.
 
     Args:
         names: weights, by name.
@@ -47,7 +47,7 @@ def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
 
 
 def is_of_torchao(tensor: Any) -> bool:
-    """Tell whether a tensor is one of torchao's, which few operations know."""
+    """Return whether a tensor is one of torchao's, which few operations know."""
     return type(tensor).__module__.startswith("torchao.")
 
 

@@ -266,7 +266,7 @@ class XLAStrategy(Strategy):
     def average_replicas(self) -> None:
         """Do nothing: what is broadcast here is on the host."""
 
-    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+    def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         return _on_host({**self.module.state_dict(keep_vars=True), **held})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

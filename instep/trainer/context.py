@@ -286,7 +286,7 @@ class ResumePlan:
         parts: the parts that are loaded.
         report: what was loaded and what was left out.
         chosen: the parts that the user chose; this run's checkpoints record them.
-        continues: set only for a full resume: position, data, random generators.
+        resumed_reader: set only for a full resume: position, data, random generators.
         restore_rest: restores log sums and random generators, once the hooks before the first step have run.
     """
 
@@ -295,7 +295,7 @@ class ResumePlan:
     parts: Resume
     report: ResumeReport
     chosen: dict[str, Any] | None = None
-    continues: Reader | None = None
+    resumed_reader: Reader | None = None
     restore_rest: Callable[[], None] | None = None
 
     @property
@@ -434,9 +434,9 @@ class RunContext:
         return self.strategy.precision
 
     @property
-    def continues(self) -> Reader | None:
+    def resumed_reader(self) -> Reader | None:
         """Checkpoint whose position this run goes on from; None for a run that begins."""
-        return None if self.resume is None else self.resume.continues
+        return None if self.resume is None else self.resume.resumed_reader
 
     def profiled(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose calls the profiler measures; itself where there is none."""

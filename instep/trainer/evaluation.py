@@ -19,7 +19,7 @@ from instep.trainer.checks import warn_of_no_batch
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.guests import Step
 from instep.trainer.hooks import Hook
-from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_room
+from instep.trainer.log import MOST_HELD, EpochMetric, MetricLog, metric_states_module
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.step import resolve_step
 from instep.utils.seed import rng_state, set_rng_state
@@ -150,7 +150,7 @@ def _batch_loop(
                 batch_idx = progress.eval_batch
                 gradient.end_of_dataloader = source.share.last
                 log.batch, log.weight = batch, source.share.mine
-                with metric_room().uncounted(module) if log.weight == 0 else nullcontext():
+                with metric_states_module().uncounted(module) if log.weight == 0 else nullcontext():
                     for hook in batch_start:
                         hook(batch, batch_idx, loader_idx)
                     log.enter(f"{name}_step")
@@ -323,7 +323,7 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
     """
     ctx = trainer._run
     log = MetricLog("sanity_check", ctx.world_size)  # whose values nobody gets
-    rng, counted = rng_state(), copy.deepcopy(metric_room().metric_states(ctx.module))
+    rng, counted = rng_state(), copy.deepcopy(metric_states_module().metric_states(ctx.module))
     outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
     source = ctx.loaders.prepare_train()
     try:
@@ -338,5 +338,5 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
     finally:
         source.close()
         ctx.switch_log(outer)
-        metric_room().restore_metric_states(ctx.module, counted)
+        metric_states_module().restore_metric_states(ctx.module, counted)
         set_rng_state(rng)

@@ -189,7 +189,7 @@ def _set_up(ctx: RunContext) -> None:
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
-        trainer.run_folder.say_running(ctx)
+        trainer.run_folder.write_running(ctx)
     if is_overridden(module, "configure_model", ModuleHooks):
         with ctx.strategy.model_context():
             module.configure_model()
@@ -265,7 +265,8 @@ def _prepare_data(ctx: RunContext) -> None:
     process = PartialState()
     per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
     mine = process.is_local_main_process if per_node else process.is_main_process
-    with process.local_main_process_first() if per_node else process.main_process_first():  # its error is all's
+    first = process.local_main_process_first() if per_node else process.main_process_first()
+    with first:  # an error there is raised on all ranks
         if mine and ctx.datamodule is not None:
             ctx.datamodule.prepare_data()
         if mine and is_overridden(ctx.module, "prepare_data", ModuleHooks):

@@ -365,7 +365,7 @@ class Loaders:
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
             return self._as_of(at.epoch - at.epoch % every, at.loaded_step)
-        if ctx is not None and ctx.continues is not None:
+        if ctx is not None and ctx.resumed_reader is not None:
             return self._as_of(at.loaded_epoch, at.loaded_step)
         at.loaded_epoch, at.loaded_step = at.epoch, at.global_step
         return nullcontext()

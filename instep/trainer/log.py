@@ -179,7 +179,7 @@ class Accumulator:
     @property
     def computes_together(self) -> bool:
         """Whether the metric object is computed over all ranks, which each must take part in."""
-        return not self.options.rank_zero_only and bool(metric_room().with_parts(self.metric))
+        return not self.options.rank_zero_only and bool(metric_states_module().with_parts(self.metric))
 
     @property
     def step_name(self) -> str:
@@ -209,7 +209,7 @@ class Accumulator:
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
         """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
-        with self.held(), metric_room().able_to_compute(self.metric, shapes):
+        with self.held(), metric_states_module().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
             check_number(self.name, value)
@@ -403,7 +403,7 @@ class MetricLog:
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]
             if ended:
-                room = metric_room()
+                room = metric_states_module()
                 counts = room.Counts(room.with_groups((one.metric for one in ended), self._module))
                 for one in ended:
                     one.counts = counts
@@ -423,7 +423,7 @@ class MetricLog:
     def metric_objects(self) -> list[Any]:
         """The metric objects that count in this epoch, and those that share their states."""
         objects = [one.metric for one in self._objects()]
-        return metric_room().with_groups(objects, self._module) if objects else []
+        return metric_states_module().with_groups(objects, self._module) if objects else []
 
     def _select(self) -> None:
         self._current = self._accumulators.setdefault((self._hook, self._dataloader_idx), {})
@@ -534,8 +534,8 @@ class MetricLog:
         """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
         elsewhere = id(metric) in self.not_here
         others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
-        if elsewhere or (others and not metric_room().can_take(metric)):
-            raise metric_room().not_apart(name, metric, "stage" if elsewhere else "loader")
+        if elsewhere or (others and not metric_states_module().can_take(metric)):
+            raise metric_states_module().not_apart(name, metric, "stage" if elsewhere else "loader")
         return metric
 
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
@@ -543,7 +543,7 @@ class MetricLog:
         before, name = accumulator.metric, accumulator.name
         # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
-            raise metric_room().not_the_same(name, before, value)
+            raise metric_states_module().not_the_same(name, before, value)
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
@@ -714,7 +714,7 @@ class MetricLog:
         mine = [one for one in accumulators if one.shared and self._counts]
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
-        counted = [metric_room().counted(accumulators)]
+        counted = [metric_states_module().counted(accumulators)]
         if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
             objects = [
                 one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
@@ -744,7 +744,7 @@ class MetricLog:
             # Those without an epoch value too: what they count is of this epoch. All are computed by now, since one may
             # be a part of another.
             if objects := self.metric_objects:
-                metric_room().reset_metrics(objects)
+                metric_states_module().reset_metrics(objects)
             self._of_loaders.clear()
             for one in self._all():
                 one.clear()
@@ -766,7 +766,7 @@ class MetricLog:
             if key not in values:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
                 if one.epoch_name in empty and math.isnan(values[key]):
-                    metric_room().warn_of_none(one.metric, one.epoch_name)
+                    metric_states_module().warn_of_none(one.metric, one.epoch_name)
             if of_loader:  # it counts no more
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
@@ -853,7 +853,7 @@ def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def metric_room() -> ModuleType:
+def metric_states_module() -> ModuleType:
     """Return the module that knows the states of metric objects; it loads when used: only a run pays for it."""
     from instep.distributed import metric_states
 

@@ -23,7 +23,7 @@ from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate
 from instep.trainer.guests import Step, find_guests, note_samples
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MOST_HELD, MetricLog, metric_room
+from instep.trainer.log import MOST_HELD, MetricLog, metric_states_module
 from instep.trainer.manual import manual_optimizer_step, manual_step
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
@@ -144,7 +144,7 @@ def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
     warned = ctx.trainer.metrics.warned if ctx.rank == 0 else None
     ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes, module=ctx.module, warned=warned)
-    objects = metric_room().metric_objects(ctx.module).values()
+    objects = metric_states_module().metric_objects(ctx.module).values()
     ctx.counts.updates_at_start = {id(one): one._update_count for one in objects}
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
@@ -171,13 +171,13 @@ def resume(ctx: RunContext) -> None:
     if report.complete:
         trainer._print(f"Resuming from {report.path}: {where}.")
     else:
-        trainer._print(f"{report}\n  goes on at {where}" if plan.continues else report)
-    if plan.continues is not None and report.reached > at.global_step:
+        trainer._print(f"{report}\n  goes on at {where}" if plan.resumed_reader else report)
+    if plan.resumed_reader is not None and report.reached > at.global_step:
         again = report.reached - at.global_step
         steps = f"{again:,} steps are" if again > 1 else "1 step is"
         trainer._print(
             f"  The run had reached step {report.reached:,} or later: at least {steps} trained again."
-            if trainer.run_id == plan.continues.manifest.run_id
+            if trainer.run_id == plan.resumed_reader.manifest.run_id
             else f"  It goes back: the run had reached step {report.reached:,}. Its later checkpoints stay as they "
             "are, and are no part of this run."
         )
@@ -191,7 +191,7 @@ def resume(ctx: RunContext) -> None:
 def check_sanity(ctx: RunContext) -> None:
     """Run a few validation batches, so that a broken validation shows before hours of training."""
     limit = ctx.settings.num_sanity_val_steps
-    if not ctx.validation.enabled or limit == 0 or ctx.continues is not None:
+    if not ctx.validation.enabled or limit == 0 or ctx.resumed_reader is not None:
         return
     rng = rng_state()
     ctx.trainer.state.stage = RunningStage.SANITY_CHECKING
@@ -581,13 +581,13 @@ class BeforeValidation:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
         self._rng = rng_state()
-        self.counted = copy.deepcopy(metric_room().metric_states(ctx.module))
+        self.counted = copy.deepcopy(metric_states_module().metric_states(ctx.module))
         self._metrics = ctx.trainer.metrics.state_dict()
         self._loggers = {key: logger.state_dict() for key, logger in by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
-        metric_room().restore_metric_states(self._ctx.module, self.counted)
+        metric_states_module().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.validation.loggers_before = self._loggers
         set_rng_state(self._rng)
@@ -635,7 +635,7 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
         if trigger.reason == "SIGINT":
             raise KeyboardInterrupt
         raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
-    began = ctx.position.global_step > 0 or ctx.continues is not None
+    began = ctx.position.global_step > 0 or ctx.resumed_reader is not None
     # Before the first step there is nothing to lose, and what hooks drew and logged at the start comes again.
     path = save_now(ctx, trigger.reason) if began else None
     at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches

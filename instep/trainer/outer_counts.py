@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from instep.trainer.context import RunContext
-from instep.trainer.log import MetricLog, metric_room
+from instep.trainer.log import MetricLog, metric_states_module
 from instep.utils.warn import warn_user
 
 
@@ -20,7 +20,7 @@ class OuterCounts:
     """
 
     def __init__(self, ctx: RunContext, log: MetricLog) -> None:
-        self._ctx, self._log, self._room = ctx, log, metric_room()
+        self._ctx, self._log, self._room = ctx, log, metric_states_module()
         last = ctx if ctx.fn == "fit" else ctx.trainer._last_ctx
         logged = last.log.metric_objects if last is not None and last.module is ctx.module else []
         log.not_here = {id(one) for one in logged if not self._room.can_take(one)}

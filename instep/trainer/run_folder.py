@@ -81,7 +81,7 @@ class RunFolder:
         self._visits = False  # an evaluation logs into the folder of a run that may be another's
         self._made = False  # the folder is new
         self._evaluated = False  # evaluations have taken it, and no fit
-        self._said: dict[str, Any] = {}  # what `status.json` has
+        self._status: dict[str, Any] = {}  # what `status.json` has
         self._facts: dict[str, Any] = {}  # what it has of the start
         self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
@@ -300,13 +300,13 @@ class RunFolder:
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
         """Return whether a folder is that of the run that is resumed, and has no later checkpoint."""
-        if ctx.continues is None or folders.leads_out(folder) or not folder.is_dir():
+        if ctx.resumed_reader is None or folders.leads_out(folder) or not folder.is_dir():
             return False
         store = checkpoint.CheckpointStore(folder / "checkpoints")
         status = read_status(folder) or {}
-        if ctx.continues.path.parent != store.root and status.get("run_id") != ctx.trainer.run_id:
+        if ctx.resumed_reader.path.parent != store.root and status.get("run_id") != ctx.trainer.run_id:
             return False
-        return all(info.manifest.order <= ctx.continues.manifest.order for info in store.scan())
+        return all(info.manifest.order <= ctx.resumed_reader.manifest.order for info in store.scan())
 
     def _make(self, opened: str | None = None, goes_on: str | None = None, for_fit: bool = False) -> tuple[Path, bool]:
         """Return the folder that `choose_place` says, made where it is a new one; and whether it is."""
@@ -381,31 +381,31 @@ class RunFolder:
 
     # ---- how it ended
 
-    def say_running(self, ctx: RunContext) -> None:
+    def write_running(self, ctx: RunContext) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
             self._facts = _facts_of(ctx)
             folder, content = self.path, self._content(ctx.trainer, "running", None)
-            content["checkpoint"] = None if ctx.continues is None else str(ctx.continues.path)
+            content["checkpoint"] = None if ctx.resumed_reader is None else str(ctx.resumed_reader.path)
             on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
-            self._said = content
+            self._status = content
             if ctx.rank == 0:
                 from instep.health.progress_file import ProgressFile  # late: only a run needs it
 
                 tell_run_folder(folder)
                 ctx.exit_stack.push(ProgressFile(folder, partial(self._progress, ctx)).close)
 
-    def say_saved(self, trainer: Trainer, path: Path) -> None:
+    def record_saved(self, trainer: Trainer, path: Path) -> None:
         """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
-        if self.path is not None and trainer.is_global_zero and self._said.get("status") == "running":
-            self._said |= {"global_step": trainer.global_step, "epoch": trainer.position.epoch, "checkpoint": str(path)}
+        if self.path is not None and trainer.is_global_zero and self._status.get("status") == "running":
+            self._status.update(global_step=trainer.global_step, epoch=trainer.position.epoch, checkpoint=str(path))
             with suppress(OSError):  # the save itself was well
-                write_status(self.path, self._said)
+                write_status(self.path, self._status)
 
     @property
     def last_saved(self) -> str:
         """Newest full checkpoint that the fit has saved, or was resumed from; "" while there is none."""
-        return self._said.get("checkpoint") or ""
+        return self._status.get("checkpoint") or ""
 
     def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
         """Write into `status.json` how the run ended, since plain torchrun turns every exit code into 1.
@@ -431,7 +431,7 @@ class RunFolder:
             path = self.last_saved
         elif status != "preempted":
             path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)
-        self._said = {
+        self._status = {
             **self._content(trainer, status, code),
             "checkpoint": str(path) if path else None,
             "signal": signal or (trainer.stop_reason if status == "preempted" else None),
@@ -440,7 +440,7 @@ class RunFolder:
             "why": in_short(text or "") if trainer.run_summary is None else trainer.run_summary.why,
             "summary": None if trainer.run_summary is None else trainer.run_summary.as_dict(),
         }
-        end_status(self.path, self._said)
+        end_status(self.path, self._status)
 
     def leave_failure(self, ctx: RunContext, error: BaseException) -> None:
         """Leave, on any rank, what ended it and what it was doing; the launcher may end it before it can say more."""
@@ -477,7 +477,7 @@ class RunFolder:
 
     def _saved(self, trainer: Trainer) -> Path | None:
         """Return the newest checkpoint that this run has said it saved, if it is still there."""
-        said = self._said.get("checkpoint")
+        said = self._status.get("checkpoint")
         path = to_path(said, like=getattr(trainer.checkpoint_callback, "own_folder", None)) if said else None
         return path if path is not None and path.is_dir() else None
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep import __version__, checkpoint  # whose names load when used
-from instep.checkpoint.edge import taking_up
+from instep.checkpoint.edge import loading_state
 from instep.checkpoint.lineage import Line
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names
 from instep.checkpoint.saver import RunSaver
@@ -29,7 +29,7 @@ from instep.errors import CheckpointError, DataError, SettingError, UnsavableSta
 from instep.trainer import manual
 from instep.trainer.context import Position, ResumePlan, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import merge_states, metric_room
+from instep.trainer.log import merge_states, metric_states_module
 from instep.trainer.own_command import own_command
 from instep.trainer.plugins import by_class
 from instep.trainer.run_folder import own_folders
@@ -102,7 +102,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     counted = ctx.validation.counted_before  # a validation that runs begins anew in a resumed run
     own: dict[str, Any] = {
         "rng": rng_state(),
-        "metric_states": metric_room().metric_states(ctx.module) if counted is None else counted,
+        "metric_states": metric_states_module().metric_states(ctx.module) if counted is None else counted,
         "strategy": strategy.rank_state(),
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
@@ -112,7 +112,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     source = getattr(ctx, "source", None)
     if source is not None:
         (own if source.rank_state else shared)["data"] = source.state_dict(ctx.position.window_batch)
-        own["log"] = ctx.log.state_dict(metric_room().metric_objects(ctx.module))
+        own["log"] = ctx.log.state_dict(metric_states_module().metric_objects(ctx.module))
     state.own = own
     return state
 
@@ -255,7 +255,7 @@ class TrainerSaver(RunSaver):
     def _committed(self, path: Path, weights_only: bool) -> None:
         trainer = self._ctx.trainer
         if not weights_only:
-            trainer.run_folder.say_saved(trainer, path)
+            trainer.run_folder.record_saved(trainer, path)
         for logger in trainer.loggers:
             logger.after_save_checkpoint(path)
 
@@ -409,7 +409,7 @@ def begin(
     if saved is not None and not parts.weights_only:
         check_full(saved)
     if saved is not None and parts.position:
-        plan.continues = saved.reader
+        plan.resumed_reader = saved.reader
         trainer._set_seed(state["seed"])
         ctx.exit_stack.push(partial(_leave_position, ctx, plan, dict(vars(ctx.position))))
         ctx.position.load_state_dict(state["position"])  # before any hook of the user's reads it
@@ -543,10 +543,10 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
     state, trainer = saved.shared, ctx.trainer
     for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
         if key in state["loggers"]:
-            with taking_up(saved.path, f"the logger {key[0]}"):
+            with loading_state(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
     if ctx.datamodule is not None and state["datamodule"] is not None and parts.position:
-        with taking_up(saved.path, "the datamodule"):
+        with loading_state(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(ctx, plan, state["callbacks"])
@@ -557,7 +557,7 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
 def _resume_callbacks(ctx: RunContext, plan: ResumePlan, states: dict[str, Any]) -> None:
     for callback in ctx.callbacks:
         if callback.state_key in states:
-            with taking_up(plan.path, f"the callback {type(callback).__name__}"):
+            with loading_state(plan.path, f"the callback {type(callback).__name__}"):
                 callback.load_state_dict(states[callback.state_key])
     unclaimed = sorted(set(states) - {callback.state_key for callback in ctx.callbacks})
     if not unclaimed:
@@ -593,7 +593,7 @@ def resume_training(ctx: RunContext, plan: ResumePlan) -> None:
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
     plan.saved = None  # with what was read of it; `restore_rest` holds what it needs
-    if plan.continues is not None and saved is not None:
+    if plan.resumed_reader is not None and saved is not None:
         plan.restore_rest = _resume_position(ctx, saved)
 
 
@@ -610,13 +610,13 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> No
         if _fits(differ, "optimizer", saved.path, strict, report.left_out):
             for optimizer, tree in zip(ctx.optimizers, trees, strict=True):
                 rates = rates_of(optimizer)
-                with taking_up(saved.path, f"the optimizer {type(optimizer).__name__}"):
+                with loading_state(saved.path, f"the optimizer {type(optimizer).__name__}"):
                     report.left_out += ctx.strategy.load_optimizer_state(optimizer, tree, strict)
                 if schedulers and (other_schedule or not parts.schedulers):
                     put_rates(optimizer, rates)
                 if state["global_step"]:
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a wrong order by it
-        with taking_up(saved.path, "the loss scale"):
+        with loading_state(saved.path, "the loss scale"):
             ctx.precision.load_state_dict(state["scaler"])
     if parts.schedulers and _fits(other_schedule, "schedulers", saved.path, strict, report.left_out):
         for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
@@ -655,28 +655,28 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
     ranks = gather_object((saved.same_sharding(ctx.rank, ctx.world_size, strategy), first_part))
     own = own if all(same for same, _ in ranks) else None
     _resume_data(ctx, at, own, saved)
-    with taking_up(saved.path, "the logged values"):
+    with loading_state(saved.path, "the logged values"):
         trainer.metrics.load_state_dict((own or {}).get("metrics", state["metrics"]))
     if state["strategy"] == strategy.name:
         of_rank = next(saved.ranks()) if own is None else own
-        with taking_up(saved.path, f"the strategy {strategy.name}"):
+        with loading_state(saved.path, f"the strategy {strategy.name}"):
             strategy.load_rank_state(of_rank.get("strategy", {}), own=own is not None)
     log_owner = [first for _, first in ranks].index(True)
     log, counted = ([], {}) if own is None else (own.get("log", []), own["metric_states"])
     if own is None:
         log, counted = _merged_log(ctx, saved, ctx.rank == log_owner)
 
-    objects = metric_room().metric_objects(ctx.module)
-    with taking_up(saved.path, "the logged sums"):
+    objects = metric_states_module().metric_objects(ctx.module)
+    with loading_state(saved.path, "the logged sums"):
         ctx.log.load_state_dict(log, objects)  # for what it shows; hooks may log until the sums are restored
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
-        with taking_up(saved.path, "the logged sums"):
+        with loading_state(saved.path, "the logged sums"):
             ctx.log.load_state_dict(log, objects)
             if own is None:
-                metric_room().reset_others(ctx.module, counted)
-            metric_room().load_metric_states(ctx.module, counted)
+                metric_states_module().reset_others(ctx.module, counted)
+            metric_states_module().load_metric_states(ctx.module, counted)
         saved.restore_random(rng, strategy.data_rank, trainer.seed, ctx.position.global_step)
 
     return last
@@ -688,9 +688,9 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
     Both are for one rank only, or they would count twice. For all are last step values, and which objects to compute.
     """
     by_rank = [each for each in saved.ranks() if each["counts"]]
-    with taking_up(saved.path, "the logged sums"):
-        counted, refused = metric_room().merge_metric_states(
-            [each["metric_states"] for each in by_rank], metric_room().metric_objects(ctx.module)
+    with loading_state(saved.path, "the logged sums"):
+        counted, refused = metric_states_module().merge_metric_states(
+            [each["metric_states"] for each in by_rank], metric_states_module().metric_objects(ctx.module)
         )
         log = merge_states([each["log"] for each in by_rank])
     if refused and ctx.rank == 0:
@@ -727,7 +727,7 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             path=saved.path,
         )
     # Only data with a state that lives on over epochs needs it at an epoch's end, where the data may be exchanged.
-    with suppress(*[DataError] * at.epoch_ended), taking_up(saved.path, "the data"):
+    with suppress(*[DataError] * at.epoch_ended), loading_state(saved.path, "the data"):
         ctx.source.load_state_dict(data)
     if not at.epoch_ended:
         begun, at.batch = at.inside, ctx.source.first_batch

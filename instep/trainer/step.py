@@ -25,7 +25,7 @@ from instep.trainer.checks import loss_of
 from instep.trainer.context import RunContext
 from instep.trainer.guests import Step, StepParts
 from instep.trainer.hooks import is_overridden
-from instep.trainer.log import metric_room
+from instep.trainer.log import metric_states_module
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.optimizers import step_schedulers, wants_closure
 
@@ -343,11 +343,11 @@ def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
 def counting_once(ctx: RunContext, training_step: Step) -> Step:
     """Return the step, which leaves replayed batches out of what the module's metric objects count."""
     module, log = ctx.module, ctx.log
-    if ctx.world_size == 1 or not metric_room().metric_objects(module):
+    if ctx.world_size == 1 or not metric_states_module().metric_objects(module):
         return training_step
 
     def step(*args: Any) -> Any:
-        with metric_room().uncounted(module) if log.weight == 0 else nullcontext():
+        with metric_states_module().uncounted(module) if log.weight == 0 else nullcontext():
             return training_step(*args)
 
     return step

@@ -624,7 +624,7 @@ class Trainer:
         return self.saver.save_after(error, dirpath, name)
 
     resumed_from: ReadOnly[Reader | None] = ReadOnly(
-        lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
+        lambda t: t._ctx and t._ctx.resumed_reader, "Checkpoint that the running fit was resumed from."
     )
 
     _validates_now: ReadOnly[bool] = ReadOnly(lambda t: validates_now(t._run))

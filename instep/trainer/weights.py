@@ -20,11 +20,11 @@ from instep.checkpoint.edge import (
     count,
     flag,
     list_of,
+    loading_state,
     mapping,
     named,
     none_or,
     reading,
-    taking_up,
     text,
 )
 from instep.checkpoint.run_state import SavedRun, load_model_state
@@ -217,7 +217,7 @@ def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None,
         )
     made: Any = _make(cls, path, saved, shared.get("datamodule_hparams_name"), hparams_file, arguments)
     if shared.get("datamodule") is not None:
-        with taking_up(folder, "the datamodule"):
+        with loading_state(folder, "the datamodule"):
             made.load_state_dict(shared["datamodule"])
     return made
 

@@ -68,7 +68,7 @@ def mark(value: Any) -> str | None:
 
 
 def is_own(value: Any, given: Any) -> bool:
-    """Tell whether this user made a mark, of these values.
+    """Return whether this user made a mark, of these values.
 
     Args:
         value: what was marked.

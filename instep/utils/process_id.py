@@ -20,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Tell whether a process named by `this_process` has ended; None where it is of another host or hidden."""
+    """Return whether a process named by `this_process` has ended; None where it is of another host or hidden."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None

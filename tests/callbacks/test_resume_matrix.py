@@ -182,7 +182,7 @@ def train(names: tuple[str, ...], folder: str, strategy: str, devices: int, kill
     assert (trainer.resume_report is not None) == resumed
     metrics = {name: value for name, value in trainer.callback_metrics.items() if not TIMED.search(name)}
     ends = {
-        "weights": dict(trainer.strategy.held_weights()),
+        "weights": dict(trainer.strategy.local_weights()),
         "optimizer": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "metrics": metrics,

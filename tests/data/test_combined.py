@@ -67,7 +67,7 @@ def run(source: BatchSource, stop: int | None = None) -> list[Any]:
             break
     if stop is None and taken:
         assert flags == [False] * (len(taken) - 1) + [True]
-        if source.plan.exact:
+        if source.plan.total_is_final:
             assert source.num_batches == source.first_batch + len(taken)
     return as_lists(taken)
 

@@ -410,7 +410,7 @@ def _known_lengths() -> list[Any]:
             source = prepare(DataLoader(Numbers(length), batch_size=2), even_batches=even)
             source.start_at(1)
             source.set_epoch(0)
-            assert source.plan.exact
+            assert source.plan.total_is_final
             assert len(run(source)) == len(source) - source.first_batch
             found.append((length, even, len(source), source.plan.full_batches(1)))
     return found

@@ -168,7 +168,7 @@ def test_resume_at_the_end_gives_nothing_and_then_the_next_epoch() -> None:
     resumed.load_state_dict(state)
     assert (resumed.first_batch, resumed.num_batches) == (2, 2)
     assert resumed.state_dict(2)["finished"]
-    assert resumed.plan.at(2)[:2] == (0, 0)
+    assert resumed.plan.share_of(2)[:2] == (0, 0)
     assert list(resumed) == []
     resumed.set_epoch(1)
     source.set_epoch(1)
@@ -299,8 +299,8 @@ def test_a_loader_that_does_not_batch() -> None:
     ranks = sources(lambda: DataLoader(Numbers(3), batch_size=None, shuffle=True), 2)
     passes = [list(source) for source in ranks]
     assert sorted(passes[0] + passes[1][:1]) == [0, 1, 2]
-    assert ranks[1].plan.at(1)[:2] == (0, None)
-    assert ranks[0].plan.at(1)[:2] == (None, None)
+    assert ranks[1].plan.share_of(1)[:2] == (0, None)
+    assert ranks[0].plan.share_of(1)[:2] == (None, None)
     assert [rank_weight(source) for source in ranks] == [2.0, 0.0]
     assert ranks[0].sample_indices(0) == passes[0][:1]
     workers = prepare_loader(DataLoader(Numbers(3), batch_size=None, num_workers=1), seed_samples=True)
@@ -372,7 +372,7 @@ def test_past_the_end_there_is_nothing() -> None:
         lambda: DataLoader(Numbers(7), batch_sampler=[[0], [1]]),
     ):
         source = prepare_loader(make(), limit=1)
-        assert [source.plan.at(number)[:2] for number in (1, 2, 9)] == [(0, 0)] * 3
+        assert [source.plan.share_of(number)[:2] for number in (1, 2, 9)] == [(0, 0)] * 3
         source.start_at(9)
         assert list(source) == []
         assert (source.first_batch, source.num_batches) == (1, 1)
@@ -402,7 +402,7 @@ def test_a_distributed_sampler_is_never_sharded_twice() -> None:
             plain.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
             mine = flat(list(source))
             assert mine == flat(list(plain))
-            assert source.plan.at(0)[:2] == (2, 4)
+            assert source.plan.share_of(0)[:2] == (2, 4)
             seen += mine
         assert set(seen) == set(range(11))
     source = prepare_loader(make(0, 2), rank=0, world_size=2)
@@ -416,7 +416,7 @@ def test_a_distributed_sampler_is_never_sharded_twice() -> None:
 def test_use_distributed_sampler_false_leaves_the_data_whole() -> None:
     ranks = sources(lambda: DataLoader(Numbers(6), batch_size=2), 2, use_distributed_sampler=False)
     assert [flat(list(source)) for source in ranks] == [list(range(6))] * 2
-    assert ranks[0].plan.at(2)[:2] == (2, 4)
+    assert ranks[0].plan.share_of(2)[:2] == (2, 4)
     assert ranks[0].plan.uniform
     three = sources(lambda: DataLoader(Numbers(6), batch_size=2), 3, use_distributed_sampler=False)
     with pytest.raises(DataError, match="2 processes"):

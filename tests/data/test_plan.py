@@ -81,7 +81,10 @@ def test_sizes_known_beforehand_give_the_mean_over_the_samples(seed: int, ranks:
     values = draw_values(seed, sizes)
     shares = [[share_of(batch, rank, at == total - 1) for rank in range(ranks)] for at, batch in enumerate(sizes)]
     sources = [
-        Source(Plan(first, total, even=0, exact=True, at=lambda at, rank=rank: shares[at][rank]), ranks)
+        Source(
+            Plan(first, total, uniform_until=0, total_is_final=True, share_of=lambda at, rank=rank: shares[at][rank]),
+            ranks,
+        )
         for rank in range(ranks)
     ]
     for window in windows(first, total, accumulate):
@@ -101,7 +104,9 @@ def test_sizes_seen_only_then_give_the_same_mean(seed: int, ranks: int, accumula
     def seen(start: int, stop: int) -> list[int]:
         return [sum(batch) for batch in sizes[start:stop]]
 
-    sources = [Source(Plan(first, None, even=0, exact=False, seen=seen), ranks) for _ in range(ranks)]
+    sources = [
+        Source(Plan(first, None, uniform_until=0, total_is_final=False, sizes_seen=seen), ranks) for _ in range(ranks)
+    ]
     for window in windows(first, total, accumulate):
         got = window_gradient(sources, shares, values, window, accumulate)
         assert got == pytest.approx(mean_of(values, sizes, window), abs=1e-12)
@@ -111,7 +116,7 @@ def test_sizes_seen_only_then_give_the_same_mean(seed: int, ranks: int, accumula
 @pytest.mark.parametrize("total", [1, 4, 7])
 @pytest.mark.parametrize(("exact", "known"), [(True, True), (False, True), (False, False)])
 def test_batches_of_unknown_size_weigh_the_same(accumulate: int, total: int, exact: bool, known: bool):
-    ranks, plan = 2, Plan(0, total if known else None, even=sys.maxsize, exact=exact)
+    ranks, plan = 2, Plan(0, total if known else None, uniform_until=sys.maxsize, total_is_final=exact)
     sources = [Source(plan, ranks) for _ in range(ranks)]
     shares = [[Share(last=number == total - 1)] * ranks for number in range(total)]
     values = [[[float(number + rank)] for rank in range(ranks)] for number in range(total)]
@@ -124,8 +129,8 @@ def test_batches_of_unknown_size_weigh_the_same(accumulate: int, total: int, exa
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
 def test_windows_end_with_the_pass_where_its_end_is_known(first: int, accumulate: int):
     total = 7
-    plan = Plan(first, total, even=0, exact=True)
-    estimated = Plan(first, total, even=0, exact=False)
+    plan = Plan(first, total, uniform_until=0, total_is_final=True)
+    estimated = Plan(first, total, uniform_until=0, total_is_final=False)
     for window in windows(first, total, accumulate):
         for number in window:
             assert plan.window_of(number, accumulate) == (window[0], window[-1] + 1)
@@ -134,7 +139,7 @@ def test_windows_end_with_the_pass_where_its_end_is_known(first: int, accumulate
 
 
 def test_a_window_ends_with_the_rank_that_has_most():
-    plan = Plan(0, 3, even=0, exact=True, longest=5)
+    plan = Plan(0, 3, uniform_until=0, total_is_final=True, longest_total=5)
     assert [plan.window_of(number, 4) for number in (0, 2, 4)] == [(0, 4), (0, 4), (4, 5)]
 
 
@@ -145,7 +150,7 @@ def test_full_batches_weigh_one_part_of_their_window(first: int, even: int, accu
     total = 8
     ragged = [2 if number < even else number % 3 + 1 for number in range(total)]
     shares = [Share(size, size, False, (size, size)) for size in ragged]
-    plan = Plan(first, total, even=even, exact=True, at=shares.__getitem__)
+    plan = Plan(first, total, uniform_until=even, total_is_final=True, share_of=shares.__getitem__)
     source = Source(plan, 1)
     full = plan.full_batches(accumulate)
     scales = [window_scale(source, number, accumulate) for number in range(first, full)]
@@ -164,7 +169,7 @@ def test_units_of_a_window_are_added_up_once():
         asked.append(number)
         return Share(1, 2, False, (1, 2) if number != 2 else None)
 
-    plan = Plan(0, 6, even=0, exact=True, at=at)
+    plan = Plan(0, 6, uniform_until=0, total_is_final=True, share_of=at)
     assert [plan.window_units(0, 3), plan.window_units(0, 3), plan.window_units(3, 6)] == [4, 4, 6]
     assert asked == [0, 1, 2, 3, 4, 5]
 
@@ -174,11 +179,11 @@ def test_units_of_a_window_are_added_up_once():
     [(5, 5, True), (5, 6, True), (5, 4, False), (None, 5, False), (None, sys.maxsize, True), (5, sys.maxsize, True)],
 )
 def test_uniform_is_where_all_batches_are_even(total: int | None, even: int, uniform: bool):
-    assert Plan(0, total, even=even, exact=True).uniform is uniform
+    assert Plan(0, total, uniform_until=even, total_is_final=True).uniform is uniform
 
 
 def test_rank_weight():
-    source = Source(Plan(0, 1, even=0, exact=True), 4)
+    source = Source(Plan(0, 1, uniform_until=0, total_is_final=True), 4)
     assert rank_weight(source) == 1.0, "unknown: all weigh alike"
     for mine, weight in ((0, 0.0), (1, 0.5), (2, 1.0), (8, 4.0)):
         source.share = Share(mine, 8, True, (mine, 8))

@@ -200,7 +200,7 @@ def test_lengths() -> None:
     with pytest.raises(TypeError, match="no length"):
         len(unsized)
     claiming = prepare_loader(DataLoader(Claiming(11), batch_size=2))
-    assert (claiming.num_batches, claiming.plan.exact) == (6, False)
+    assert (claiming.num_batches, claiming.plan.total_is_final) == (6, False)
     assert len(prepare_loader(DataLoader(Claiming(11), batch_size=2), limit=0.5)) == 3
 
     class Modest(Stream):

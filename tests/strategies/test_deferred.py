@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from instep.big_models import init_empty_weights, load_checkpoint_in_model
-from instep.strategies.materialize import await_weights, builds_empty, deferred_weights, give_values
+from instep.strategies.materialize import await_weights, builds_empty, deferred_weights, materialize_module
 
 
 class Tied(nn.Module):
@@ -43,8 +43,8 @@ def test_a_block_without_values_notes_where_they_lie(tmp_path: Path) -> None:
         assert model.state_dict().keys() == Tied().state_dict().keys()
         copied = copy.deepcopy(model)  # as peft copies what it saves whole, and an average its model
         before = {name: id(p) for name, p in model.named_parameters()}
-        give_values(copied, torch.device("cpu"))
-        give_values(model, torch.device("cpu"))
+        materialize_module(copied, torch.device("cpu"))
+        materialize_module(model, torch.device("cpu"))
         assert {name: id(p) for name, p in model.named_parameters()} == before  # what an optimizer has
         for each in (model, copied):
             assert each.head.weight is each.embedding.weight
@@ -67,6 +67,6 @@ def test_what_a_checkpoint_of_the_run_brings_is_not_read(tmp_path: Path) -> None
     assert torch.equal(skipped["norm.weight"].read(), state["norm.weight"])  # type: ignore[union-attr]
     file.unlink()
     save_file({**state, "norm.weight": torch.full((2,), 7.0)}, file)
-    give_values(model, torch.device("cpu"))
+    materialize_module(model, torch.device("cpu"))
     assert torch.equal(model.norm.bias, state["norm.bias"])
     assert model.norm.weight.tolist() != [7.0, 7.0]

@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.big_models import init_empty_weights
 from instep.errors import SettingError
-from instep.strategies.materialize import defer_weights, give_values
+from instep.strategies.materialize import defer_weights, materialize_module
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_a_base_is_read_and_adapters_are_drawn(block: str) -> None:
         base = llama()
         defer_weights(base, dict(whole.named_parameters()))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]))
-    give_values(model, CPU)
+    materialize_module(model, CPU)
     assert torch.equal(model(tokens).logits, whole(tokens).logits)  # the adapters change nothing yet
     layer = base.model.layers[0].self_attn.q_proj
     assert layer.lora_A["default"].weight.std() > 0.05
@@ -46,7 +46,7 @@ def test_a_model_of_transformers_is_drawn_in_its_own_way() -> None:
     with torch.device("meta"):
         model = llama()
     torch.manual_seed(0)
-    give_values(model, CPU)
+    materialize_module(model, CPU)
     weights = model.model.layers[0].mlp.up_proj.weight
     assert 0.015 < weights.std() < 0.025  # initializer_range
     assert torch.equal(model.model.rotary_emb.inv_freq, llama().model.rotary_emb.inv_freq)
@@ -65,7 +65,7 @@ def test_a_weight_that_nothing_draws_is_named() -> None:
     with init_empty_weights():
         model = nn.Sequential(Half())
     with pytest.raises(SettingError, match=r"without values: 0\.forgotten\. Give them"):
-        give_values(model, CPU)
+        materialize_module(model, CPU)
 
 
 @pytest.mark.parametrize("index", [torch.arange(4), torch.zeros(4, dtype=torch.int32), torch.tensor(0)])
@@ -86,8 +86,8 @@ def test_a_buffer_of_indices_that_nothing_sets_is_named(index: torch.Tensor, res
     with torch.device("meta"):
         model = Picked()
     if resets:
-        give_values(model, CPU)
+        materialize_module(model, CPU)
         assert torch.equal(model.index, index)
     else:
         with pytest.raises(SettingError, match=r"without values: index\. Give them"):
-            give_values(model, CPU)
+            materialize_module(model, CPU)

@@ -147,7 +147,7 @@ def test_a_full_disk_does_not_keep_the_end_from_being_said(tmp_path: Path) -> No
                     file.flush()
             with pytest.raises(OSError, match="No space left"):
                 (trainer.run_folder.path / "more").write_bytes(b"more")
-            trainer.run_folder.say_saved(trainer, trainer.run_folder.path / ("x" * 100))  # takes nothing of the room
+            trainer.run_folder.record_saved(trainer, trainer.run_folder.path / ("x" * 100))  # takes nothing of the room
             raise ValueError("the disk is full " + "\N{GRINNING FACE}" * 5000)
 
     with tmpfs(tmp_path / "small", 1 << 20) as folder:

@@ -356,7 +356,7 @@ def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> 
 
 
 def near_names(name: str, *owners: Any) -> str:
-    """Say which attributes of modules and datamodules, or hyperparameters of theirs, are called nearly so."""
+    """Return which attributes of modules and datamodules, or hyperparameters of theirs, are called nearly so."""
     known = {key for owner in owners if owner is not None for key in (*vars(owner), *owner.hparams)}
     near = get_close_matches(name, sorted(key for key in known if isinstance(key, str) and key[:1] != "_"), 3)
     return f" There is {' and '.join(near)}." if near else ""

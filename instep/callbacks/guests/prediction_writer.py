@@ -309,7 +309,7 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
 def _join_tensors(path: Path, parts: list[Path]) -> None:
     """Join files into one, with a few thousand rows in memory at a time."""
-    from safetensors import safe_open  # late: as above
+    from safetensors import safe_open  # late: only this format needs it
 
     from instep.checkpoint.tensors import framing
 

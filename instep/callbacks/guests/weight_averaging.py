@@ -144,7 +144,7 @@ class WeightAveraging(Callback):
                 field="callbacks",
             )
         self._live, self._in_validation = None, False
-        self._make(module, strategy.held_weights())
+        self._make(module, strategy.local_weights())
         saved, updates, self._updates = trainer.resumed_from, self._updates, None
         if updates and saved is not None and "averaged" in saved.weight_sets:
             self._load(strategy, saved.stored_weights("averaged"), updates)
@@ -195,7 +195,7 @@ class WeightAveraging(Callback):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if self._in_validation and self._live is not None:  # other ranks may be gone: nothing collective
             self._in_validation = False
-            _write(self._live, trainer.strategy.held_weights())
+            _write(self._live, trainer.strategy.local_weights())
             self._live = None
 
     # ---- what is saved
@@ -210,10 +210,10 @@ class WeightAveraging(Callback):
                     "loaded other weights; it has those of the module, without an average. Save it after fit"
                 )
             return
-        strategy, held = trainer.strategy, trainer.strategy.held_weights()
+        strategy, held = trainer.strategy, trainer.strategy.local_weights()
         if self._live is not None:
-            checkpoint["state_dict"] = strategy.state_with(_by_all_names(self._live, held))
-        checkpoint["averaged_state_dict"] = strategy.state_with(_by_all_names(self._averages, held))
+            checkpoint["state_dict"] = strategy.model_state_from(_by_all_names(self._live, held))
+        checkpoint["averaged_state_dict"] = strategy.model_state_from(_by_all_names(self._averages, held))
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,13 +252,13 @@ class WeightAveraging(Callback):
         for name, average in self._averages.items():
             whole = saved.get(clean_name(name))
             if whole is not None:
-                average.copy_(strategy.held_part(name, whole))
+                average.copy_(strategy.local_part(name, whole))
         self._n_averaged = updates
 
     @torch.no_grad()
     def _update(self, strategy: Strategy) -> None:
         assert self._averages is not None
-        held = strategy.held_weights()
+        held = strategy.local_weights()
         for name in self._copied if self._n_averaged else self._averages:  # the first ones are their own average
             self._averages[name].copy_(held[name])
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -287,7 +287,7 @@ class WeightAveraging(Callback):
     def _take_buffers(self, strategy: Strategy) -> None:
         """Take the module's buffers for the average's."""
         assert self._averages is not None
-        held = strategy.held_weights()
+        held = strategy.local_weights()
         for name in self._untrained:
             self._averages[name].copy_(held[name])
 
@@ -296,7 +296,7 @@ class WeightAveraging(Callback):
         if not self.n_averaged:
             return
         strategy = trainer.strategy
-        held = strategy.held_weights()
+        held = strategy.local_weights()
         if self._live is None:
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
@@ -305,7 +305,7 @@ class WeightAveraging(Callback):
         else:
             _write(self._live, held)
             self._live = None
-        strategy.show_weights()
+        strategy.sync_local_weights()
 
     def _copy_average_to_current(self, trainer: Trainer) -> None:
         """Leave the average in the module. What was trained is kept, for a checkpoint of the fit's end. Collective."""

@@ -159,7 +159,7 @@ class ProgressBar(Callback):
         return batches[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Note the loader in hand, and return whether it is another one than at the last call."""
+        """Record the loader in hand, and return whether it is another one than at the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 

@@ -139,12 +139,12 @@ def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
 
 
 def _ignored(at: tuple[str, ...], a: Any, b: Any) -> bool:
-    """Tell whether two values of trainer.json differ only by who saved them, where and how fast."""
+    """Return whether two values of trainer.json differ only by who saved them, where and how fast."""
     return at[0] in _WHO_SAVED_IT or (at[0] == "callbacks" and ("time_elapsed" in at or _same_name(a, b)))
 
 
 def _same_name(a: Any, b: Any) -> bool:
-    """Tell whether two values are paths of checkpoints with one name, but for the attempt."""
+    """Return whether two values are paths of checkpoints with one name, but for the attempt."""
     if not all(isinstance(path, str) and "/" in path for path in (a, b)):
         return False
     name, other = (re.sub(r"-\d+$", "", path.rpartition("/")[2]) for path in (a, b))

@@ -97,7 +97,7 @@ def write_lightning(contents: Contents, path: Path) -> Path:
 
 
 def is_accelerate(folder: Path) -> bool:
-    """Tell whether a folder has weights under Accelerate's names."""
+    """Return whether a folder has weights under Accelerate's names."""
     return any((folder / name).is_file() for name in _WEIGHTS)
 
 

@@ -93,7 +93,7 @@ def find_one(path: str) -> Path:
 
 
 def pass_over(problem: str) -> None:
-    """Say why an older checkpoint is taken."""
+    """Print why an older checkpoint is taken."""
     output.warn(f"{problem} The next older one is taken.")
 
 

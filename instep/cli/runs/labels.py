@@ -1,4 +1,4 @@
-"""Say of a run what you know of it: a name, tags, a note, and that it is archived."""
+"""`instep runs name|tag|note|archive`: write what you know of a run into its folder."""
 
 from __future__ import annotations
 

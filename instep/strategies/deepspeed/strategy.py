@@ -33,7 +33,7 @@ from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
 from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
 from instep.strategies.gradients import Gradients, parameters_of
-from instep.strategies.materialize import broadcast_weights, give_values, refuse_dispatched
+from instep.strategies.materialize import broadcast_weights, materialize_module, refuse_dispatched
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.types import PathLike
@@ -309,7 +309,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare_module(self, module: nn.Module) -> None:
         refuse_dispatched(self.name, module)
         self.module = module
-        self._exchanged = give_values(module, self.device)
+        self._exchanged = materialize_module(module, self.device)
         if self.stage != 3:
             module.to(self.device)
             return
@@ -536,8 +536,8 @@ class DeepSpeedStrategy(Strategy):
         }
         return {name: cut.get(name, shape) for name, shape in shapes_of(self.module).items()}
 
-    def held_weights(self) -> dict[str, Tensor]:
-        held, runs = super().held_weights(), dict[Tensor, Tensor]()
+    def local_weights(self) -> dict[str, Tensor]:
+        held, runs = super().local_weights(), dict[Tensor, Tensor]()
         for name, part in self._spread_parts(held):
             if part is None or not part.count:
                 del held[name]  # others hold all of it
@@ -547,7 +547,7 @@ class DeepSpeedStrategy(Strategy):
                 held[name] = runs.setdefault(held[name], part.weights())
         return held
 
-    def show_weights(self) -> None:
+    def sync_local_weights(self) -> None:
         if self._engine is None or not self._parts:
             return
         if self.stage < 3:
@@ -555,14 +555,14 @@ class DeepSpeedStrategy(Strategy):
         else:
             partitions.write_cut_weights(self._zero, self._parts)
 
-    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+    def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         state = {**self.model_state(), **held}
         for name, part in self._spread_parts(held):
             if part is not None:
                 state[name] = part.shard(held[name])
         return state
 
-    def held_part(self, name: str, value: Any) -> Tensor:
+    def local_part(self, name: str, value: Any) -> Tensor:
         part = next((part for _, part in self._spread_parts([name])), None)
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 

@@ -429,8 +429,8 @@ class PipelinedStrategy(FSDPStrategy):
         if self._cut is None:  # else the stages have buffers of their own
             super().average_replicas()
 
-    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
-        state = super().state_with(held)
+    def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        state = super().model_state_from(held)
         return state if self._cut is None else self._cut.saved_here(state)
 
     def full_model_state(self) -> dict[str, Any]:

@@ -313,7 +313,7 @@ class NonFiniteGuard(StepGuest):
             values = check.norms.tolist()
             names = [known[p] for p, norm in zip(check.parameters, values, strict=True) if not math.isfinite(norm)]
         source = self._trainer._run.source
-        at = source.plan.at
+        at = source.plan.share_of
         replayed = {batch for batch in check.batches if (source.share if at is None else at(batch)).mine == 0}
         samples = {batch: [] if batch in replayed else source.sample_indices(batch) for batch in check.batches}
         return _Facts(next((loss for loss in losses if not math.isfinite(loss)), None), names, samples)

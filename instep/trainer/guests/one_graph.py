@@ -146,7 +146,7 @@ class OneGraph(StepGuest):
 
 
 def why_no_backward_in_graph() -> str:
-    """Say why this torch cannot have a backward within a compiled graph; "" where it can."""
+    """Return why this torch cannot have a backward within a compiled graph; "" where it can."""
     from torch._dynamo import config  # late: torch's compiler takes a second to load
 
     return "" if hasattr(config, "trace_autograd_ops") else f"torch {torch.__version__} does not trace a backward"
@@ -190,7 +190,7 @@ def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConf
 
 
 def why_not_compiled(optimizer: torch.optim.Optimizer, scheduled: bool) -> str:
-    """Say why an optimizer's step is left uncompiled; "" where it can be compiled.
+    """Return why an optimizer's step is left uncompiled; "" where it can be compiled.
 
     Args:
         optimizer: of the run.

@@ -19,7 +19,7 @@ class _EndOfBatches(Exception):
     """Signal from a training step that found no batch left in its middle: nothing of it counts."""
 
 
-class BatchTaker(Iterator[tuple[Any, int, int]]):
+class StepIterator(Iterator[tuple[Any, int, int]]):
     """Iterator that a step gets in place of a batch, and takes its batches from.
 
     `next` gives (batch, batch_idx, dataloader_idx), the batch on the device and through the transfer hooks. It ends
@@ -132,7 +132,7 @@ class BatchTaker(Iterator[tuple[Any, int, int]]):
 class OwnBatches(StepGuest):
     """Iterator in the place of a batch, for steps that ask for it; what they take is counted."""
 
-    _taker: BatchTaker | None = None
+    _taker: StepIterator | None = None
 
     def _takes(self, name: str) -> bool:
         """Return whether a step method takes its batches itself: its argument is named `dataloader_iter`.
@@ -157,10 +157,10 @@ class OwnBatches(StepGuest):
         if not self._takes(name):
             return batches
         outer, log = self._taker, place.pop("log", None)
-        self._taker = BatchTaker(batches, source, self.ctx.trainer.progress, log, **place)
+        self._taker = StepIterator(batches, source, self.ctx.trainer.progress, log, **place)
         return self._steps(self._taker, outer)
 
-    def _steps(self, taker: BatchTaker, outer: BatchTaker | None) -> Iterator[None]:
+    def _steps(self, taker: StepIterator, outer: StepIterator | None) -> Iterator[None]:
         try:
             yield from taker.steps()
         finally:

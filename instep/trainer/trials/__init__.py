@@ -1,6 +1,6 @@
 """Trials: steps of a run that leave no trace, with which callbacks look for a learning rate or a batch size.
 
-`keep.py` notes what steps change and puts it back; `trial.py` runs the steps.
+`snapshot.py` captures what steps change and puts it back; `trial.py` runs the steps.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from instep.utils.imports import loads
 
 if TYPE_CHECKING:
-    from instep.trainer.trials.keep import Keeper as Keeper
+    from instep.trainer.trials.snapshot import Snapshot as Snapshot
     from instep.trainer.trials.trial import Trial as Trial
 
 __all__, __getattr__, __dir__ = loads(__name__)

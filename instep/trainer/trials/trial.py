@@ -27,8 +27,8 @@ from instep.trainer.loop import after_batch, make_step, plan_validation, wrap_op
 from instep.trainer.metrics import Metrics
 from instep.trainer.plugins import SilentLogger
 from instep.trainer.step import detached_outputs
-from instep.trainer.trials.keep import Keeper
 from instep.trainer.trials.out_of_memory import out_of_memory
+from instep.trainer.trials.snapshot import Snapshot
 from instep.types import Stateful
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Trial:
         self._trainer, self._module, self._strategy = ctx.trainer, ctx.module, ctx.strategy
         self._stage = _STAGES[ctx.fn]
         self._ctx = ctx
-        self._keeper = Keeper()
+        self._snapshot = Snapshot()
         self._undo = ExitStack()
         self._batches: Iterator[Any] | None = None
         self._step: Callable[..., Any] | None = None
@@ -77,7 +77,7 @@ class Trial:
     def repeats(self) -> bool:
         """Whether a resumed run calls this hook once more: what was to be found was found before."""
         plan = self._run.resume
-        return plan is not None and plan.continues is not None and not plan.restored
+        return plan is not None and plan.resumed_reader is not None and not plan.restored
 
     @property
     def optimizer_steps(self) -> int:
@@ -108,17 +108,17 @@ class Trial:
         self._check()
         of_rank = copy.deepcopy(self._strategy.rank_state())
         self._strategy.abandon_step()  # weights that stand gathered are no weights to keep
-        keeper = self._keeper = Keeper()
-        keeper.keep_module(module)
+        snapshot = self._snapshot = Snapshot()
+        snapshot.keep_module(module)
         for optimizer in run.optimizers:
-            keeper.keep_optimizer(optimizer)
+            snapshot.keep_optimizer(optimizer)
         for config in run.schedulers:
             for scheduler in (config.scheduler, *getattr(config.scheduler, "_schedulers", ())):
-                keeper.keep_attributes(scheduler)
-        keeper.keep_attributes(self._strategy.gradients)
+                snapshot.capture_attributes(scheduler)
+        snapshot.capture_attributes(self._strategy.gradients)
         if run.precision.scaler is not None:
-            keeper.keep_attributes(run.precision.scaler)
-        keeper.keep_random()
+            snapshot.capture_attributes(run.precision.scaler)
+        snapshot.keep_random()
         with self._undo as undo:  # closed at once if one of these fails
             undo.callback(self._put_back, of_rank)
             undo.callback(vars(trainer).update, {**vars(trainer), "_data": dict(trainer._data)})
@@ -188,14 +188,14 @@ class Trial:
     def _put_back(self, of_rank: dict[str, Any]) -> None:
         self._reset()
         self._strategy.load_rank_state(of_rank, own=True)
-        self._keeper.restore()
+        self._snapshot.restore()
 
     def _reset(self) -> None:
         """Bring module, optimizers and strategy to where the trial began, from wherever a step has left them."""
         self._strategy.abandon_step()
-        self._keeper.restore()
+        self._snapshot.restore()
         self._strategy.prepare_training(self._module, self._run.optimizers)  # DDP's reducer is as a new one again
-        self._keeper.restore()  # the buffers too, which that may have made alike on all ranks
+        self._snapshot.restore()  # the buffers too, which that may have made alike on all ranks
 
     # ---- data
 

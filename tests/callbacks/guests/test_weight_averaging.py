@@ -212,7 +212,7 @@ def fit_and_resume(folder: str, strategy: str, kinds: tuple[str, ...]) -> list[s
                 trainer.fit(made(), data(), data(shuffle=False), ckpt_path="auto" if part == "resumed" else None)
             except Crash:
                 continue
-            held = {name: value.detach().clone() for name, value in trainer.strategy.held_weights().items()}
+            held = {name: value.detach().clone() for name, value in trainer.strategy.local_weights().items()}
             ends.append((held, averaging, watch, load_weights(saver.last_model_path, "live"), trainer))
         whole, resumed = ends
         same = equal(whole[0], resumed[0]) and equal(whole[3], resumed[3])

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from instep.errors import UsageError
 from instep.utils.seed import rng_state, set_rng_state
 
-Put = Callable[[], Any]
+Restore = Callable[[], Any]
 
 
-class Keeper:
+class Snapshot:
     """Snapshot of objects, which it can restore as often as asked.
 
     Tensors get their old values in their old memory, and containers (dicts, lists, sets, at any depth) and random
@@ -27,19 +27,19 @@ class Keeper:
     CPU's memory, so that a trial finds the device's as free as the run will.
 
     Example:
-        >>> layer, keeper = nn.Linear(2, 2), Keeper()
-        >>> keeper.keep_module(layer)
+        >>> layer, snapshot = nn.Linear(2, 2), Snapshot()
+        >>> snapshot.keep_module(layer)
         >>> before = layer.weight.clone()
         >>> layer.weight.data.add_(1); layer.count = 3  # doctest: +ELLIPSIS
         tensor(...)
-        >>> keeper.restore()
+        >>> snapshot.restore()
         >>> bool((layer.weight == before).all()), hasattr(layer, "count")
         (True, False)
     """
 
     def __init__(self) -> None:
-        self._puts: list[Put] = []
-        self._known: dict[int, tuple[Any, Put]] = {}  # with the object, whose id is no other's as long as it lives
+        self._puts: list[Restore] = []
+        self._known: dict[int, tuple[Any, Restore]] = {}  # with the object, whose id is no other's as long as it lives
 
     def restore(self) -> None:
         """Restore everything."""
@@ -47,15 +47,15 @@ class Keeper:
             for put in self._puts:
                 put()
 
-    def keep(self, put: Put) -> None:
+    def keep(self, put: Restore) -> None:
         """Add what puts one more thing back."""
         self._puts.append(put)
 
-    def keep_attributes(self, owner: Any) -> None:
+    def capture_attributes(self, owner: Any) -> None:
         """Record an object's attributes, their contents included; hooks that others have put there stay."""
         with torch.inference_mode(False):
-            noted = {name: self._noted(value) for name, value in vars(owner).items() if not _is_hooks(name)}
-        self._puts.append(partial(_put_attributes, owner, noted))
+            captured = {name: self._captured(value) for name, value in vars(owner).items() if not _is_hooks(name)}
+        self._puts.append(partial(_put_attributes, owner, captured))
 
     def keep_module(self, module: nn.Module) -> None:
         """Record weights, buffers, gradients, modes and plain attributes of a module and all of its parts.
@@ -70,7 +70,7 @@ class Keeper:
                 "batch through the module first."
             )
         for part in module.modules():
-            self.keep_attributes(part)
+            self.capture_attributes(part)
         with torch.inference_mode(False):
             for p in module.parameters():
                 self._puts.append(self._of_gradient(p))
@@ -83,7 +83,7 @@ class Keeper:
         with torch.inference_mode(False):
             for part in module.modules():
                 plain = {
-                    name: self._noted(value)
+                    name: self._captured(value)
                     for name, value in vars(part).items()
                     if name not in _OF_TORCH and not _is_hooks(name)
                 }
@@ -93,16 +93,16 @@ class Keeper:
 
     def keep_optimizer(self, optimizer: Optimizer) -> None:
         """Record an optimizer's states and groups."""
-        self.keep_attributes(optimizer)
+        self.capture_attributes(optimizer)
 
     def keep_random(self) -> None:
         """Record the state of every random generator of this process."""
         state = rng_state()
         self._puts.append(lambda: set_rng_state(state))
 
-    def _of_gradient(self, p: Tensor) -> Put:
+    def _of_gradient(self, p: Tensor) -> Restore:
         requires_grad, gradient = p.requires_grad, p.grad
-        put = None if gradient is None else self._noted(gradient)
+        put = None if gradient is None else self._captured(gradient)
 
         def back() -> None:
             p.requires_grad_(requires_grad)
@@ -110,24 +110,24 @@ class Keeper:
 
         return back
 
-    def _noted(self, value: Any) -> Put:
+    def _captured(self, value: Any) -> Restore:
         """Record a value, and return a function that returns it with its old content."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
         make = next((make for kind, make in _KINDS if isinstance(value, kind)), None)
         if make is None and type(value).__module__.startswith("numpy.random"):
-            make = Keeper._of_numpy
+            make = Snapshot._of_numpy
         if make is None:
             return lambda: value
-        later: list[Put] = []
+        later: list[Restore] = []
         self._known[id(value)] = value, lambda: later[0]()  # a container may hold itself
         later.append(make(self, value))
         self._known[id(value)] = value, later[0]
         return later[0]
 
-    def _of_dict(self, value: dict[Any, Any]) -> Put:
-        puts = [(key, self._noted(item)) for key, item in value.items()]
+    def _of_dict(self, value: dict[Any, Any]) -> Restore:
+        puts = [(key, self._captured(item)) for key, item in value.items()]
         busy = False
 
         def back() -> dict[Any, Any]:
@@ -142,8 +142,8 @@ class Keeper:
 
         return back
 
-    def _of_list(self, value: list[Any]) -> Put:
-        puts = [self._noted(item) for item in value]
+    def _of_list(self, value: list[Any]) -> Restore:
+        puts = [self._captured(item) for item in value]
         busy = False
 
         def back() -> list[Any]:
@@ -156,7 +156,7 @@ class Keeper:
 
         return back
 
-    def _of_set(self, value: set[Any]) -> Put:
+    def _of_set(self, value: set[Any]) -> Restore:
         items = set(value)
 
         def back() -> set[Any]:
@@ -166,7 +166,7 @@ class Keeper:
 
         return back
 
-    def _of_tensor(self, value: Tensor) -> Put:
+    def _of_tensor(self, value: Tensor) -> Restore:
         local = getattr(value, "_local_tensor", value)  # a DTensor's part
         if local.is_meta or local.is_sparse or is_lazy(local):
             return lambda: value
@@ -182,7 +182,7 @@ class Keeper:
 
         return back
 
-    def _of_generator(self, value: torch.Generator) -> Put:
+    def _of_generator(self, value: torch.Generator) -> Restore:
         state = value.get_state()
 
         def back() -> torch.Generator:
@@ -191,7 +191,7 @@ class Keeper:
 
         return back
 
-    def _of_numpy(self, value: Any) -> Put:
+    def _of_numpy(self, value: Any) -> Restore:
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))  # Generator, RandomState
         state = deepcopy(getattr(bits, "state", None))
 
@@ -202,7 +202,7 @@ class Keeper:
 
         return back
 
-    def _of_random(self, value: random.Random) -> Put:
+    def _of_random(self, value: random.Random) -> Restore:
         state = value.getstate()
 
         def back() -> random.Random:
@@ -219,14 +219,14 @@ def _is_hooks(name: str) -> bool:
     return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
-def _put_attributes(owner: Any, noted: dict[str, Put]) -> None:
+def _put_attributes(owner: Any, captured: dict[str, Restore]) -> None:
     there = vars(owner)
-    for name in [name for name in there if name not in noted and not _is_hooks(name)]:
+    for name in [name for name in there if name not in captured and not _is_hooks(name)]:
         del there[name]
-    there.update({name: put() for name, put in noted.items()})
+    there.update({name: put() for name, put in captured.items()})
 
 
-def _put_plain(part: nn.Module, plain: dict[str, Put]) -> None:
+def _put_plain(part: nn.Module, plain: dict[str, Restore]) -> None:
     vars(part).update({name: put() for name, put in plain.items()})
 
 
@@ -236,11 +236,11 @@ def _put_needed(module: nn.Module, needed: dict[str, bool]) -> None:
             p.requires_grad_(needed[name])
 
 
-_KINDS: tuple[tuple[type, Callable[[Keeper, Any], Put]], ...] = (
-    (Tensor, Keeper._of_tensor),
-    (dict, Keeper._of_dict),
-    (list, Keeper._of_list),
-    (set, Keeper._of_set),
-    (torch.Generator, Keeper._of_generator),
-    (random.Random, Keeper._of_random),
+_KINDS: tuple[tuple[type, Callable[[Snapshot, Any], Restore]], ...] = (
+    (Tensor, Snapshot._of_tensor),
+    (dict, Snapshot._of_dict),
+    (list, Snapshot._of_list),
+    (set, Snapshot._of_set),
+    (torch.Generator, Snapshot._of_generator),
+    (random.Random, Snapshot._of_random),
 )
