@@ -383,7 +383,7 @@ class Run:
         self.module("on_train_epoch_start")
         self.forget_what_came_again()
         batches = self.deal_epoch(self.batch, self.samples)
-        if not batches:
+        if not batches and not self.samples:
             raise Refused("DataError", "the epoch had no batch")
         complete, over = True, False
         if self.samples:  # the run goes on within the epoch, behind the training of a window

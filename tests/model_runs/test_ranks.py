@@ -210,6 +210,17 @@ CHOSEN = {
         ),
         (),
     ),
+    "a cut epoch of which nothing is left for more ranks that drop the last batch": (
+        Case(
+            Settings(max_epochs=3, limit_train_batches=0.75, val_check_interval=5, check_val_every_n_epoch=None),
+            Data(10, 2, drop_last=True),
+            Data(10, first=100),
+            values=(2.0, 4.0, nan),
+            checkpoints=Checkpoints(save_top_k=0, every_n_epochs=2),
+            second=Checkpoints(monitor="val", save_top_k=3, every_n_train_steps=4),
+        ),
+        (Process(place=0.5), Process(ranks=2)),
+    ),
 }
 
 
