@@ -4,12 +4,15 @@ WHAT is a TrainModule or a function that makes one (package.module:Name), a fold
 for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
 tensors that have sizes and no values, so no weight is downloaded and nothing is computed, and the machine need not have
 the memory. A step needs a batch: --input, --data, or for transformers --batch-size and --sequence-length; without one,
-and for files, activations are not counted. On a GPU its context and NCCL (0.5 to 1.5 GB) and what its allocator cannot
-use come on top. With --inference: what the loaded model takes, and its largest layer, by dtype.
+and for files, activations are not counted; --activation-checkpointing says which are computed again in the backward, as
+the callback of this name does. On a GPU its context and NCCL (0.5 to 1.5 GB) and what its allocator cannot
+use come on top. With --inference: what the loaded model takes, and its largest layer, by dtype: of torch, or of a byte
+and less for linear layers, where the rest is bfloat16.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
   instep estimate-memory train:Model --data train:Data --strategy fsdp --devices 2 8
+  instep estimate-memory train:Model --data train:Data --activation-checkpointing Block every=2 save=ops
   instep estimate-memory llama/config.json --batch-size 4 --precision bf16-mixed --json
   instep estimate-memory user/model --inference --dtypes bfloat16 nf4
 """
@@ -45,24 +48,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", nargs="+", metavar="S", default=list(_STRATEGIES), help=f"(default: {' '.join(_STRATEGIES)})")
     add("--precision", nargs="+", metavar="P", default=list(_PRECISIONS), help=f"(default: {' '.join(_PRECISIONS)})")
     add("--devices", nargs="+", type=int, metavar="N", default=[8], help="numbers of processes (default: 8)")
+    add("--activation-checkpointing", nargs="*", metavar="WORD", help="classes (none: the blocks), every=N, save=ops")
     add("--accumulate", type=int, metavar="N", default=1, help="batches of an optimizer step (default: 1)")
     add("--accelerator", choices=("gpu", "cpu"), default="gpu", help="where it will train (default: gpu)")
     add("--weights-only", action="store_true", help="leave the step out")
     add("--inference", action="store_true", help="the loaded model alone, by --dtypes; no training")
-    add(
-        "--dtypes",
-        nargs="+",
-        metavar="D",
-        default=list(_DTYPES),
-        help=f"with --inference: torch's; of a byte and "
-        f"less for linear layers, the rest is bfloat16 (default: {' '.join(_DTYPES)})",
-    )
+    dtypes = f"with --inference (default: {' '.join(_DTYPES)})"
+    add("--dtypes", nargs="+", metavar="D", default=list(_DTYPES), help=dtypes)
     add("--json", action="store_true", help="for programs; bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Estimate every row, and print the table."""
-    from instep.cli.memory.estimate import Setup, estimate  # late: loads torch
+    from instep.activations.checkpointing import recomputed  # late: loads torch, as the others
+    from instep.cli.memory.estimate import Setup, estimate
     from instep.cli.memory.simulate import process_counts
     from instep.cli.memory.subject import find_subject, json_arguments
 
@@ -81,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         sequence=args.sequence_length,
         weights_only=args.weights_only,
     )
+    if args.activation_checkpointing is not None:
+        subject = recomputed(subject, args.activation_checkpointing)
     if args.inference:
         return _say_inference(subject, args.dtypes, args.json)
     setups = [

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from instep.activations.recompute import recompute
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy
@@ -41,7 +42,6 @@ from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
     Policy,
     check_policy,
-    checkpoint_activations,
     compile_forward,
     is_manual,
     recomputed_of,
@@ -105,7 +105,7 @@ class FSDPStrategy(Strategy):
             autocast, weights are gathered in the lower precision and gradients reduced in float32.
         cpu_offload: keep weights, gradients and optimizer states in the CPU's memory.
         activation_checkpointing: parts, named as in `wrap`, whose activations are computed again in the backward.
-            True: those of `wrap`.
+            True: those of `wrap`. `instep.activations.ActivationCheckpointing` can do more, under every strategy.
         meta_init: run `configure_model` on the meta device; parts are then made real one at a time by their modules'
             own `reset_parameters`, in the module's order. Weights without one have to come from a checkpoint.
         accumulate_sharded: reduce gradients in each micro-batch of an accumulation window, to hold shards of them only.
@@ -333,7 +333,7 @@ class FSDPStrategy(Strategy):
                 visit(child, f"{name}.{key}" if name else key)
             maker.finish(part, name)
             if part in recomputed:
-                checkpoint_activations(part)
+                recompute(part)
             if (name in units if name else not alone) and not isinstance(part, FSDPModule):
                 self.share_weights(part)
                 if self.compile is not None and name:

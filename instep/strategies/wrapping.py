@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from instep.errors import SettingError, one_of
 from instep.utils.checks import is_int, wrong
@@ -246,12 +244,6 @@ def _unit_of(name: str, units: Mapping[str, nn.Module]) -> str:
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name
-
-
-def checkpoint_activations(part: nn.Module) -> None:
-    """Let a part's forward keep no activations: they are computed again in the backward. In place, names stay."""
-    forward = part.forward
-    part.forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False))
 
 
 def compile_forward(part: nn.Module, options: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from instep.activations.recompute import recompute
 from instep.errors import SettingError
-from instep.strategies.wrapping import check_policy, checkpoint_activations, select, untie
+from instep.strategies.wrapping import check_policy, select, untie
 
 
 class Block(nn.Module):
@@ -114,7 +115,7 @@ def test_activations_are_computed_again_and_gradients_stay() -> None:
     expected = [p.grad.clone() for p in block.parameters() if p.grad is not None]
     names = list(block.state_dict())
     block.zero_grad()
-    checkpoint_activations(block)
+    recompute(block)
     block.calls = 0
     block(x).sum().backward()
     assert block.calls == 2

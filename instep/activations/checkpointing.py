@@ -1,0 +1,225 @@
+"""`ActivationCheckpointing`: which activations a run computes again in its backward, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from instep.activations.recompute import ContextFunction, contexts_of, recompute
+from instep.callbacks.base import Callback
+from instep.errors import SettingError, UsageError
+from instep.strategies.wrapping import Policy, check_policy, select
+from instep.utils.checks import at_least, is_number, wrong
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_SETTINGS = {"every": int, "save": str}
+"""What the command line can say beside classes."""
+
+
+class ActivationCheckpointing(Callback):
+    """Save activation memory for a second forward of chosen parts, or within a budget of torch's compiler.
+
+    It is done in place before the strategy cuts or wraps the module, and undone when the run ends. Names and values of
+    weights do not change, so checkpoints with and without it are alike. Dropout draws the same masks in both forwards.
+    A model of transformers needs `config.use_cache=False`.
+
+    Args:
+        parts: classes or their names, a number of parameters, or a function of a module's name and the module, as
+            `FSDPStrategy(wrap=)` takes them. None: the blocks of a transformer, as `wrap` finds them.
+        every: the first of the parts and every n-th after it; 1 for all.
+        save: operations whose results are kept all the same: "ops" for matrix products, convolutions, attention and
+            collectives, so that only cheap ones run again; or a list of torch's operators. One that draws random
+            numbers always runs again.
+        context_fn: in place of `save`, as `torch.utils.checkpoint.checkpoint` takes it.
+        memory_budget: instead of all these, for a compiled module: the part of the activations that the compiler may
+            keep, from 0.0 (the inputs of each graph) to 1.0 (all). It chooses what runs again by its cost.
+
+    Raises:
+        SettingError: a setting is wrong or does not go with another; when training starts: the parts mean nothing, or
+            are recomputed by the strategy's `activation_checkpointing` too.
+        UsageError: `memory_budget` without `torch.compile`.
+
+    Example:
+        >>> blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5))
+        >>> list(ActivationCheckpointing(every=2, save="ops").parts_of(nn.ModuleDict({"blocks": blocks})))
+        ['blocks.0', 'blocks.2', 'blocks.4']
+
+    Source:
+        Chen et al.: Training Deep Nets with Sublinear Memory Cost, 2016 (https://arxiv.org/abs/1604.06174);
+        torch.utils.checkpoint's selective contexts; torch._functorch.config.activation_memory_budget.
+    """
+
+    def __init__(
+        self,
+        parts: Policy | None = None,
+        *,
+        every: int = 1,
+        save: str | Sequence[Any] | None = None,
+        context_fn: ContextFunction | None = None,
+        memory_budget: float | None = None,
+    ) -> None:
+        self.parts = check_policy("parts", parts)
+        self.every = at_least(1)("every", every)
+        self.save = save
+        if context_fn is not None and not callable(context_fn):
+            raise wrong("context_fn", context_fn, "a function that returns two contexts, or None")
+        if context_fn is not None and save is not None:
+            raise SettingError("context_fn says itself what is kept: give save or context_fn, not both", field="save")
+        self.context_fn = contexts_of(save) if context_fn is None else context_fn
+        if memory_budget is not None:
+            if not (is_number(memory_budget) and 0 <= memory_budget <= 1):
+                raise wrong("memory_budget", memory_budget, "a number from 0.0 to 1.0, or None")
+            if parts is not None or every != 1 or self.context_fn is not None:
+                raise SettingError(
+                    "memory_budget lets the compiler choose what runs again: leave parts, every, save and context_fn "
+                    "out",
+                    field="memory_budget",
+                    got=memory_budget,
+                )
+        self.memory_budget = memory_budget
+        self._runs: list[ExitStack] = []
+
+    # ---- by hand
+
+    def apply(self, module: nn.Module) -> ExitStack:
+        """Do it to a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
+
+        Args:
+            module: changed in place; with `memory_budget` nothing of it is, and it has to be compiled, by
+                `torch.compile` or by what `prepare` returned.
+
+        Returns:
+            What undoes it by `close()`, or at the end of a `with`; you need not.
+
+        Raises:
+            SettingError: the parts mean nothing, or are recomputed already.
+            UsageError: `memory_budget`, and nothing is compiled.
+
+        Example:
+            >>> block = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+            >>> with ActivationCheckpointing("Linear", every=2).apply(block):
+            ...     block[0].forward is not type(block[0]).forward
+            True
+        """
+        if self.memory_budget is None:
+            self._refuse_caches(module)
+            with ExitStack() as stack:
+                for part in self.parts_of(module).values():
+                    stack.callback(recompute(part, self.context_fn))
+                return stack.pop_all()
+        if not any(_is_compiled(part) for part in module.modules()):
+            raise _not_compiled(self.memory_budget)
+        return self._budget()
+
+    def parts_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the parts of a module that would be recomputed, by name.
+
+        Raises:
+            SettingError: there are none.
+        """
+        found = select("parts", self.parts, module)
+        if not found:
+            raise SettingError(
+                f"ActivationCheckpointing finds no blocks in {type(module).__name__}: no nn.ModuleList, and no "
+                "nn.Sequential of like items. Name the classes whose activations are to be computed again.",
+                field="parts",
+            )
+        return dict(list(found.items())[:: self.every])
+
+    @staticmethod
+    def _refuse_caches(module: nn.Module) -> None:
+        for part in module.modules():
+            if getattr(getattr(part, "config", None), "use_cache", False) is True:
+                raise SettingError(
+                    f"{type(part).__name__} keeps keys and values (config.use_cache=True), which a second forward "
+                    "would add once more. Set model.config.use_cache = False; generate() has its own setting.",
+                    field="parts",
+                )
+
+    def _budget(self) -> ExitStack:
+        import torch._functorch.config as config  # late: only compiled modules have one
+
+        stack = ExitStack()
+        stack.enter_context(config.patch(activation_memory_budget=self.memory_budget))  # pyright: ignore[reportAttributeAccessIssue]
+        return stack
+
+    # ---- the run
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        run = ExitStack()
+        self._runs.append(run)
+        strategy: Any = trainer.strategy
+        prepare = strategy.prepare_module
+
+        def apply_and_prepare(module: nn.Module) -> None:
+            del strategy.prepare_module
+            if self.memory_budget is None:
+                run.enter_context(self.apply(module))
+            prepare(module)
+
+        strategy.prepare_module = apply_and_prepare  # only there `configure_model` has run, and nothing is cut yet
+        run.callback(strategy.__dict__.pop, "prepare_module", None)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.memory_budget is None:
+            return
+        config = trainer.settings.compile
+        if getattr(config, "backend", None) == "eager" or not (config or any(map(_is_compiled, module.modules()))):
+            raise _not_compiled(self.memory_budget)
+        self._runs[-1].enter_context(self._budget())
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and self._runs:
+            self._runs.pop().close()
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    whole = part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+    return whole or hasattr(part.forward, "_torchdynamo_orig_callable")
+
+
+def _not_compiled(budget: float) -> UsageError:
+    return UsageError(
+        f"memory_budget={budget} is a setting of torch.compile with a backend that plans memory, and nothing is "
+        "compiled so. Use Trainer(compile=True), or name parts in place of a budget."
+    )
+
+
+def recomputed(subject: Any, words: Sequence[str]) -> Any:
+    """Return the subject of a memory estimate whose module is made with the words of `from_words`."""
+    checkpointing = from_words(words)
+
+    def make() -> nn.Module:
+        module = subject.make()
+        checkpointing.apply(module)
+        return module
+
+    return replace(subject, make=make)
+
+
+def from_words(words: Sequence[str]) -> ActivationCheckpointing:
+    """Read the words of a command line: classes, `every=N`, and `save=ops`.
+
+    Raises:
+        SettingError: a word has another form.
+
+    Example:
+        >>> from_words(["Block", "every=2"]).every
+        2
+    """
+    settings: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (name not in _SETTINGS or (name == "every" and not value.isdecimal())):
+            raise wrong("activation_checkpointing", word, "the name of a class, every=N or save=ops")
+        if equals:
+            settings[name] = _SETTINGS[name](value)
+    return ActivationCheckpointing([word for word in words if "=" not in word] or None, **settings)

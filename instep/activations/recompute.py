@@ -1,0 +1,156 @@
+"""Recomputation of one part's activations: its forward keeps little, and runs again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from instep.errors import SettingError
+from instep.utils.checks import wrong
+
+ContextFunction: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
+"""What `torch.utils.checkpoint.checkpoint` takes as `context_fn`: the contexts of the forward and of the second one."""
+
+_COSTLY = {
+    "aten": (
+        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"),
+        *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
+        *("_flash_attention_forward", "_efficient_attention_forward"),
+    ),
+    # What ranks exchange: a second time it would cost the network.
+    "_c10d_functional": ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+}
+_MARK = "_recomputed"
+
+
+def contexts_of(save: Any) -> ContextFunction | None:
+    """Return torch's contexts that keep the results of some operations, while the others run again.
+
+    Args:
+        save: "ops" for matrix products, convolutions, attention and collectives; or a list of torch's operators, such
+            as `torch.ops.aten.mm.default`; None for none.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if save is None:
+        return None
+    if save == "ops":
+        return partial(create_selective_checkpoint_contexts, partial(_choose, _costly()))
+    kinds = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    if isinstance(save, Sequence) and save and all(isinstance(each, kinds) for each in save):
+        return partial(create_selective_checkpoint_contexts, partial(_choose, frozenset(save)))
+    raise wrong("save", save, '"ops", None, or a list of operators of torch such as torch.ops.aten.mm.default')
+
+
+def _costly() -> frozenset[Any]:
+    """Return the operators of "ops" that this torch has."""
+    found = [getattr(getattr(torch.ops, room), name, None) for room, names in _COSTLY.items() for name in names]
+    attention = getattr(torch.ops.higher_order, "flex_attention", None)
+    return frozenset([*(each.default for each in found if each is not None), attention])
+
+
+def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = op in saved and not _draws(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws random numbers: left out of the second forward, it would shift later ones."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Callable[[], None]:
+    """Let a part's forward keep its inputs only: what else its backward needs, a second forward makes. In place.
+
+    Names in state dicts stay. The second forward draws the same random numbers and leaves the running statistics of
+    batch norms alone. Without gradients there is nothing to keep, and the forward runs as ever.
+
+    Args:
+        part: whose forward is replaced; hooks of the part itself run once.
+        context_fn: torch's contexts of both forwards, such as `contexts_of` makes.
+
+    Returns:
+        What gives the part its own forward back.
+
+    Raises:
+        SettingError: the part is recomputed already.
+
+    Example:
+        >>> part = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> undo = recompute(part)
+        >>> part(torch.ones(3, 2)).sum().backward()
+        >>> undo()
+
+    Source: Chen et al.: Training Deep Nets with Sublinear Memory Cost, 2016 (https://arxiv.org/abs/1604.06174).
+    """
+    if is_recomputed(part):
+        raise SettingError(
+            f"a {type(part).__name__} would be recomputed twice: by activation_checkpointing= of the strategy and by "
+            "ActivationCheckpointing, or by two of these. Leave one of them out.",
+            field="activation_checkpointing",
+        )
+    own, before = part.forward, part.__dict__.get("forward")
+    norms = [each for each in part.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+    forward = part.forward = wraps(own)(partial(_forward, own, norms, context_fn))
+    part.__dict__[_MARK] = True
+
+    def undo() -> None:
+        if part.__dict__.get("forward") is not forward:
+            return  # a strategy has compiled it since
+        del part.__dict__[_MARK], part.forward
+        if before is not None:
+            part.forward = before
+
+    return undo
+
+
+def is_recomputed(part: nn.Module) -> bool:
+    """Return whether `recompute` has replaced a part's forward."""
+    return _MARK in part.__dict__
+
+
+def _forward(
+    own: Callable[..., Any], norms: Sequence[_BatchNorm], context_fn: ContextFunction | None, *args: Any, **kwargs: Any
+) -> Any:
+    if norms and not torch.compiler.is_compiling():  # compiled, the second forward changes no buffer anyhow
+        context_fn = partial(_with_norms, norms, context_fn or noop_context_fn)
+    if context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    return checkpoint(own, *args, use_reentrant=False, **kwargs)
+
+
+def _with_norms(norms: Sequence[_BatchNorm], context_fn: ContextFunction) -> tuple[Any, Any]:
+    first, second = context_fn()
+    return first, _statistics_kept(norms, second)
+
+
+@contextmanager
+def _statistics_kept(norms: Sequence[_BatchNorm], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run a second forward in which batch norms take their batch for nothing but its own mean and variance."""
+    with ExitStack() as stack:
+        for norm in norms:
+            stack.callback(setattr, norm, "momentum", norm.momentum)
+            stack.callback(norm._buffers.__setitem__, "num_batches_tracked", norm.num_batches_tracked)
+            norm.momentum = 0.0
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked = norm.num_batches_tracked.clone()
+        stack.enter_context(inner)
+        yield
