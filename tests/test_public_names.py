@@ -329,6 +329,7 @@ PUBLIC = {
         "UnsavableStateError",
         "UsageError",
     ],
+    "instep.activations": ["ActivationCheckpointing"],
     "instep.optim": ["WholeMatrix", "biases_and_norms", "layerwise_lr", "param_groups"],
     "instep.losses": ["linear_cross_entropy"],
     "instep.schedules": [

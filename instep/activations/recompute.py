@@ -23,16 +23,13 @@ from instep.utils.checks import wrong
 ContextFunction: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
 """What `torch.utils.checkpoint.checkpoint` takes as `context_fn`: the contexts of the forward and of the second one."""
 
-_COSTLY = {
-    "aten": (
-        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"),
-        *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
-        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
-        *("_flash_attention_forward", "_efficient_attention_forward"),
-    ),
-    # What ranks exchange: a second time it would cost the network.
-    "_c10d_functional": ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-}
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
+_ATTENTION = (
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
+    *("_flash_attention_forward", "_efficient_attention_forward"),
+)
+_EXCHANGED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 _MARK = "_recomputed"
 
 
@@ -49,18 +46,22 @@ def contexts_of(save: Any) -> ContextFunction | None:
     if save is None:
         return None
     if save == "ops":
-        return partial(create_selective_checkpoint_contexts, partial(_choose, _costly()))
+        costly = _operators("aten", (*_PRODUCTS, *_ATTENTION)) | _operators("_c10d_functional", _EXCHANGED)
+        return _keeping(costly | {getattr(torch.ops.higher_order, "flex_attention", None)})
     kinds = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     if isinstance(save, Sequence) and save and all(isinstance(each, kinds) for each in save):
-        return partial(create_selective_checkpoint_contexts, partial(_choose, frozenset(save)))
+        return _keeping(frozenset(save))
     raise wrong("save", save, '"ops", None, or a list of operators of torch such as torch.ops.aten.mm.default')
 
 
-def _costly() -> frozenset[Any]:
-    """Return the operators of "ops" that this torch has."""
-    found = [getattr(getattr(torch.ops, room), name, None) for room, names in _COSTLY.items() for name in names]
-    attention = getattr(torch.ops.higher_order, "flex_attention", None)
-    return frozenset([*(each.default for each in found if each is not None), attention])
+def _keeping(saved: frozenset[Any]) -> ContextFunction:
+    return partial(create_selective_checkpoint_contexts, partial(_choose, saved))
+
+
+def _operators(room: str, names: Sequence[str]) -> frozenset[Any]:
+    """Return the operators with these names that this torch has."""
+    found = (getattr(getattr(torch.ops, room), name, None) for name in names)
+    return frozenset(each.default for each in found if each is not None)
 
 
 def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -109,7 +110,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
         )
     own, before = part.forward, part.__dict__.get("forward")
     norms = [each for each in part.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-    forward = part.forward = wraps(own)(partial(_forward, own, norms, context_fn))
+    forward = part.forward = wraps(own)(partial(_forward, part, own, norms, context_fn))
     part.__dict__[_MARK] = True
 
     def undo() -> None:
@@ -128,10 +129,19 @@ def is_recomputed(part: nn.Module) -> bool:
 
 
 def _forward(
-    own: Callable[..., Any], norms: Sequence[_BatchNorm], context_fn: ContextFunction | None, *args: Any, **kwargs: Any
+    part: nn.Module,
+    own: Callable[..., Any],
+    norms: Sequence[_BatchNorm],
+    context_fn: ContextFunction | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    if norms and not torch.compiler.is_compiling():  # compiled, the second forward changes no buffer anyhow
-        context_fn = partial(_with_norms, norms, context_fn or noop_context_fn)
+    if not torch.compiler.is_compiling():
+        if norms:  # compiled, the second forward changes no buffer anyhow
+            context_fn = partial(_with_norms, norms, context_fn or noop_context_fn)
+    elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
+        # torch 2.13 orders what is saved wrongly where a mesh and a generator's state are: attention is run once.
+        context_fn = _keeping(_operators("aten", _ATTENTION))
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
     return checkpoint(own, *args, use_reentrant=False, **kwargs)
