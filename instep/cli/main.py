@@ -86,7 +86,6 @@ _SHARED = {
     **{("runs", name): "runs.labels" for name in ("name", "tag", "note", "archive")},
     **{("runs", name): "runs.removed" for name in ("rm", "empty-trash")},
 }
-_GUESTS: dict[Command, str] = {("runs", "samples"): "instep.streams.command"}
 _WITH_INNER = {name for name in COMMANDS if any(len(other) > 1 and other[:1] == name for other in COMMANDS)}
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 _ALL_EXIT_CODES = (
@@ -170,7 +169,7 @@ def load(command: Command) -> Any:
     """Import what a command consists of: a module, or a class."""
     if command in _SHARED:
         return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].title().replace("-", ""))
-    return import_module(_GUESTS.get(command) or ".".join(("instep.cli", *command)).replace("-", "_"))
+    return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
 
 
 class _Parser(argparse.ArgumentParser):

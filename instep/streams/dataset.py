@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from instep.distributed import gather_object
 from instep.errors import DataError, SettingError
 from instep.streams.formats import Array, BadRecord, Kept, Reader
 from instep.streams.index import Index, default_cache
@@ -218,16 +219,25 @@ class StreamDataset(Dataset[Any]):
         if not number:
             warn_user(f"{error}; it was left out. `left_out()` of the data set says how many were, and which")
 
-    def left_out(self) -> tuple[int, list[str]]:
+    def left_out(self, across_ranks: bool = False) -> tuple[int, list[str]]:
         """Return how often a sample was left out by this process and its workers, and the places of the last ones.
 
-        Each rank has its own; `instep.distributed.gather_object(stream.left_out())` has those of all ranks.
+        Args:
+            across_ranks: of all ranks together, alike on each. Collective: every rank has to call it.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> _ = (folder / "a.jsonl").write_text("1\\n2\\n")
+            >>> StreamDataset(folder / "a.jsonl", on_bad_sample="skip", cache=folder).left_out(across_ranks=True)
+            (0, [])
         """
-        if self._left_out is None:
-            return 0, []
-        rows = [(int(row[0]), row[1 : 1 + min(int(row[0]), _NAMED)].tolist()) for row in self._left_out]
-        places = sorted({index for _, some in rows for index in some})
-        return sum(number for number, _ in rows), [self.describe_sample(index) for index in places]
+        rows = [] if self._left_out is None else self._left_out.tolist()
+        found = [(row[0], row[1 : 1 + min(row[0], _NAMED)]) for row in rows]
+        if across_ranks:
+            found = gather_object(found)
+        places = sorted({index for _, some in found for index in some})
+        return sum(number for number, _ in found), [self.describe_sample(index) for index in places]
 
     def describe_sample(self, index: int) -> str:
         """Return the file of a sample and its place there, for a message."""
@@ -274,9 +284,13 @@ class StreamDataset(Dataset[Any]):
         counts, bucket = self.counts[: self._files(epoch)].tolist(), self.bucket
         return WindowOrder(counts, self.window, seed, "order", epoch, cycle, lengths=self.lengths, bucket=bucket)
 
-    def _instep_order_spec(self, epoch: int) -> dict[str, Any] | None:
-        """Describe the order of an epoch, for `instep runs samples`; None where it depends on the lengths too."""
-        return None if self.bucket else self._spec(epoch)
+    def _instep_order_spec(self, epoch: int) -> dict[str, Any]:
+        """Describe the order of an epoch, for `instep runs samples`."""
+        spec = self._spec(epoch)
+        if self.bucket:
+            files = self._index.files_of_lengths(self.shards[: self._files(epoch)], str(self.length))
+            spec |= {"bucket": self.bucket, "lengths": files}
+        return spec
 
     def _spec(self, epoch: int) -> dict[str, Any]:
         files = zip(self.shards, self.counts.tolist(), strict=True)

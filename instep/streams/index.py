@@ -119,13 +119,17 @@ class Index:
             field: the column or field that has the length: a number, or what has one by `len`.
             records: gives the records, or dicts with the field alone.
         """
-        name = f"{shard.key}-{hashlib.sha256(field.encode()).hexdigest()[:16]}.npy"
+        name = _name_of_lengths(shard, field)
         kept = self._load(name, (count,), np.int32)
         if kept is None:
             values = (_field(record, field, shard) for record in records())
             kept = np.fromiter((value if isinstance(value, int) else len(value) for value in values), np.int32)
             self._save(name, kept)
         return kept
+
+    def files_of_lengths(self, shards: Sequence[Shard], field: str) -> list[str]:
+        """Return the files in which the lengths of some shards are kept."""
+        return [str((self._folder / _name_of_lengths(shard, field)).absolute()) for shard in shards]
 
     def _kept_count(self, shard: Shard) -> int | None:
         path = self._folder / f"{shard.key}.json"
@@ -202,6 +206,10 @@ def _naming(shard: Shard) -> Iterator[None]:
         raise DataError(
             f"the shard {shard.url} cannot be read as {shard.format}: {error}. Is it whole, and of that format?"
         ) from error
+
+
+def _name_of_lengths(shard: Shard, field: str) -> str:
+    return f"{shard.key}-{hashlib.sha256(field.encode()).hexdigest()[:16]}.npy"
 
 
 def _other_count(shard: Shard, found: int, given: int) -> DataError:

@@ -69,9 +69,9 @@ def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:
         return {"unknown": f"the order of this {type(source).__name__} is not instep's own"}
     order, dataset = None, source.dataset
     if dataset is not None and hasattr(dataset, "_instep_order_of"):
-        spec = dataset._instep_order_spec(sampler.epoch) if hasattr(dataset, "_instep_order_spec") else None
-        if spec is None:
+        if not hasattr(dataset, "_instep_order_spec"):
             return {"unknown": f"{type(dataset).__name__} has an order of its own that it does not describe"}
+        spec = dataset._instep_order_spec(sampler.epoch)
         text = json.dumps(spec)
         order = f"samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         if not (folder / order).exists():

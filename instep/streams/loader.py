@@ -129,6 +129,13 @@ class DividedLoader(StreamLoader):
         ):
             self._load_position(state)
             return
+        if within and state["world_size"] != self.world_size:
+            raise DataError(
+                f"the checkpoint's data position was taken within an epoch by {state['world_size']} processes, each of "
+                f"which read a part of its own of the {described(self.loader)}; now there are {self.world_size}. "
+                "Resume with as many, or from the end of an epoch. A run that begins with streams='divide', where "
+                "every process reads all the data, goes on with any number of them"
+            )
         if within and division is not None:
             was = PATTERNS[state.get("divided") or "nothing"]
             if not was.workers and state.get("workers", division.workers) != division.workers:

@@ -159,7 +159,7 @@ class StreamMixture(Dataset[Any]):
 def _spec(dataset: Any) -> dict[str, Any]:
     if hasattr(dataset, "_instep_order_spec"):
         spec = dataset._instep_order_spec(-1)
-        if spec is None or "sources" in spec:
+        if "sources" in spec or "bucket" in spec:
             raise SettingError("a source of a mixture can be no mixture, and have no buckets", field="datasets")
         return spec
     return {"files": [(type(dataset).__name__, len(dataset))], "window": len(dataset)}

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from instep.data import StreamDataset, prepare_loader
 from instep.errors import DataError, SettingError
 from instep.streams.order import WindowOrder
+from tests.data.helpers import rank
+from tests.helpers.spawn import run_ranks
 from tests.streams.files import COUNTS, FORMATS, number, write_shards
 
 ALL = list(range(sum(COUNTS)))
@@ -140,6 +142,25 @@ def test_a_bad_record_is_named_or_left_out(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # the workers' too
         assert torch.cat(list(loader)).tolist() == [n for n in range(13) if n not in (5, 7)]
     assert stream.left_out()[0] == 6, "workers report too"
+
+
+def _left_out(path: str) -> tuple[int, list[str]]:
+    stream = StreamDataset(path, lambda record: 1 // (record["n"] % 5 > 0), on_bad_sample="skip", cache=f"{path}.cache")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stream.__getitems__([*range(1, 8)] if rank() else [0, 1, 12])
+    return stream.left_out(across_ranks=True)
+
+
+@pytest.mark.dist
+def test_all_ranks_know_what_each_has_left_out(tmp_path: Path) -> None:
+    (path, *_) = write_shards(tmp_path, "jsonl")
+    found = run_ranks(_left_out, 2, str(path))
+    assert found[0] == found[1]
+    assert (found[0][0], [place.partition(", ")[2].split(" at ")[0] for place in found[0][1]]) == (
+        2,
+        ["record 0", "record 5"],
+    )
 
 
 def test_what_damaged_and_hostile_files_end_in(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from instep.callbacks import ModelCheckpoint
 from instep.cli.main import main
 from instep.data import StreamDataset, StreamMixture
 from instep.errors import DataError, NonFiniteError
+from instep.runs.entries import read_entries
 from instep.streams.ledger import samples_of
 from tests.helpers.spawn import run_ranks
 from tests.streams.files import write_shards
@@ -38,7 +39,8 @@ class Ranked(Toy):
 
 def train(root: str, steps: int, batch_size: int, accumulate: int, mixture: bool = False, **fit: Any) -> Any:
     folder = Path(root)
-    stream: Any = StreamDataset(folder / "*.jsonl", sample, window=9, cache=folder)
+    bucket: dict[str, Any] = {"bucket": fit.pop("bucket"), "length": "text"} if "bucket" in fit else {}
+    stream: Any = StreamDataset(folder / "*.jsonl", sample, window=9, cache=folder, **bucket)
     if mixture:
         stream = StreamMixture([stream, StreamDataset(folder / "*.parquet", sample, cache=folder)], [2, 1], size=40)
     module = Ranked(lr=1e-6)
@@ -92,6 +94,29 @@ def test_the_command_names_file_and_record(tmp_path: Path, capsys: pytest.Captur
     (Path(folder) / "samples.jsonl").write_text('{"step": 0, "accumulate": 1, "epoch": []}\n')
     with pytest.raises(DataError, match=r"samples.jsonl is damaged"):
         samples_of(Path(folder), 1)
+
+
+def test_a_stream_with_buckets_has_its_samples_too(tmp_path: Path) -> None:
+    write_shards(tmp_path, "jsonl")
+    seen, folder = train(str(tmp_path), 15, 4, 1, bucket=4)  # an epoch has 13 steps
+    for step in range(1, 16):
+        assert said(folder, step, 1) == [seen[step]]
+    for path in (tmp_path / "index").glob("*-*.npy"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"damaged \(FileNotFoundError"):
+        samples_of(Path(folder), 3)
+
+
+def test_a_run_is_named_as_in_the_other_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, "jsonl", [12])
+    train(str(tmp_path), 3, 4, 1)
+    monkeypatch.chdir(tmp_path)
+    (name,) = [entry.name for entry in read_entries(".")]
+    assert not Path(name).exists()
+    assert main(["runs", "samples", name, "--step", "2"]) == 0
+    assert "step 2 is in epoch 1\nrank 0, batch 1:\n" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_names_file_and_record(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from instep import Accelerator
 from instep.accelerator import DataLoaderConfiguration
 from instep.data import StreamDataset, StreamMixture, prepare_loader
 from tests.data.test_foreign_data import train
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.streams.files import number, write_shards
 from tests.streams.test_divide import FORK, Numbers, Placed, read
 
@@ -144,6 +144,28 @@ def test_a_stateful_loader_serves_several_ranks_with_workers(workers: int) -> No
         assert sorted(whole) == [*range(48)]
         assert len(before) == 24
         assert before + after == whole
+
+
+def _resized(ranks: int, state: Any) -> Any:
+    from tests.data.helpers import rank  # not a name that `source_of` has too
+
+    loader: DataLoader[Any] = DataLoader(hugging_face(), 4, collate_fn=xs)
+    source = prepare_loader(loader, rank=rank(), world_size=ranks, seed=3)
+    if state is not None:
+        source.load_state_dict(state)
+    for done, _ in enumerate(source, 1):
+        if done == 3:
+            break
+    return source.state_dict(3)
+
+
+@pytest.mark.dist
+@pytest.mark.datasets
+def test_a_stream_that_is_divided_by_files_says_how_it_could_have_been_resized() -> None:
+    states = run_ranks(_resized, 2, 2, None)
+    for ranks in (1, 4):
+        with pytest.raises(RanksFailed, match=r"taken within an epoch by 2 processes.*begins with streams='divide'"):
+            run_ranks(_resized, ranks, ranks, states[0])
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot say where it stands")

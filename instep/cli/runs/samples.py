@@ -5,6 +5,7 @@ order is not instep's own, such as batches of your own sampler or an iterable, `
 
 Examples:
   instep runs samples instep_runs/version_0 --step 1200
+  instep runs samples version_0 --step 1200                by the name that `instep runs ls` shows
   instep runs samples . --step 1200 --rank 3               the newest run below this folder
   instep runs samples . --step 1200 --json | jq .batches
 """
@@ -12,14 +13,10 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
 
+from instep.cli import output
+from instep.cli.runs.chosen import find
 from instep.errors import UsageError
-from instep.utils.untrusted_files import clean
-
-_NAME = "samples.jsonl"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,24 +29,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the samples."""
-    from instep.streams.ledger import samples_of  # late: loads torch
+    from instep.streams.ledger import NAME, samples_of  # late: loads torch
 
-    root = Path(args.path)
-    found = [root / _NAME] if (root / _NAME).exists() else list(root.glob(f"**/{_NAME}"))
-    if not found:
-        raise UsageError(f"there is no {_NAME} in {root} or below. A fit writes it into its run folder")
-    folder = max(found, key=lambda path: path.stat().st_mtime).parent
+    entries = find([args.path])
+    folder = next((entry.run.folder for entry in entries if (entry.run.folder / NAME).exists()), None)
+    if folder is None:
+        raise UsageError(f"there is no {NAME} in {entries[0].run.folder}. A fit writes it into its run folder")
     answer = samples_of(folder, args.step)
     batches = [batch for batch in answer["batches"] if args.rank in (None, batch["rank"])]
     if not batches:
         raise UsageError(f"step {args.step} had no rank {args.rank}")
     if args.json:
-        sys.stdout.write(json.dumps({**answer, "batches": batches}) + "\n")
+        output.say_json({**answer, "batches": batches})
         return 0
-    sys.stdout.write(f"{folder}: step {args.step} is in epoch {answer['epoch'] + 1}\n")
+    output.say(f"{folder}: step {args.step} is in epoch {answer['epoch'] + 1}")
     for batch in batches:
         named = zip(batch["samples"], batch.get("places") or [""] * len(batch["samples"]), strict=True)
-        texts = [f"  {sample}  {place}".rstrip() if place else f"  {sample}" for sample, place in named]
-        lines = [f"rank {batch['rank']}, batch {batch['batch']}:", *(texts or ["  none of its own"])]
-        sys.stdout.write(clean("\n".join(lines)) + "\n")
+        texts = [f"  {sample}  {place}".rstrip() for sample, place in named]
+        output.say("\n".join((f"rank {batch['rank']}, batch {batch['batch']}:", *(texts or ["  none of its own"]))))
     return 0
