@@ -41,6 +41,7 @@ ROOMS = {  # the public modules, in the reference's order: what each is about
     "instep.runs": "Run folders: find them and read their metrics.",
     "instep.launch.engine": "Starting ranks from a program.",
     "instep.launchers.ray": "Starting ranks as actors of Ray.",
+    "instep.testing": "Checks of callbacks, loggers, strategies, modules and data modules of your own.",
     "instep.errors": "Every exception that instep raises.",
     "instep.types": "Protocols and types that several modules share.",
     "instep.utils": "Small helpers: seeds, hyperparameters, rank 0.",

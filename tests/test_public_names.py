@@ -287,6 +287,14 @@ PUBLIC = {
         "sequence_positions",
         "strategy_names",
     ],
+    "instep.testing": [
+        "ContractError",
+        "check_callback",
+        "check_datamodule",
+        "check_logger",
+        "check_module",
+        "check_strategy",
+    ],
     "instep.trainer": ["RunningStage", "TrainModule", "Trainer", "TrainerFn", "TrainerState", "TrainerStatus"],
     "instep.utils": [
         "AttributeDict",

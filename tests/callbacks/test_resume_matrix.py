@@ -8,7 +8,6 @@ rank, on two under ddp and on two under fsdp, takes some minutes:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import re
@@ -24,49 +23,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import instep.callbacks as room
-from instep import Callback, Trainer, TrainModule
+from instep import Callback, Trainer
+from instep.testing import check_callback
+from instep.testing.runs import OF_THE_MACHINE, Net, differences, ends_of
 from tests.helpers.spawn import RanksFailed, run_ranks
 
 SETUPS = {"one": ("auto", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
-TIMED = re.compile("DeviceStats|cpu_|device/|time|throughput|per_sec|samples|batches|memory")  # metrics of the machine
 COMBINED = ("EMAWeightAveraging", "EarlyStopping", "GradientMonitor", "LearningRateMonitor", "SpikeDetection", "Timer")
-
-
-class Net(TrainModule):
-    """A network with dropout and BatchNorm, and the attributes that callbacks look for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 4
-        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 2))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_data(), batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(_data(), batch_size=8)
-
-
-def _data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(48, 8, generator=generator), torch.randn(48, 2, generator=generator))
 
 
 class Kill(Callback):
@@ -180,20 +145,14 @@ def train(names: tuple[str, ...], folder: str, strategy: str, devices: int, kill
     )
     trainer.fit(module, ckpt_path="auto" if resumed else None)
     assert (trainer.resume_report is not None) == resumed
-    metrics = {name: value for name, value in trainer.callback_metrics.items() if not TIMED.search(name)}
-    ends = {
-        "weights": dict(trainer.strategy.local_weights()),
-        "optimizer": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "metrics": metrics,
+    extra = {
         "callbacks": {callback.state_key: callback.state_dict() for callback in made},
-        "position": trainer.position.state_dict(),
         "logged": _logged(where) if trainer.is_global_zero else [],
     }
     for callback in made:
         if isinstance(callback, room.WeightAveraging):
-            ends["live"] = callback._live
-    return {part: _plain(value, folder) for part, value in ends.items()}
+            extra["live"] = callback._live
+    return ends_of(trainer, extra, where)
 
 
 def _logged(folder: Path) -> list[str]:
@@ -201,37 +160,12 @@ def _logged(folder: Path) -> list[str]:
     rows: list[str] = []
     for path in sorted(folder.glob("**/metrics.csv")):
         head, *lines = path.read_text().splitlines()
-        kept = [index for index, name in enumerate(head.split(",")) if not TIMED.search(name)]
+        kept = [index for index, name in enumerate(head.split(",")) if not re.search(OF_THE_MACHINE, name)]
         rows += [",".join(line.split(",")[index] for index in kept) for line in (head, *lines)]
     return rows
 
 
-def _plain(value: Any, folder: str) -> Any:
-    """Turn a state into values that compare, tensors into their bits; paths and times are left out."""
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value).detach().contiguous()
-        digest = hashlib.sha1(local.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        return f"{local.dtype}{tuple(local.shape)} {digest}"
-    if isinstance(value, dict):
-        return {str(key): _plain(each, folder) for key, each in value.items() if not str(key).startswith("time_")}
-    if isinstance(value, list | tuple):
-        return [_plain(each, folder) for each in value]
-    if isinstance(value, float):
-        return value.hex()
-    return re.sub(r"-\d+$", "", str(value).replace(folder, ""))
-
-
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """List where two results differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted(one.keys() | other.keys())
-        return [line for key in keys for line in differences(one.get(key), other.get(key), f"{at}/{key}")]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [line for i, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{at}/{i}")]
-    return [] if one == other else [f"{at}: {str(one)[:200]} != {str(other)[:200]}"]
-
-
-def ends_of(runs: tuple[tuple[str, tuple[str, ...]], ...], folder: str) -> dict[str, Any]:
+def results_of(runs: tuple[tuple[str, tuple[str, ...]], ...], folder: str) -> dict[str, Any]:
     """Train each run whole, and resume what was killed, in one set of ranks; an error is the result."""
     warnings.simplefilter("ignore")
     ends: dict[str, Any] = {}
@@ -266,7 +200,7 @@ def compare(cases: list[tuple[str, tuple[str, ...]]], folder: str) -> dict[tuple
     for setup, names in cases:
         kill(setup, names, folder)
     (devices,) = {SETUPS[setup][1] for setup, _ in cases}
-    ranks = run_ranks(ends_of, devices, tuple(cases), folder)
+    ranks = run_ranks(results_of, devices, tuple(cases), folder)
     found: dict[tuple[str, str], list[str]] = {}
     for setup, names in cases:
         key = "+".join(names)
@@ -287,6 +221,11 @@ def test_combined_callbacks_end_with_the_same_bits(tmp_path):
     assert [lines for lines in found.values() if lines] == []
     for setup in ("ddp", "fsdp"):
         assert list(tmp_path.glob(f"{setup}-*/killed/**/manifest.json"))
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_callback_with_a_state_keeps_the_contract(name, tmp_path):
+    check_callback(lambda: CASES.get(name, _called(name))(tmp_path))
 
 
 def test_every_callback_can_be_made(tmp_path):

@@ -1,0 +1,93 @@
+"""The contract of a DataModule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.data import DataModule
+from instep.testing.runs import (
+    ContractError,
+    check_hook_names,
+    check_resume,
+    comparable,
+    made,
+    resumed_step,
+    run_folder,
+    small_trainer,
+)
+from instep.trainer import Trainer, TrainModule
+from instep.utils.seed import seed_process
+
+
+def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> None:
+    """Check that a data module keeps the rules of data modules, by runs of a few batches on the CPU.
+
+    The rules: no method looks like a hook and is none; its training data can be read in two epochs; two objects give
+    the same batches under one seed, as ranks need; and a run that is resumed in the middle of an epoch, with a new
+    object, reads the very batches that were left.
+
+    Args:
+        make: the class, or a function without arguments that makes a new object at each call.
+        batches: training batches of an epoch that are read, at least four.
+
+    Raises:
+        ContractError: with the rule that is broken and what was seen.
+
+    Example:
+        >>> from instep import DataModule
+        >>> from torch.utils.data import DataLoader
+        >>> from instep.testing.runs import samples
+        >>> class Samples(DataModule):
+        ...     def train_dataloader(self):
+        ...         return DataLoader(samples(48), batch_size=4, shuffle=True)
+        >>> check_datamodule(Samples)
+    """
+    with run_folder("check_datamodule") as folder:
+        name = type(made(make, DataModule, "check_datamodule")).__name__
+        seen: list[list[Any]] = []
+
+        def run(root: Path, checkpoint: Path | None) -> tuple[Trainer, dict[str, Any]]:
+            reader = Reader()
+            trainer = small_trainer(root, max_epochs=2, limit_train_batches=batches, limit_val_batches=2)
+            trainer.fit(reader, datamodule=make(), ckpt_path=checkpoint)
+            seen.append(reader.seen)
+            return trainer, {"batches": reader.seen[resumed_step(trainer.global_step) - trainer.global_step :]}
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_resume(name, run, folder)
+        check_hook_names(caught, name, "check_datamodule")
+        seed_process(1)
+        run(folder / "again", None)
+        if seen[-1] != seen[0]:
+            raise ContractError(
+                f"{name}: two objects gave other batches under one seed. Ranks would not agree on the order: draw it "
+                "from torch's generator, or let instep shuffle."
+            )
+
+
+class Reader(TrainModule):
+    """Trains nothing: it keeps the bits of every training batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Keep the batch."""
+        self.seen.append(comparable(batch, ""))
+        return self.weight * 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Read the batch."""
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -1,0 +1,61 @@
+"""A function as several ranks, in processes that know nothing of this one, with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from instep.testing.runs import ContractError
+
+
+def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
+    """Run a function as so many ranks on the CPU, and return what each returned.
+
+    Args:
+        function: of a module's top level, as are the functions and classes among `args`: they are pickled.
+        args: its arguments.
+        ranks: processes.
+        timeout_s: seconds after which all are killed.
+
+    Raises:
+        ContractError: a rank raised, or they did not end in time.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would have this process's threads, state and GPU
+    receiver, sender = context.Pipe(duplex=False)
+    job = context.Process(target=_job, args=(sender, function, args, ranks))
+    job.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout_s):
+            raise ContractError(
+                f"{function.__name__} on {ranks} ranks did not end within {timeout_s:g} s. Where ranks wait for each "
+                "other for ever, one of them has left out a collective, or calls one more."
+            )
+        error, results = pickle.loads(receiver.recv_bytes())  # noqa: S301  of the process that was started here
+    except EOFError:
+        job.join(30)
+        error, results = f"it ended with exit code {job.exitcode}; what it said stands above", []
+    finally:
+        job.kill()  # its ranks end with it
+        job.join()
+        receiver.close()
+    if error:
+        raise ContractError(f"{function.__name__} on {ranks} ranks: {error}")
+    return results
+
+
+def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from instep.launchers.notebook import debug_launcher  # late: only the new process starts ranks
+
+    try:
+        answer = "", debug_launcher(function, tuple(args), ranks)
+    except BaseException:  # noqa: BLE001  whatever it is, the check reports it
+        answer = traceback.format_exc(), []
+    sender.send_bytes(pickle.dumps(answer))  # `send` would share tensors with a process that has ended
+    sender.close()
