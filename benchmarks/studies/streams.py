@@ -7,21 +7,26 @@ DIR gets the files, and keeps them for the next time. Each contender reads for s
 the page cache, in another order in each round: all as lists of 64 samples in the main process, shuffled where it can
 shuffle, which is `instep`, `litdata`, and `webdataset` (in a buffer of 10,000). A sample of Parquet is a dict of its
 columns, one of tar a dict of bytes. `bare` is pyarrow's `iter_batches` and `to_pylist`, or `tarfile` from end to end,
-in sequence and without workers. Packages that are missing are left out; `--packages DIR` is a further folder of
+in sequence. Packages that are missing are left out; `--packages DIR` is a further folder of
 them.
 
 Beside it: what the order of 100 million samples costs, and the time to the first sample after a resume in mid-epoch.
 
-The bar: 0.95 of `bare` without workers; seeks below 10 ms and 50 MB.
+Lists of numbers are numpy arrays in both. With workers each one of `bare` has files of its own. Beside the samples a
+second stands what one costs in the processor, workers included: on a machine that others use it says more.
+
+The bar: 0.95 of `bare` with 0, 1 and 2 workers; seeks below 10 ms and 50 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import itertools
 import os
 import random
+import resource
 import sys
 import tarfile
 import time
@@ -176,12 +181,12 @@ READERS: dict[str, Callable[[str, list[str], int], Iterable[Any]]] = {
 }  # fmt: skip
 ENTRANTS = {
     "parquet": [
-        ("bare", 0), ("instep", 0), ("torchdata", 0), ("datasets", 0), ("litdata", 0),
+        ("bare", 0), ("instep", 0), ("torchdata", 0), ("datasets", 0), ("litdata", 0), ("bare", 1), ("bare", 2),
         ("instep", 1), ("datasets", 1), ("litdata", 1), ("instep", 2), ("datasets", 2), ("litdata", 2),
     ],
     "tar": [
-        ("bare", 0), ("instep", 0), ("webdataset", 0), ("datasets", 0), ("instep", 1), ("webdataset", 1),
-        ("datasets", 1), ("instep", 2), ("webdataset", 2), ("datasets", 2),
+        ("bare", 0), ("instep", 0), ("webdataset", 0), ("datasets", 0), ("bare", 1), ("instep", 1), ("webdataset", 1),
+        ("datasets", 1), ("bare", 2), ("instep", 2), ("webdataset", 2), ("datasets", 2),
     ],
 }  # fmt: skip
 
@@ -214,7 +219,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     else:
         now = time.perf_counter()
     cpu_s = time.process_time() - cpu_s
-    return {"per_s": count / (now - begin), "per_cpu_s": count / cpu_s, "first_s": first_s, "samples": count}
+    del iterator  # its workers end, and are counted then
+    gc.collect()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_us = 1e6 * (cpu_s + children.ru_utime + children.ru_stime) / count
+    return {"per_s": count / (now - begin), "cpu_us": cpu_us, "first_s": first_s, "samples": count}
 
 
 def measure_order() -> dict[str, Any]:
@@ -267,7 +276,7 @@ def main() -> None:
     for kind, entrants in ENTRANTS.items():
         files = sorted(map(str, args.folder.glob(f"*.{kind}")))
         there = [each for each in entrants if each[0] in ("bare", "instep") or find_spec(each[0])]
-        found: dict[tuple[str, int], list[float]] = {each: [] for each in there}
+        found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in there}
         stream_source(kind, files, 0)  # the index is made once, and kept
         for turn in range(rounds):
             for what, workers in random.Random(turn).sample(there, len(there)):
@@ -277,14 +286,22 @@ def main() -> None:
                 except (RuntimeError, SystemExit) as error:
                     print(f"{what} on {kind} with {workers} workers failed: {str(error)[-300:]}", flush=True)
                     continue
-                found[what, workers].append(answer["per_s"])
+                found[what, workers].append(answer)
                 print(f"{kind} {what} {workers}: {answer['per_s']:,.0f} samples/s", flush=True)
         table = [
-            {"reader": what, "workers": workers, "per_s": harness.spread(values, 0)}
-            for (what, workers), values in found.items()
-            if values
-        ]
-        ratios = [mine / theirs for mine, theirs in zip(found["instep", 0], found["bare", 0], strict=False)]
+            {"reader": what, "workers": workers, **{name: harness.spread([each[name] for each in answers], digits)
+             for name, digits in (("per_s", 0), ("cpu_us", 1), ("first_s", 2))}}
+            for (what, workers), answers in found.items()
+            if answers
+        ]  # fmt: skip
+        ratios = {
+            f"{workers} workers": {
+                name: harness.spread([(mine[name] / theirs[name]) ** sign for mine, theirs in pairs])
+                for name, sign in (("per_s", 1), ("cpu_us", -1))
+            }
+            for workers in (0, 1, 2)
+            if (pairs := list(zip(found["instep", workers], found["bare", workers], strict=False)))
+        }
         resumes = [
             {"workers": workers, **harness.run_child(__file__, {**request, "what": "resume", "kind": kind,
              "files": files, "workers": workers})}
@@ -293,7 +310,7 @@ def main() -> None:
         results[kind] = {
             "megabytes": round(sum(map(os.path.getsize, files)) / 2**20),
             "readers": table,
-            "instep_over_bare": harness.spread(ratios),
+            "instep_over_bare": ratios,
             "bar": BAR,
             "resume": resumes,
         }
@@ -310,9 +327,14 @@ def report(results: dict[str, Any]) -> None:
         f"order of {order['samples']:,} samples: a seek {order['seek_ms']} ms (bar {SEEK_MS}), {order['megabytes']} MB"
     )
     for kind in ENTRANTS:
-        rows = [(row["reader"], row["workers"], f"{row['per_s']['median']:,.0f}") for row in results[kind]["readers"]]
-        harness.print_table((kind, "workers", "samples/s"), rows)
-        print(f"instep over bare: {results[kind]['instep_over_bare']}, resume: {results[kind]['resume']}")
+        rows = [
+            (row["reader"], row["workers"], f"{row['per_s']['median']:,.0f}", row["cpu_us"]["median"])
+            for row in results[kind]["readers"]
+        ]
+        harness.print_table((kind, "workers", "samples/s", "CPU us/sample"), rows)
+        for workers, ratio in results[kind]["instep_over_bare"].items():
+            print(f"instep over bare, {workers}: { ({name: each['median'] for name, each in ratio.items()}) }")
+        print(f"resume: {results[kind]['resume']}")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,7 +20,7 @@ import numpy as np
 
 from instep.errors import DataError, SettingError
 from instep.streams.formats import RANGES, TABLES, Array, Kept, Reader, Table
-from instep.streams.shards import AT_ONCE, Shard, local_copy
+from instep.streams.shards import AT_ONCE, Shard, attempted, local_copy
 from instep.utils.atomic import replace, replacing
 from instep.utils.imports import require
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
@@ -172,8 +172,12 @@ class Index:
             return int(reader.bounds[-1])
         fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {shard.url}")
-        with fsspec.open(shard.url, "rb", **self._options) as file:
-            return parquet.read_metadata(file).num_rows
+
+        def read_end() -> int:
+            with fsspec.open(shard.url, "rb", **self._options) as file:
+                return parquet.read_metadata(file).num_rows
+
+        return attempted(read_end)
 
     def _table(self, shard: Shard, kept: Kept, columns: Sequence[str] | None) -> Table:
         return TABLES[shard.format](self._local(shard), kept, columns)

@@ -8,11 +8,11 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from instep.errors import DataError, SettingError
 from instep.utils.atomic import replacing
@@ -32,6 +32,7 @@ FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 _ATTEMPTS, _PAUSE_S = 3, 0.5
+Result = TypeVar("Result")
 AT_ONCE = 16  # shards that are looked at or counted at the same time
 
 
@@ -112,15 +113,23 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    for attempt in range(_ATTEMPTS):
+    try:
+        attempted(lambda: _fetch(shard, path, options))
+    except (OSError, EOFError, ValueError, DataError) as error:
+        raise DataError(f"the shard {shard.url} cannot be fetched: {error}") from error
+    return path
+
+
+def attempted(action: Callable[[], Result]) -> Result:
+    """Do what a far away file system may fail at, up to three times, with a pause that grows."""
+    for attempt in range(1, _ATTEMPTS):
         try:
-            _fetch(shard, path, options)
-            return path
-        except (OSError, EOFError, ValueError) as error:
-            if attempt + 1 == _ATTEMPTS or isinstance(error, (FileNotFoundError, DataError)):
-                raise DataError(f"the shard {shard.url} cannot be fetched: {error}") from error
-            time.sleep(_PAUSE_S * 2**attempt)
-    raise AssertionError
+            return action()
+        except (FileNotFoundError, DataError):
+            raise
+        except (OSError, EOFError, ValueError):
+            time.sleep(_PAUSE_S * attempt)
+    return action()
 
 
 def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
@@ -128,13 +137,17 @@ def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
     if _looked_at(shard.url, options) != (shard.size, shard.stamp):
         raise DataError("it was changed since it was counted. Build the data set anew")
     compression = "infer" if shard.url.endswith(_COMPRESSED) else None
+    options = options if _is_remote(shard.url) else {}
     with replacing(path, sync=False) as part, open(part, "wb") as copy:
-        with fsspec.open(
-            shard.url, "rb", compression=compression, **(options if _is_remote(shard.url) else {})
-        ) as file:
-            shutil.copyfileobj(file, copy, 2**20)
+        try:
+            with fsspec.open(shard.url, "rb", compression=compression, **options) as file:
+                shutil.copyfileobj(file, copy, 2**20)
+        except (OSError, EOFError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise OSError(f"reading failed at byte {copy.tell():,}: {error}") from error
         if compression is None and copy.tell() != shard.size:
-            raise OSError(f"{copy.tell():,} of {shard.size:,} bytes came")
+            raise OSError(f"reading ended at byte {copy.tell():,} of {shard.size:,}")
 
 
 def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
@@ -145,7 +158,7 @@ def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
     else:
         fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
         system, path = fsspec.core.url_to_fs(url, **options)
-        found = [system.unstrip_protocol(each) for each in sorted(system.glob(path))]
+        found = [system.unstrip_protocol(each) for each in sorted(attempted(lambda: system.glob(path)))]
     if not found:
         raise DataError(f"no file fits {url}. Check the path")
     return found
@@ -161,7 +174,7 @@ def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
             return status.st_size, str(status.st_mtime_ns)
         fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
         system, path = fsspec.core.url_to_fs(url, **options)
-        facts = system.info(path)
+        facts = attempted(lambda: system.info(path))
         return int(facts["size"]), next((str(facts[name]) for name in _STAMPS if facts.get(name)), "")
     except FileNotFoundError as error:
         raise DataError(f"the shard {url} is missing. Check the path") from error
