@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from dataclasses import fields, is_dataclass
@@ -178,8 +179,27 @@ def read_property(app: Any, what: str, name: str, value: Any, options: Any, line
         lines[:] = ["..", "", *read]  # an empty comment, so that napoleon finds no colon
 
 
+def write_llms(app: Any, error: Exception | None) -> None:
+    """Write `llms.txt`: each page's title, address and first sentence, for programs that read the site."""
+    if error is not None or app.builder.name != "html":
+        return
+    base = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
+    lines = ["# instep", "", f"> {inspect.cleandoc(instep.__doc__ or '').splitlines()[0]}", ""]
+    section = ""
+    for name in sorted(app.env.found_docs, key=lambda name: ("/" in name, name)):
+        folder = name.partition("/")[0] if "/" in name else "start here"
+        if folder != section:
+            lines += ["", f"## {folder}", ""] if section else [f"## {folder}", ""]
+            section = folder
+        tree = app.env.get_doctree(name)
+        first = next((each.astext() for each in tree.findall(nodes.paragraph)), "").split(". ")[0].replace("\n", " ")
+        lines.append(f"- [{app.env.titles[name].astext()}]({base}{name}.html): {first.rstrip('.')}.")
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this."""
+    app.connect("build-finished", write_llms)
     app.add_role("name", name_role)
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-bases", hide_internal)

@@ -50,6 +50,7 @@ from tests.launch.ways import UNLAUNCHED
 REPO = Path(__file__).parent.parent
 PAGES = (
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ def test_every_page_is_there(site: Path) -> None:
             assert page.exists(), f"{source} has no page"
     for name in ("Trainer", "Accelerator", "TrainModule"):
         assert list(site.glob(f"reference/api/*{name}*")) or name in (site / "genindex.html").read_text()
+
+
+def test_llms_txt_has_every_page_once(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    linked = re.findall(r"^- \[.+?\]\((\S+\.html)\): \S", text, re.MULTILINE)
+    assert sorted(linked) == sorted(set(linked))
+    assert {"index.html", "start/quickstart.html", "train/testing.html"} <= set(linked)
+    assert all((site / page).exists() for page in linked)
 
 
 @pytest.mark.browser
