@@ -1,5 +1,7 @@
 """A trained module as a folder that anybody can load, and on the Hugging Face hub: safetensors and `config.json`.
 
+`PretrainedExport` writes such folders of the model of transformers or peft within a module, in the course of a run.
+
 The folder is what huggingface_hub's `PyTorchModelHubMixin` and transformers write: `model.safetensors`, or several with
 an index where the model is large, and the arguments of the constructor in `config.json`. It holds no pickle and no
 code. Who reads one takes it for a stranger's: only these files are opened, only where they lie in the folder (or in the
@@ -33,11 +35,15 @@ from instep.types import PathLike
 from instep.utils.atomic import replacing
 from instep.utils.checks import parse_size
 from instep.utils.hparams import plain_values
+from instep.utils.imports import loads
 from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:
+    from instep.pretrained.exporting import PretrainedExport as PretrainedExport
     from instep.trainer import TrainModule
+
+__all__, __getattr__, __dir__ = loads(__name__)
 
 ABOUT = "_instep"
 """The key of `config.json` under which we keep what is no argument of the constructor."""

@@ -1,0 +1,190 @@
+"""`PretrainedExport`: folders in the course of a run that `from_pretrained` of transformers and peft loads."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.callbacks.base import Callback
+from instep.distributed.rank_zero import on_rank_zero
+from instep.errors import SettingError
+from instep.types import PathLike
+from instep.utils.atomic import creating, sync_path
+from instep.utils.checks import FLAG, at_least, or_none, parse_size, wrong
+from instep.utils.optimizer_state import clean_name
+from instep.utils.paths import local_path
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_NAME = "step-{:08d}"
+
+
+class PretrainedExport(Callback):
+    """Write the model of transformers or peft that a module trains, as `AutoModel.from_pretrained` loads it.
+
+    Each export is a folder `step-<global step>` with `config.json` and safetensors, by the model's own
+    `save_pretrained` and under its own names; of a peft model the adapters alone. Every strategy can do it: the main
+    process gets the whole weights, which needs the CPU's memory for them once. A folder has its name only when all of
+    it is on the disk; what a kill has left of one is deleted at the next start. A step that is there stays as it is.
+
+    Args:
+        dirpath: local folder of the exports; no other run may export there.
+        every_n_steps: optimizer steps from one to the next; None: only at the end of fit, when there is one always.
+        part: name of the model within the module, such as "model" or "student.lm"; None: the only one with
+            `save_pretrained` there is.
+        tokenizer: written too: a tokenizer or processor, or whatever has `save_pretrained`.
+        keep: how many of the newest exports stay; None for all.
+        max_shard_size: of a file, such as "5GB".
+        background: write on a thread; the next export waits for it. The copy of the weights is made at once.
+
+    Raises:
+        SettingError: a setting is wrong; when training starts: the module has no such part.
+
+    Example:
+        >>> PretrainedExport("exports", every_n_steps=1000, keep=2).every_n_steps
+        1000
+
+    Source: the folder's format is that of transformers' and peft's `save_pretrained`.
+    """
+
+    runs_last = True  # after what callbacks do to the weights
+
+    def __init__(
+        self,
+        dirpath: PathLike,
+        every_n_steps: int | None = None,
+        *,
+        part: str | None = None,
+        tokenizer: Any = None,
+        keep: int | None = None,
+        max_shard_size: int | str = "5GB",
+        background: bool = True,
+    ) -> None:
+        self.dirpath = local_path(dirpath)
+        self.every_n_steps = or_none(at_least(1))("every_n_steps", every_n_steps)
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            raise wrong("tokenizer", tokenizer, "an object with save_pretrained, or None")
+        self.part, self.tokenizer = part, tokenizer
+        self.keep = or_none(at_least(1))("keep", keep)
+        parse_size("max_shard_size", max_shard_size)
+        self.max_shard_size = max_shard_size
+        self.background = FLAG("background", background)
+        self._prefix, self._last = "", 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def exports(self) -> list[Path]:
+        """Return the folders that are there, the oldest step first."""
+        return sorted(path for path in self.dirpath.glob("step-*") if path.name[5:].isdecimal())
+
+    # ---- the run
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._prefix = self._find(module)
+        on_rank_zero(self._delete_leftovers, f"looking into {self.dirpath}")
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._last = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is not None and step > self._last and step % self.every_n_steps == 0:
+            self._export(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._export(trainer, module)
+        on_rank_zero(self._wait, f"writing {self.dirpath}")
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:  # after an error, which is the one that is raised
+            thread.join()
+
+    # ---- one export
+
+    def _find(self, module: nn.Module) -> str:
+        """Return what the names of the model's weights begin with in the module's state dict."""
+        named = {clean_name(name): part for name, part in module.named_modules() if name}
+        if self.part is not None:
+            found = [self.part] if hasattr(named.get(self.part), "save_pretrained") else []
+        else:
+            every = [name for name, part in named.items() if hasattr(part, "save_pretrained")]
+            found = [name for name in every if not any(name.startswith(f"{outer}.") for outer in every)]
+        if len(found) != 1:
+            raise SettingError(
+                f"part={self.part!r}: {type(module).__name__} has {len(found)} such models with save_pretrained"
+                f"{' (' + ', '.join(found) + ')' if found else ''}; expected one of transformers or peft. Name it: "
+                'PretrainedExport(part="model")',
+                field="part",
+                got=self.part,
+            )
+        return f"{found[0]}."
+
+    def _export(self, trainer: Trainer, module: TrainModule) -> None:
+        on_rank_zero(self._wait, f"writing {self.dirpath}")
+        step = self._last = trainer.global_step
+        folder = self.dirpath / _NAME.format(step)
+        if on_rank_zero(folder.exists, f"looking for {folder}"):
+            return
+        state = trainer.strategy.full_model_state()
+        on_rank_zero(partial(self._begin, module, state, folder), f"writing {folder}")
+
+    def _begin(self, module: nn.Module, state: dict[str, Any], folder: Path) -> None:
+        own = {clean_name(name): value for name, value in state.items()}
+        copies: dict[Any, Tensor] = {}  # tied weights stay tied
+        weights = {
+            name.removeprefix(self._prefix): copies.setdefault(
+                (value.data_ptr(), value.shape), value.detach().to("cpu", copy=True)
+            )
+            for name, value in own.items()
+            if name.startswith(self._prefix) and isinstance(value, Tensor)
+        }
+        model = {clean_name(name): part for name, part in module.named_modules()}[self._prefix[:-1]]
+        write = partial(self._write, model, weights, folder)
+        if not self.background:
+            return write()
+        self._thread = threading.Thread(target=self._catch, args=(write,), name="instep-export")
+        self._thread.start()
+
+    def _catch(self, write: Any) -> None:
+        try:
+            write()
+        except BaseException as error:  # noqa: BLE001  raised by `_wait`
+            self._error = error
+
+    def _wait(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+        self.dirpath.mkdir(parents=True, exist_ok=True)
+        with creating(folder) as made, torch.no_grad():
+            made.mkdir()
+            model.save_pretrained(made, state_dict=weights, max_shard_size=self.max_shard_size)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(made)
+            for path in (*made.iterdir(), made):
+                sync_path(path)
+        for old in self.exports()[: -self.keep] if self.keep else ():
+            gone = old.with_name(f".{old.name}.deleted")
+            old.rename(gone)  # never half of one under its name
+            shutil.rmtree(gone)
+
+    def _delete_leftovers(self) -> None:
+        for path in (*self.dirpath.glob("step-*.*@*"), *self.dirpath.glob(".step-*.deleted")):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
