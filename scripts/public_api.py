@@ -27,6 +27,7 @@ ROOMS = {  # the public modules, in the reference's order: what each is about
     "instep.profilers": "Profilers, which measure where the time of a run goes.",
     "instep.data": "Data modules, loaders and samplers.",
     "instep.activations": "Activations that are computed again in the backward.",
+    "instep.pretrained": "Exports for transformers and peft.",
     "instep.optim": "Parameter groups for optimizers.",
     "instep.losses": "Losses over a large vocabulary.",
     "instep.schedules": "Learning-rate schedules by name.",

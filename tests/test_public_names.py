@@ -338,6 +338,7 @@ PUBLIC = {
         "UsageError",
     ],
     "instep.activations": ["ActivationCheckpointing"],
+    "instep.pretrained": ["PretrainedExport"],
     "instep.optim": ["WholeMatrix", "biases_and_norms", "layerwise_lr", "param_groups"],
     "instep.losses": ["linear_cross_entropy"],
     "instep.schedules": [
