@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,44 +122,6 @@ def test_every_strategy_exports_the_same_weights(tmp_path: Path) -> None:
                     for name in ("ddp", "fsdp", "mesh"))  # fmt: skip
     for other in others:
         torch.testing.assert_close(other, ddp, atol=1e-4, rtol=0)
-
-
-PROGRAM = """
-import os, random, signal, sys, time
-import torch, transformers
-from tests.pretrained.test_exporting import KILLS, Chat, Path, PretrainedExport, fit
-chance = random.Random(0)
-for kill in range(KILLS):
-    export = PretrainedExport(Path(sys.argv[1], str(kill)), 1, keep=3, max_shard_size="10KB")
-    child = os.fork()  # this process computes nothing, so that it has no threads
-    if child == 0:
-        fit(Chat(), export, steps=100000)
-    while len(export.exports()) < 3 and os.waitpid(child, os.WNOHANG) == (0, 0):
-        time.sleep(0.001)
-    time.sleep(chance.random() * 0.1)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-"""
-KILLS = 20
-
-
-@pytest.mark.transformers
-@pytest.mark.campaign
-def test_a_kill_leaves_no_half_of_an_export(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
-    subprocess.run(program, check=True, timeout=900, stdout=subprocess.DEVNULL)
-    leftovers = 0
-    for kill in range(KILLS):
-        export = PretrainedExport(tmp_path / str(kill))
-        assert len(export.exports()) >= 3
-        for folder in export.exports():
-            logits(AutoModelForCausalLM.from_pretrained(folder))
-        leftovers += len(list(export.dirpath.iterdir())) > len(export.exports())
-        export._delete_leftovers()
-        assert sorted(export.dirpath.iterdir()) == export.exports()
-    assert leftovers, "no kill came within a write"
 
 
 def test_a_module_without_such_a_model_is_refused(tmp_path: Path) -> None:
