@@ -275,7 +275,11 @@ def main() -> None:
     results: dict[str, Any] = {"order": harness.run_child(__file__, {**request, "what": "order"})}
     for kind, entrants in ENTRANTS.items():
         files = sorted(map(str, args.folder.glob(f"*.{kind}")))
-        there = [each for each in entrants if each[0] in ("bare", "instep") or find_spec(each[0])]
+        there = [
+            each
+            for each in entrants
+            if each[0] in args.readers and (each[0] in ("bare", "instep") or find_spec(each[0]))
+        ]
         found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in there}
         stream_source(kind, files, 0)  # the index is made once, and kept
         for turn in range(rounds):
@@ -316,7 +320,7 @@ def main() -> None:
         }
     report(results)
     load = {"load_average": [round(each, 1) for each in os.getloadavg()], "rounds": rounds, "seconds": seconds}
-    name = "streams_quick" if args.quick else "streams"
+    name = "_".join(["streams", *(["quick"] if args.quick else []), *(args.readers if len(args.readers) < 6 else [])])
     harness.write_results(args.out, name, {"machine": harness.machine(), **load, **results})
 
 
@@ -343,6 +347,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="of the files; filled where it is empty")
     parser.add_argument("--megabytes", type=int, default=1024, help="of each format (default: 1024)")
     parser.add_argument("--packages", type=Path, nargs="*", default=[], help="folders of further packages")
+    parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS), help="only some")
     parser.add_argument("--rounds", type=int, default=3, help="of all contenders (default: 3)")
     parser.add_argument("--seconds", type=float, default=8.0, help="that each one reads (default: 8)")
     parser.add_argument("--quick", action="store_true", help="60 MB of each format, 1 round, 2 seconds")
