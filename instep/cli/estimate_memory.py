@@ -53,8 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--accelerator", choices=("gpu", "cpu"), default="gpu", help="where it will train (default: gpu)")
     add("--weights-only", action="store_true", help="leave the step out")
     add("--inference", action="store_true", help="the loaded model alone, by --dtypes; no training")
-    dtypes = f"with --inference (default: {' '.join(_DTYPES)})"
-    add("--dtypes", nargs="+", metavar="D", default=list(_DTYPES), help=dtypes)
+    add("--dtypes", nargs="+", metavar="D", default=[*_DTYPES], help=f"with --inference (default: {' '.join(_DTYPES)})")
     add("--json", action="store_true", help="for programs; bytes")
 
 

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
     for word in words:
         if (why := _unusable(word)) is not None:
-            _complain(f"the word {word[:80]!r} holds {why}, which no path or value may")
+            output.warn(f"the word {word[:80]!r} holds {why}, which no path or value may")
             return EXIT_USAGE
     command = find(words)
     rest = words[len(command) :] if command else words
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (InstepError, OSError) as error:
-        _complain(str(error))
+        output.warn(str(error))
         return EXIT_USAGE if isinstance(error, SettingError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -274,7 +274,7 @@ def _overview(words: Sequence[str]) -> int:
     near = get_close_matches(rest[0], names, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(names)}"
     hint = f": {COMMANDS_OF_OTHERS[wrong]}" if wrong in COMMANDS_OF_OTHERS else hint
-    _complain(f"{wrong!r} is no command{hint}")
+    output.warn(f"{wrong!r} is no command{hint}")
     return EXIT_USAGE
 
 
@@ -283,21 +283,15 @@ def _top() -> dict[Command, str]:
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)
-        if inner:
-            alone = COMMANDS.get((first,))
-            lines[(first, inner if alone is None else f"[{inner}]")] = alone or GROUPS[first]
-        else:
-            lines[(first,)] = COMMANDS[(first,)]
+        alone = COMMANDS.get((first,))
+        words = (first, inner if alone is None else f"[{inner}]") if inner else (first,)
+        lines[words] = alone or GROUPS[first]
     return lines
 
 
 def _columns(texts: dict[Command, str]) -> list[str]:
     width = max(size for name in texts if (size := len(" ".join(name))) <= _WIDE)
     return [f"  {' '.join(name):{width}}  {text}" for name, text in texts.items()]
-
-
-def _complain(message: str) -> None:
-    output.warn(message)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ class DispatchLoader(PreparedLoader):
         """Return the reader's state, which fits one process that reads all the data; on other ranks a placeholder."""
         reader = self._reader
         if reader is None:
-            return {"kind": "read elsewhere"}
+            return {"kind": "read elsewhere", "seed": self.seed, "epoch": self.epoch, "cycle": self.cycle}
         done = reader.first_batch + (batches_done - self.first_batch) * self._group
         return reader.state_dict(min(done, self._pulled))
 

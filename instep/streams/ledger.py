@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from instep.data.index import IndexLoader
 from instep.data.sampler import ShardedBatchSampler
-from instep.errors import DataError
+from instep.errors import DataError, UsageError
 from instep.streams.order import order_from, place_of
 from instep.utils.atomic import replace
 from instep.utils.checks import is_int
@@ -115,6 +116,33 @@ def _windows(line: dict[str, Any]) -> tuple[int, int]:
     """Return the optimizer steps of the rest of a line's epoch, and of each later one."""
     rest, every = line["batches"] - line["batch"], line["accumulate"]
     return -(-rest // every), -(-line["epoch_batches"] // every)
+
+
+def samples_in(folders: Sequence[Path], step: int, rank: int | None = None) -> dict[str, Any]:
+    """Return what `samples_of` does of the first folder with a ledger, of one rank or all, with the folder as "run".
+
+    Raises:
+        UsageError: no folder has a ledger, or the step had no such rank.
+    """
+    folder = next((folder for folder in folders if (folder / NAME).exists()), None)
+    if folder is None:
+        raise UsageError(f"there is no {NAME} in {folders[0]}. A fit writes it into its run folder")
+    answer = samples_of(folder, step)
+    batches = [batch for batch in answer["batches"] if rank in (None, batch["rank"])]
+    if not batches:
+        raise UsageError(f"step {step} had no rank {rank}")
+    return {"run": str(folder), **answer, "batches": batches}
+
+
+def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines in which a terminal shows what `samples_in` returned."""
+    yield f"{answer['run']}: step {answer['step']} is in epoch {answer['epoch'] + 1}"
+    for batch in answer["batches"]:
+        yield f"rank {batch['rank']}, batch {batch['batch']}:"
+        places = batch.get("places") or [""] * len(batch["samples"])
+        yield from (f"  {sample}  {place}".rstrip() for sample, place in zip(batch["samples"], places, strict=True))
+        if not places:
+            yield "  none of its own"
 
 
 def samples_of(folder: Path, step: int) -> dict[str, Any]:

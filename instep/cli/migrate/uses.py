@@ -132,8 +132,10 @@ def refused(function: Any, argument: str) -> str | None:
     return None
 
 
-def _refused(function: Any, key: str, argument: str) -> str | None:
+def _problem_of(function: Any, key: str, argument: str, value: Any) -> str | None:
     problem = refused(function, argument)
+    if problem is None and key == "Trainer" and value is not None:
+        return wrong_value(argument, value)
     return problem and porting.INSTEAD.get(key, {}).get(argument, problem)
 
 
@@ -511,14 +513,9 @@ class Uses(cst.CSTVisitor):
                 self.plan.new[written] = cst.SimpleString(f'"{name}"')
             if new is not None:
                 self.plan.new[element.value] = cst.SimpleString(f'"{new}"')
-            problem = _refused(function, key, name)
-            simple = isinstance(value, str | int | float)
-            if problem is None and key == "Trainer" and simple:
-                problem = wrong_value(name, value if new is None else new)
-        if problem is not None:
-            self.plan.todo(element, f"{key}({old}=): {problem}")
-        else:
-            self._argument_changes(element, key, function, name, element.value)
+            given = value if isinstance(value, str | int | float) else None
+            problem = _problem_of(function, key, name, given if new is None else new)
+        self._todo_or_changes(element, problem, f"{key}({old}=)", key, function, name, element.value)
 
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
@@ -544,13 +541,15 @@ class Uses(cst.CSTVisitor):
                 return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
 
             self.plan.new[arg] = change
-        problem = _refused(function, key, name)
-        if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
-            problem = wrong_value(name, value if new_value is None else new_value)
+        given = None if value is _UNKNOWN else value
+        problem = _problem_of(function, key, name, given if new_value is None else new_value)
+        self._todo_or_changes(arg, problem, f"{key}({_text(arg)})", key, function, name, arg.value)
+
+    def _todo_or_changes(self, node: cst.CSTNode, problem: str | None, what: str, *about: Any) -> None:
         if problem is not None:
-            self.plan.todo(arg, f"{key}({_text(arg)}): {problem}")
+            self.plan.todo(node, f"{what}: {problem}")
         else:
-            self._argument_changes(arg, key, function, name, arg.value)
+            self._argument_changes(node, *about)
 
     def _argument_changes(
         self, node: cst.CSTNode, key: str, function: Any, name: str, value: cst.BaseExpression

@@ -11,7 +11,22 @@ from instep.runs.entries import find_one
 from instep.runs.label import Label, write_label
 
 
-class Name:
+class _Text:
+    """A command that writes one text: `field` of the label."""
+
+    field, argument, text = "", "", ""
+
+    @classmethod
+    def arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add_run(parser)
+        parser.add_argument("text", metavar=cls.argument, help=cls.text)
+
+    @classmethod
+    def run(cls, args: argparse.Namespace) -> int:
+        return _change(args.path, **{cls.field: args.text.strip()})
+
+
+class Name(_Text):
     """Name a run: its name stands in place of what `instep runs ls` makes of its hyperparameters. Its folder stays.
 
     Trainer(name=...) names a run from its start on. An empty name takes one back.
@@ -22,14 +37,7 @@ class Name:
       instep runs name baseline ""
     """
 
-    @staticmethod
-    def arguments(parser: argparse.ArgumentParser) -> None:
-        add_run(parser)
-        parser.add_argument("name", metavar="NAME", help="one line")
-
-    @staticmethod
-    def run(args: argparse.Namespace) -> int:
-        return _change(args.path, name=args.name.strip())
+    field, argument, text = "name", "NAME", "one line"
 
 
 class Tag:
@@ -53,21 +61,14 @@ class Tag:
         return _change(args.path, tags=tuple(tags))
 
 
-class Note:
+class Note(_Text):
     """Write a note about a run, which `instep runs show` prints. An empty one takes it away.
 
     Examples:
       instep runs note instep_runs/version_3 "diverged until the warmup was doubled"
     """
 
-    @staticmethod
-    def arguments(parser: argparse.ArgumentParser) -> None:
-        add_run(parser)
-        parser.add_argument("note", metavar="TEXT", help="of any number of lines")
-
-    @staticmethod
-    def run(args: argparse.Namespace) -> int:
-        return _change(args.path, note=args.note.strip())
+    field, argument, text = "note", "TEXT", "of any number of lines"
 
 
 class Archive:

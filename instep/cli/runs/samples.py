@@ -16,7 +16,6 @@ import argparse
 
 from instep.cli import output
 from instep.cli.runs.chosen import find
-from instep.errors import UsageError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +28,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the samples."""
-    from instep.streams.ledger import NAME, samples_of  # late: loads torch
+    from instep.streams.ledger import lines_of, samples_in  # late: loads torch
 
-    entries = find([args.path])
-    folder = next((entry.run.folder for entry in entries if (entry.run.folder / NAME).exists()), None)
-    if folder is None:
-        raise UsageError(f"there is no {NAME} in {entries[0].run.folder}. A fit writes it into its run folder")
-    answer = samples_of(folder, args.step)
-    batches = [batch for batch in answer["batches"] if args.rank in (None, batch["rank"])]
-    if not batches:
-        raise UsageError(f"step {args.step} had no rank {args.rank}")
-    if args.json:
-        output.say_json({**answer, "batches": batches})
-        return 0
-    output.say(f"{folder}: step {args.step} is in epoch {answer['epoch'] + 1}")
-    for batch in batches:
-        named = zip(batch["samples"], batch.get("places") or [""] * len(batch["samples"]), strict=True)
-        texts = [f"  {sample}  {place}".rstrip() for sample, place in named]
-        output.say("\n".join((f"rank {batch['rank']}, batch {batch['batch']}:", *(texts or ["  none of its own"]))))
+    answer = samples_in([entry.run.folder for entry in find([args.path])], args.step, args.rank)
+    output.say_json(answer) if args.json else output.say("\n".join(lines_of(answer)))
     return 0
