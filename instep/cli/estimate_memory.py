@@ -2,17 +2,14 @@
 
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
 for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
-tensors that have sizes and no values, so no weight is downloaded and nothing is computed, and the machine need not have
-the memory. A step needs a batch: --input, --data, or for transformers --batch-size and --sequence-length; without one,
-and for files, activations are not counted; --activation-checkpointing says which are computed again in the backward, as
-the callback of this name does. On a GPU its context and NCCL (0.5 to 1.5 GB) and what its allocator cannot
-use come on top. With --inference: what the loaded model takes, and its largest layer, by dtype: of torch, or of a byte
-and less for linear layers, where the rest is bfloat16.
+tensors without values: nothing is downloaded or computed. A step needs a batch: --input, --data, or for transformers
+--batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU its context and
+NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top. With --inference: what the loaded model takes, and
+its largest layer, by dtype.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
-  instep estimate-memory train:Model --data train:Data --strategy fsdp --devices 2 8
-  instep estimate-memory train:Model --data train:Data --activation-checkpointing Block every=2 save=ops
+  instep estimate-memory train:Model --data train:Data --strategy fsdp --activation-checkpointing Block save=ops
   instep estimate-memory llama/config.json --batch-size 4 --precision bf16-mixed --json
   instep estimate-memory user/model --inference --dtypes bfloat16 nf4
 """
@@ -37,7 +34,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
-    add("what", metavar="WHAT", help="an import path, a configuration of transformers, or safetensors files")
+    add("what", metavar="WHAT", help="an import path, a configuration, or safetensors")
     add("--args", metavar="JSON", default="{}", help="the module's arguments")
     add("--input", metavar="SIZES[:DTYPE]", action="append", default=[], help="a batch's tensor; NAME=... for a dict")
     add("--data", metavar="PATH", help="import path of a DataModule, or a function that gives a loader or a batch")

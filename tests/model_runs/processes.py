@@ -195,8 +195,8 @@ def difference_on_ranks(
 def as_seen_by(own: Remembering, there: Disk) -> Disk:
     """Return what is on a disk with the states that another rank has saved, which has seen the run to its end."""
     disk = deepcopy(there)
-    states = {(one.folder, one.name, one.line): one for one in own.ever}
-    disk.saved = [states[one.folder, one.name, one.line] for one in disk.saved]
+    states = {(one.folder, one.name, one.line, one.step): one for one in own.ever}
+    disk.saved = [states[one.folder, one.name, one.line, one.step] for one in disk.saved]
     disk.tables = own.tables
     return disk
 

@@ -221,6 +221,23 @@ CHOSEN = {
         ),
         (Process(place=0.5), Process(ranks=2)),
     ),
+    "a name that comes again after the run was broken off": (
+        Case(
+            Settings(max_steps=6, val_check_interval=1, num_sanity_val_steps=0),
+            Data(7, kind="batches"),
+            Data(1, kind="batches", first=100),
+            ranks=3,
+            values=(1.0, 4.0),
+            checkpoints=Checkpoints(
+                monitor=None,
+                save_top_k=1,
+                every_n_epochs=1,
+                filename="{epoch}-{val:.2f}",
+                auto_insert_metric_name=False,
+            ),
+        ),
+        (Process("auto", 0.2), Process()),
+    ),
 }
 
 
