@@ -4,8 +4,7 @@ WHAT is a TrainModule or a function that makes one (package.module:Name), a fold
 for transformers, a repository of the Hugging Face hub that has one (user/model), or safetensors files. Two steps run on
 tensors without values: nothing is downloaded or computed. A step needs a batch: --input, --data, or for transformers
 --batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU its context and
-NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top. With --inference: what the loaded model takes, and
-its largest layer, by dtype.
+NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top.
 
 Examples:
   instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
@@ -49,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=int, metavar="N", default=1, help="batches of an optimizer step (default: 1)")
     add("--accelerator", choices=("gpu", "cpu"), default="gpu", help="where it will train (default: gpu)")
     add("--weights-only", action="store_true", help="leave the step out")
-    add("--inference", action="store_true", help="the loaded model alone, by --dtypes; no training")
+    add("--inference", action="store_true", help="the loaded model and its largest layer, by --dtypes; no training")
     add("--dtypes", nargs="+", metavar="D", default=[*_DTYPES], help=f"with --inference (default: {' '.join(_DTYPES)})")
     add("--json", action="store_true", help="for programs; bytes")
 
