@@ -9,8 +9,10 @@ from typing import Any
 
 from instep.callbacks import Callback
 from instep.testing.runs import (
+    EPOCHS,
+    SAVED_EVERY,
     ContractError,
-    FailingNet,
+    FailAt,
     Net,
     check_hook_names,
     check_resume,
@@ -20,15 +22,24 @@ from instep.testing.runs import (
     small_trainer,
 )
 from instep.trainer import Trainer, TrainModule
+from instep.trainer.hooks import is_overridden
+
+_STAGES = {
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_dataloader",),
+}
+"""What a module has for each stage after fit; without one of them, it cannot run the stage."""
 
 
 def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainModule] = Net) -> None:
     """Check that a callback keeps the rules of callbacks, by small runs on the CPU.
 
-    The rules: no method looks like a hook and is none; fit, validate, test and predict run with it; its state is of
-    tensors and JSON values; a run that is resumed in the middle of an epoch, with a new object that took up the state,
-    ends with the same bits as one that was not stopped; no hook raises after a step has failed; and the object can be
-    used again then.
+    The rules: no method looks like a hook and is none; fit runs with it, and validate, test and predict where `module`
+    has a step and a loader for them; its state is of tensors and JSON values; a run that is resumed in the middle of an
+    epoch, with a new object that took up the state, ends with the same bits, but for seconds (the keys `time_s` and
+    `time_elapsed` of the state), as one that was not stopped; no hook raises after a batch has failed; and the object
+    can be used again then.
 
     Args:
         make: the class, or a function without arguments that makes a new object at each call.
@@ -61,20 +72,25 @@ def check_callback(make: Callable[[], Callback], *, module: Callable[[], TrainMo
             warnings.simplefilter("always")
             trainer = small_trainer(folder / "stages", [callback], logger="csv")
             trainer.fit(module())
-            for stage in (trainer.validate, trainer.test, trainer.predict):
-                stage(module())
+            for stage, needed in _STAGES.items():
+                one = module()
+                if all(is_overridden(one, each, TrainModule) for each in needed):
+                    getattr(trainer, stage)(one)
         check_hook_names(caught, name, "check_callback")
+        every = SAVED_EVERY - 2 if trainer.num_training_batches % SAVED_EVERY == 0 else SAVED_EVERY
+        fails_at = trainer.global_step * 2 // EPOCHS
 
         def run(root: Path, checkpoint: Path | None) -> tuple[Trainer, dict[str, Any]]:
             one = make()
-            trainer = small_trainer(root, [one], logger="csv")
+            trainer = small_trainer(root, [one], every, logger="csv")
             trainer.fit(module(), ckpt_path=checkpoint)
             state = one.state_dict()
             if not isinstance(state, dict):
                 raise ContractError(f"{name}.state_dict() returned {type(state).__name__}; expected a dict.")
             return trainer, {"state": state}
 
-        check_resume(name, run, folder)
+        check_resume(name, run, folder, every)
         again = make()
-        expect_failure(lambda: small_trainer(folder / "failed", [again], logger="csv").fit(FailingNet()), name)
+        failing = small_trainer(folder / "failed", [again, FailAt(fails_at)], logger="csv")
+        expect_failure(lambda: failing.fit(module()), name)
         small_trainer(folder / "again", [again], logger="csv", max_epochs=1).fit(module())

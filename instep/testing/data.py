@@ -17,7 +17,6 @@ from instep.testing.runs import (
     check_resume,
     comparable,
     made,
-    resumed_step,
     run_folder,
     small_trainer,
 )
@@ -34,7 +33,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
 
     Args:
         make: the class, or a function without arguments that makes a new object at each call.
-        batches: training batches of an epoch that are read, at least four.
+        batches: training batches of an epoch that are read, at least four; the data must have as many.
 
     Raises:
         ContractError: with the rule that is broken and what was seen.
@@ -51,17 +50,18 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
     with run_folder("check_datamodule") as folder:
         name = type(made(make, DataModule, "check_datamodule")).__name__
         seen: list[list[Any]] = []
+        step = batches * 3 // 2  # in the middle of the second epoch
 
         def run(root: Path, checkpoint: Path | None) -> tuple[Trainer, dict[str, Any]]:
             reader = Reader()
-            trainer = small_trainer(root, max_epochs=2, limit_train_batches=batches, limit_val_batches=2)
+            trainer = small_trainer(root, (), step, max_epochs=2, limit_train_batches=batches, limit_val_batches=2)
             trainer.fit(reader, datamodule=make(), ckpt_path=checkpoint)
             seen.append(reader.seen)
-            return trainer, {"batches": reader.seen[resumed_step(trainer.global_step) - trainer.global_step :]}
+            return trainer, {"batches": reader.seen[0 if checkpoint else step :]}
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            check_resume(name, run, folder)
+            check_resume(name, run, folder, step)
         check_hook_names(caught, name, "check_datamodule")
         seed_process(1)
         run(folder / "again", None)

@@ -14,11 +14,12 @@ import torch
 from instep.callbacks import Callback
 from instep.loggers import Logger
 from instep.loggers.base import takes
-from instep.testing.runs import ContractError, FailingNet, Net, expect_failure, made, run_folder, small_trainer
+from instep.testing.runs import SAVED_EVERY, ContractError, FailAt, Net, expect_failure, made, run_folder, small_trainer
 from instep.utils.seed import seed_process
 
 Rows = Iterable[tuple[int, Mapping[str, float]]]
-_NAMES = ("train_loss_step", "val_loss")
+_NAMES = ("train_loss_step", "val_loss", "late")
+_LATE = 10_000  # the step of what is logged after `finalize`
 
 
 def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] | None = None) -> None:
@@ -52,22 +53,22 @@ def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] |
         logger = made(make, Logger, "check_logger")
         name = type(logger).__name__
         expected = Kept()
-        _train(folder / "whole", [logger, expected], Net, [EveryKind(logger)])
+        _train(folder / "whole", [logger, expected], [EveryKind(logger)])
         _check_arrived(name, folder / "whole", caught)
         _check_state(logger, name)
         logger.finalize()
-        logger.log_metrics({"late": 1.0}, step=10_000)
+        logger.log_metrics({"late": 1.0}, step=_LATE)
         logger.finalize()
         _check_arrived(name, folder / "whole", caught)
         if read is not None:
-            _compare(name, "a run", read(logger), expected.rows)
+            _compare(name, "a run", read(logger), [*expected.rows, (_LATE, {"late": 1.0})])
 
         def fail() -> None:
-            _train(folder / "resumed", [make()], FailingNet, [])
+            _train(folder / "resumed", [make()], [FailAt(3 * SAVED_EVERY + 3)])
 
         expect_failure(fail, name)
         resumed = make()
-        _train(folder / "resumed", [resumed], Net, [], ckpt_path="auto")
+        _train(folder / "resumed", [resumed], [], ckpt_path="auto")
         _check_arrived(name, folder / "resumed", caught)
         if read is not None:
             _compare(name, "a run that failed and was resumed", read(resumed), expected.rows)
@@ -91,7 +92,7 @@ class EveryKind(Callback):
         self.logger = logger
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Log them."""
+        """Log each kind, and hyperparameters."""
         logger, file = self.logger, Path(trainer.default_root_dir, "note.txt")
         file.write_text("a file")
         calls: dict[str, Callable[[], None]] = {
@@ -109,11 +110,9 @@ class EveryKind(Callback):
         logger.log_hyperparams({"nested": {"lr": 0.1, "none": None}, "list": [1, 2]})
 
 
-def _train(
-    root: Path, loggers: list[Logger], module: type[Net], callbacks: list[Callback], ckpt_path: Any = None
-) -> None:
+def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_path: Any = None) -> None:
     seed_process(1)
-    small_trainer(root, callbacks, logger=loggers).fit(module(), ckpt_path=ckpt_path)
+    small_trainer(root, callbacks, logger=loggers).fit(Net(), ckpt_path=ckpt_path)
 
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
@@ -147,7 +146,7 @@ def _compare(name: str, what: str, rows: Rows, expected: Rows) -> None:
                 "the logger starts again, or not written a second time."
             )
         for (step, value), (_, right) in zip(steps, wanted, strict=True):
-            if abs(value - right) > 1e-6 * max(1.0, abs(right)):
+            if not abs(value - right) <= 1e-6 * max(1.0, abs(right)):  # NaN too
                 raise ContractError(f"{name}: of {what} it has {metric}={value} at step {step}; expected {right}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn.parameter import is_lazy
 
 from instep.callbacks import Callback
+from instep.data import DataModule
 from instep.testing.runs import (
     ContractError,
     check_hook_names,
@@ -34,7 +35,7 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
     Args:
         make: the class, or a function without arguments that makes a new object at each call.
         train: a loader of at least four batches, or a DataModule; None where the module has loaders of its own.
-        val: a loader for validation.
+        val: a loader for validation; None where the module or the DataModule has its own, or there is none.
 
     Raises:
         ContractError: with the rule that is broken and what was seen.
@@ -59,7 +60,8 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
             )
         if val is not None or module.trainer.num_val_batches:
             before = comparable(module.state_dict(), "")
-            small_trainer(folder / "validated", **_SHORT).validate(module, val if val is not None else train)
+            data = train if val is None and isinstance(train, DataModule) else val
+            small_trainer(folder / "validated", **_SHORT).validate(module, data)
             if comparable(module.state_dict(), "") != before:
                 raise ContractError(f"{name}: validation changed weights or buffers. Change them in training only.")
         if module.hparams:
@@ -74,13 +76,13 @@ def check_module(make: Callable[[], TrainModule], train: Any = None, val: Any = 
 
 
 class Gradients(Callback):
-    """Notes which trainable parameters have had a gradient."""
+    """Record which trainable parameters have had a gradient."""
 
     def __init__(self) -> None:
         self.seen: dict[str, bool] = {}
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        """Note them."""
+        """Record the parameters that have a gradient."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and not is_lazy(parameter):
                 self.seen[name] = self.seen.get(name, False) or parameter.grad is not None

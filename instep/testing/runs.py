@@ -7,11 +7,15 @@ import io
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,14 +23,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from instep.errors import InstepError
 from instep.trainer import Trainer, TrainModule
-from instep.utils.seed import seed_process
+from instep.utils.seed import isolate_rng, seed_process
 
 T = TypeVar("T")
 
-OF_THE_MACHINE = r"DeviceStats|cpu_|device/|time|throughput|per_sec|samples|batches|memory"
-"""Pattern of metrics that differ between two runs on one machine: times, speeds, memory."""
+OF_THE_MACHINE = r"^DeviceStats|(^|/)device/|(^|[/_])time(_m?s)?$|throughput|_per_sec$|/mfu$"
+"""Pattern of metrics that differ between two runs on one machine: times, speeds, what its devices do."""
 
-EPOCHS, SAVED_EVERY = 3, 7  # of four, six and twelve batches: saved within the second of two epochs, and of three
+TIMED = ("time_elapsed", "time_s")
+"""Keys of states that hold seconds, which differ between two runs."""
+
+EPOCHS, SAVED_EVERY = 3, 7  # of four and twelve batches: saved within the second of two epochs, and of three
 
 
 class ContractError(InstepError, AssertionError):
@@ -81,20 +88,20 @@ class Net(TrainModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-class FailingNet(Net):
-    """`Net` whose step raises once a number of optimizer steps is done."""
+class FailAt(Callback):
+    """Raise `Failure` at the batch that begins after `step` optimizer steps."""
 
-    fails_at = 3 * SAVED_EVERY + 3
+    def __init__(self, step: int) -> None:
+        self.step = step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss, or raise `Failure`."""
-        if self.global_step >= self.fails_at:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Raise, once so many steps are done."""
+        if trainer.global_step >= self.step:
             raise Failure("the step that was to fail")
-        return super().training_step(batch, batch_idx)
 
 
 class Failure(RuntimeError):
-    """The error of `FailingNet`."""
+    """The error of `FailAt`."""
 
 
 def samples(length: int) -> TensorDataset:
@@ -105,8 +112,12 @@ def samples(length: int) -> TensorDataset:
 
 @contextmanager
 def run_folder(check: str) -> Iterator[Path]:
-    """Yield a temporary folder, and print nothing; an instep error in the block becomes a ContractError."""
-    with tempfile.TemporaryDirectory(prefix="instep-testing-") as folder, redirect_stdout(io.StringIO()):
+    """Yield a temporary folder, and print nothing; an instep error in the block becomes a ContractError.
+
+    The random generators of the caller are put back at the end.
+    """
+    temporary = tempfile.TemporaryDirectory(prefix="instep-testing-")
+    with temporary as folder, redirect_stdout(io.StringIO()), isolate_rng():
         try:
             yield Path(folder)
         except ContractError:
@@ -130,9 +141,11 @@ def made(make: Callable[[], T], kind: type[T], check: str) -> T:
     return one
 
 
-def small_trainer(folder: Path, callbacks: Sequence[Callback] = (), **settings: Any) -> Trainer:
-    """Make a quiet Trainer on one CPU process that keeps a checkpoint of every `SAVED_EVERY` steps and of the end."""
-    saver = ModelCheckpoint(every_n_train_steps=SAVED_EVERY, save_top_k=-1, save_last=True)
+def small_trainer(
+    folder: Path, callbacks: Sequence[Callback] = (), saved_every: int = SAVED_EVERY, **settings: Any
+) -> Trainer:
+    """Make a quiet Trainer on one CPU process that keeps a checkpoint of every `saved_every` steps and of the end."""
+    saver = ModelCheckpoint(every_n_train_steps=saved_every, save_top_k=-1, save_last=True)
     options = {
         "accelerator": "cpu",
         "devices": 1,
@@ -156,26 +169,33 @@ def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
 
 
-def check_resume(name: str, run: Callable[[Path, Path | None], tuple[Trainer, dict[str, Any]]], folder: Path) -> None:
-    """Resume a run in the middle, with all objects new, and compare what it ends with.
+def check_resume(
+    name: str,
+    run: Callable[[Path, Path | None], tuple[Trainer, dict[str, Any]]],
+    folder: Path,
+    saved_every: int = SAVED_EVERY,
+) -> None:
+    """Resume a run in the middle of an epoch, with all objects new, and compare what it ends with.
 
     Args:
         name: of what is checked, for the error.
         run: trains in a folder, from a checkpoint or from the start; returns the Trainer and what else to compare.
         folder: for the runs.
+        saved_every: optimizer steps between two checkpoints of a run.
 
     Raises:
-        ContractError: the resumed run ends in another way.
+        ContractError: the resumed run ends in another way, or no checkpoint lies within an epoch.
     """
     seed_process(1)
     trainer, extra = run(folder / "whole", None)
     expected = ends_of(trainer, extra, folder / "whole")
-    step = resumed_step(trainer.global_step)
+    step = resumed_step(trainer.global_step, trainer.current_epoch, saved_every)
     found = sorted((folder / "whole").glob(f"**/step-{step:08d}-*"))
     if not found:
         raise ContractError(
-            f"{name}: the run of this check has {trainer.global_step} optimizer steps, and no checkpoint at step "
-            f"{step} to resume from. Give data of at least four batches."
+            f"{name}: the run of this check has {trainer.global_step} optimizer steps in {trainer.current_epoch} "
+            f"epochs, and no checkpoint within an epoch to resume from: it saves every {saved_every} steps. Give data "
+            "of at least four batches."
         )
     seed_process(2)  # all that is random must come from the checkpoint
     trainer, extra = run(folder / "resumed", found[-1])
@@ -188,9 +208,10 @@ def check_resume(name: str, run: Callable[[Path, Path | None], tuple[Trainer, di
         )
 
 
-def resumed_step(steps: int) -> int:
-    """Return the first step in the second half of a run at which a checkpoint was saved."""
-    return (steps // 2 // SAVED_EVERY + 1) * SAVED_EVERY
+def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
+    """Return the first saved step in the second half of a run that lies within an epoch, else the last one, or 0."""
+    within = [step for step in range(saved_every, steps, saved_every) if step * max(epochs, 1) % steps]
+    return next((step for step in within if 2 * step > steps), within[-1] if within else 0)
 
 
 def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str = OF_THE_MACHINE) -> dict[str, Any]:
@@ -208,18 +229,37 @@ def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str 
 
 
 def comparable(value: Any, folder: str) -> Any:
-    """Turn a state into values that compare, tensors into their bits; a run's folder and times are left out."""
+    """Turn a state into values that compare, arrays into their bits; a run's folder and the keys `TIMED` are left out.
+
+    Raises:
+        ContractError: a value is of a class whose parts are unknown.
+    """
     if isinstance(value, Tensor):
         local = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
-        digest = hashlib.sha1(local.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        return f"{local.dtype}{tuple(local.shape)} {digest}"
-    if isinstance(value, dict):
-        return {str(key): comparable(each, folder) for key, each in value.items() if not str(key).startswith("time_")}
-    if isinstance(value, list | tuple):
+        return _digest(local.dtype, local.shape, local.view(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return _digest(value.dtype, value.shape, value.tobytes())
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): comparable(each, folder) for key, each in value.items() if key not in TIMED}
+    if isinstance(value, list | tuple | deque):
         return [comparable(each, folder) for each in value]
+    if isinstance(value, str | Path):
+        text = str(value).replace(folder, "")
+        return repr(re.sub(r"(step-\d{8})-\d+$", r"\1", text))  # without the number of a save's attempt
     if isinstance(value, float):
         return value.hex()
-    return re.sub(r"-\d+$", "", str(value).replace(folder, ""))  # the number of a save's attempt
+    if value is None or isinstance(value, int | complex | bytes | Enum | torch.dtype | torch.device):
+        return repr(value)
+    raise ContractError(
+        f"instep.testing cannot compare an object of {type(value).__name__}: {str(value)[:100]}. Use tensors, arrays, "
+        "numbers, texts, and mappings, sequences or dataclasses of them."
+    )
+
+
+def _digest(dtype: Any, shape: Sequence[int], data: bytes) -> str:
+    return f"{dtype}{tuple(shape)} {hashlib.sha1(data).hexdigest()[:16]}"
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:

@@ -184,8 +184,8 @@ def _train(
 
 
 def _close(what: str, right: dict[str, Any], got: dict[str, Any], tolerance: float) -> None:
-    far = [abs(one - other) for one, other in zip(right["losses"], got["losses"], strict=True)]
-    if not max(far) <= tolerance:
+    far = [abs(one - other) for one, other in zip(right["losses"], got["losses"], strict=False)]
+    if len(right["losses"]) != len(got["losses"]) or not all(each <= tolerance for each in far):  # NaN too
         raise ContractError(
             f"{what}: the losses of the epochs are {got['losses']}; those of one process {right['losses']}. Gradients "
             "are to be the mean over all ranks, once per optimizer step, and before they are clipped."
@@ -194,7 +194,13 @@ def _close(what: str, right: dict[str, Any], got: dict[str, Any], tolerance: flo
         names = sorted(right["weights"].keys() ^ got["weights"].keys())
         raise ContractError(f"{what}: full_model_state() has other names than state_dict() of the module: {names}")
     for name, value in right["weights"].items():
-        if (got["weights"][name] - value).abs().max() > tolerance:
+        other = got["weights"][name]
+        if other.shape != value.shape:
+            raise ContractError(
+                f"{what}: the weights {name!r} of full_model_state() have the shape {tuple(other.shape)}; those of one "
+                f"process {tuple(value.shape)}. Gather what is cut over the ranks."
+            )
+        if not ((other - value).abs() <= tolerance).all():  # NaN too
             raise ContractError(
                 f"{what}: the weights {name!r} differ from those of one process by more than {tolerance}"
             )
