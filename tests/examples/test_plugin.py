@@ -17,18 +17,19 @@ PLUGIN = REPO / "examples" / "plugin"
 
 
 @pytest.mark.dist
-def test_its_tests_pass(tmp_path: Path) -> None:
+@pytest.mark.extras  # starts eight processes, one after another
+def test_the_tests_of_the_plugin_package_pass(tmp_path: Path) -> None:
     done = run_command(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PLUGIN / "tests")],
         env={"PYTHONPATH": os.pathsep.join([str(PLUGIN), str(REPO)])},
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout
-    assert "3 passed" in done.stdout
+    assert "5 passed" in done.stdout
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib")
-def test_its_entry_points_name_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_of_the_plugin_package_name_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     import tomllib  # late: see above
 
     monkeypatch.syspath_prepend(PLUGIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -36,4 +37,5 @@ def read(folder: str | Path) -> list[tuple[int, dict[str, float]]]:
     database = sqlite3.connect(Path(folder) / "metrics.db")
     rows: list[Any] = database.execute("SELECT step, name, value FROM metrics ORDER BY step").fetchall()
     database.close()
-    return [(step, {name: value}) for step, name, value in rows]
+    # SQLite keeps NaN as NULL, which comes back as None.
+    return [(step, {name: math.nan if value is None else value}) for step, name, value in rows]

@@ -29,9 +29,10 @@ class AveragedGradients(Strategy):
         """Backpropagate, and average the gradients at the last micro-batch of a window."""
         super().backward(loss, *args, **kwargs)
         if self._averages:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    all_reduce_(parameter.grad, "mean")
+            for parameter in filter(lambda each: each.requires_grad, self.module.parameters()):
+                if parameter.grad is None:  # no loss of this rank has reached it; other ranks wait for its part
+                    parameter.grad = torch.zeros_like(parameter)
+                all_reduce_(parameter.grad, "mean")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
