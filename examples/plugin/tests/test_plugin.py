@@ -5,7 +5,7 @@ import math
 import torch
 from instep_example_plugin import AveragedGradients, BestMetric, SQLiteLogger
 from instep_example_plugin.logger import read
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
 from instep.testing import check_callback, check_logger, check_strategy
@@ -67,7 +67,7 @@ def weights_after_a_step(folder):
         default_root_dir=folder,
     )
     module = Branch()
-    trainer.fit(module, DataLoader(torch.zeros(2), batch_size=1))
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(2)), batch_size=1))
     return [module.both.item(), module.first_rank.item()]
 
 
