@@ -261,6 +261,7 @@ class Table(Reader):
         super().__init__(path)
         self._kept, self.columns = kept, columns
         self._pyarrow = require("pyarrow", extra="data", purpose=f"reading {path.name}")
+        self._errors = (self._pyarrow.ArrowException, OSError, ValueError)
 
     def read(self, rows: Sequence[int]) -> list[Any]:
         found: list[Any] = []
@@ -270,18 +271,23 @@ class Table(Reader):
             start, stop = int(self.bounds[number]), int(self.bounds[number + 1])
             own = [row - start for row in rows[begin : bisect_left(rows, stop, begin)]]
             try:
-                found += self._kept.get(self, number).read(own)
-            except (self._pyarrow.ArrowException, OSError, ValueError) as error:
-                found += self._one_by_one(number, own, error)
+                group = self._kept.get(self, number)
+            except self._errors as error:
+                found += [BadRecord(f"its group of rows cannot be read: {error}") for _ in own]
+                continue
+            try:
+                found += group.read(own)
+            except self._errors:
+                found += self._one_by_one(group, own)
         return found
 
-    def _one_by_one(self, number: int, rows: list[int], error: Exception) -> Iterator[Any]:
-        """Give the rows of a group of which not all can be read."""
+    def _one_by_one(self, group: Group, rows: list[int]) -> Iterator[Any]:
+        """Yield the rows of a group of which not all can be read."""
         for row in rows:
             try:
-                yield self._kept.get(self, number).read([row])[0]
-            except (self._pyarrow.ArrowException, OSError, ValueError) as own:
-                yield BadRecord(f"its group of rows cannot be read: {own}")
+                yield group.read([row])[0]
+            except self._errors as error:
+                yield BadRecord(f"a value of it cannot be read: {error}")
 
     def place(self, row: int) -> str:
         group = int(np.searchsorted(self.bounds, row, side="right")) - 1
@@ -327,6 +333,10 @@ class Parquet(Table):
         if len(batches) != 1:
             raise ValueError(f"it is read as {len(batches)} pieces, where one was expected")
         return batches[0]
+
+    def close(self) -> None:
+        super().close()
+        self._table.close()
 
 
 class Arrow(Table):
@@ -396,17 +406,16 @@ class Kept:
         """Return a group of a reader, read if it is not there."""
         key = reader, number
         self._asked += 1
+        if key not in self._groups:
+            while self._groups and self._is_past(next(iter(self._groups))):
+                self._forget(next(iter(self._groups)))
+            self._groups[key] = reader.group(number)
+            self._bytes += self._groups[key].nbytes
+        self._groups.move_to_end(key)
         self._used[key] = self._asked
-        if key in self._groups:
-            self._groups.move_to_end(key)
-            return self._groups[key]
-        while self._groups and self._is_past(next(iter(self._groups))):
-            self._forget(next(iter(self._groups)))
-        group = self._groups[key] = reader.group(number)
-        self._bytes += group.nbytes
         while self._bytes > self._most and len(self._groups) > 1:
             self._forget(next(iter(self._groups)))
-        return group
+        return self._groups[key]
 
     def _is_past(self, key: Any) -> bool:
         return self._asked - self._used[key] > _TURNS * len(self._groups)

@@ -9,6 +9,7 @@ import os
 import pickle
 import tarfile
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from instep.data import StreamDataset, prepare_loader
 from instep.errors import DataError, SettingError
+from instep.streams.formats import Parquet
 from instep.streams.order import WindowOrder
 from tests.data.helpers import rank
 from tests.helpers.spawn import run_ranks
@@ -181,13 +183,42 @@ def test_what_damaged_and_hostile_files_end_in(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text('{"n": 1}\n' + json.dumps("x" * 3000) + "\n")
     with pytest.raises(DataError, match=r"record 1 at byte 9 has 3,003 bytes, and a record may have 2,000"):
         StreamDataset(tmp_path / "long.jsonl", max_record_bytes=2000, cache=tmp_path)
-    with pytest.raises(DataError, match=r"the shard .*none.jsonl is missing"):
+    with pytest.raises(DataError, match=r"the shard .*none.jsonl cannot be read: it is missing"):
         StreamDataset([*paths["jsonl"], tmp_path / "none.jsonl"], cache=tmp_path)
     with pytest.raises(DataError, match=r"000.jsonl has 13 records, and counts= says 12"):
         StreamDataset(paths["jsonl"], counts=[12, 7, 30, 1], cache=tmp_path)[0]
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"pipe.txt cannot be read: it is no regular file"):
         StreamDataset(tmp_path / "pipe.txt", cache=tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_a_damaged_group_is_decoded_once_and_its_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    (path, *_) = write_shards(tmp_path, "parquet")  # 4 groups, of 4 rows at most
+    page = pq.read_metadata(path).row_group(1).column(0)
+    start = page.dictionary_page_offset or page.data_page_offset
+    content = path.read_bytes()
+    path.write_bytes(
+        content[:start] + b"\xff" * page.total_compressed_size + content[start + page.total_compressed_size :]
+    )
+    loaded: list[int] = []
+    load = Parquet.load
+    monkeypatch.setattr(Parquet, "load", lambda self, group: [loaded.append(group), load(self, group)][1])
+    stream = StreamDataset(path, number, on_bad_sample="skip", cache=tmp_path / "cache")
+    with pytest.warns(UserWarning, match=r"its group of rows cannot be read"):
+        assert stream.__getitems__([*range(13)]) == [0, 1, 2, 3, *range(8, 13)]
+    assert loaded == [0, 1, 2, 3]
+    assert stream.left_out()[0] == 4
+    (reader,) = stream._readers.values()
+    is_gone = weakref.ref(reader)
+    stream._readers.clear()
+    reader.close()
+    assert str(path.resolve()) not in [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    del reader
+    assert is_gone() is None
 
 
 def test_a_file_that_changes_during_the_run_is_an_error(tmp_path: Path) -> None:
