@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,11 +112,9 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
     path = folder / shard.key
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with _naming(f"the shard {shard.url} cannot be fetched"):
+        folder.mkdir(parents=True, exist_ok=True)
         attempted(lambda: _fetch(shard, path, options))
-    except (OSError, EOFError, ValueError, DataError) as error:
-        raise DataError(f"the shard {shard.url} cannot be fetched: {error}") from error
     return path
 
 
@@ -125,29 +123,46 @@ def attempted(action: Callable[[], Result]) -> Result:
     for attempt in range(1, _ATTEMPTS):
         try:
             return action()
-        except (FileNotFoundError, DataError):
+        except (FileNotFoundError, ImportError, DataError):
             raise
-        except (OSError, EOFError, ValueError):
+        except Exception:  # noqa: BLE001  not OSErrors alone: those of aiohttp are none
             time.sleep(_PAUSE_S * attempt)
     return action()
 
 
+class _ReadFailed(Exception):
+    """A shard could not be read to its end, where it may be the next time; the text has the place."""
+
+
 def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
-    fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
     if _looked_at(shard.url, options) != (shard.size, shard.stamp):
         raise DataError("it was changed since it was counted. Build the data set anew")
+    try:
+        with replacing(path, sync=False) as part, open(part, "wb") as copy:
+            copy.writelines(_pieces(shard, options))
+    except OSError as error:  # of this machine's disk: those of `_pieces` are none
+        raise DataError(f"its copy in {path.parent} cannot be written: {error}. Make room, or change cache=") from error
+
+
+def _pieces(shard: Shard, options: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the content of a distant or compressed file."""
+    fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
     compression = "infer" if shard.url.endswith(_COMPRESSED) else None
     options = options if _is_remote(shard.url) else {}
-    with replacing(path, sync=False) as part, open(part, "wb") as copy:
-        try:
-            with fsspec.open(shard.url, "rb", compression=compression, **options) as file:
-                shutil.copyfileobj(file, copy, 2**20)
-        except (OSError, EOFError, ValueError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise OSError(f"reading failed at byte {copy.tell():,}: {error}") from error
-        if compression is None and copy.tell() != shard.size:
-            raise OSError(f"reading ended at byte {copy.tell():,} of {shard.size:,}")
+    done = 0
+    try:
+        with fsspec.open(shard.url, "rb", compression=compression, **options) as file:
+            while piece := file.read(2**20):
+                done += len(piece)
+                yield piece
+    except ImportError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError("it is missing. Check the path") from error
+    except Exception as error:  # each file system of fsspec has its own
+        raise _ReadFailed(f"reading failed at byte {done:,}: {error}") from error
+    if compression is None and done != shard.size:
+        raise _ReadFailed(f"reading ended at byte {done:,} of {shard.size:,}")
 
 
 def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
@@ -156,17 +171,23 @@ def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
     if not _is_remote(url):
         found = sorted(glob.glob(_plain(url), recursive=True))
     else:
-        fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
-        system, path = fsspec.core.url_to_fs(url, **options)
-        found = [system.unstrip_protocol(each) for each in sorted(attempted(lambda: system.glob(path)))]
+        found = _listed(url, options)
     if not found:
         raise DataError(f"no file fits {url}. Check the path")
     return found
 
 
+def _listed(url: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the URLs of the distant files that fit one with `*`."""
+    fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
+    with _naming(f"the files of {url} cannot be listed"):
+        system, path = fsspec.core.url_to_fs(url, **options)
+        return [system.unstrip_protocol(each) for each in sorted(attempted(lambda: system.glob(path)))]
+
+
 def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
     """Return size and stamp of a file."""
-    try:
+    with _naming(f"the shard {url} cannot be read"):
         if not _is_remote(url):
             status = os.stat(_plain(url))
             if not stat.S_ISREG(status.st_mode):
@@ -176,10 +197,18 @@ def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
         system, path = fsspec.core.url_to_fs(url, **options)
         facts = attempted(lambda: system.info(path))
         return int(facts["size"]), next((str(facts[name]) for name in _STAMPS if facts.get(name)), "")
-    except FileNotFoundError as error:
-        raise DataError(f"the shard {url} is missing. Check the path") from error
-    except OSError as error:
-        raise DataError(f"the shard {url} cannot be read: {error}") from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Put before an error what could not be done."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:  # each file system of fsspec has its own
+        why = "it is missing. Check the path" if isinstance(error, FileNotFoundError) else error
+        raise DataError(f"{what}: {why}") from error
 
 
 def _format_of(url: str) -> str:

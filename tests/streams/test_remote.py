@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from instep.errors import DataError
 from instep.streams import shards
 from tests.streams.files import COUNTS, number, write_shards
 
+aiohttp = pytest.importorskip("aiohttp")
 fsspec = pytest.importorskip("fsspec")
 
 
@@ -27,8 +29,17 @@ class File(io.BytesIO):
     def read(self, size: int | None = -1) -> bytes:
         some = super().read(min(size, 100) if size and size >= 2**20 else size)
         if self._fails and not some:
-            raise OSError("the line is dead")
+            raise aiohttp.ClientPayloadError("the line is dead")  # no OSError
         return some
+
+
+class FullDisk(io.RawIOBase):
+    """File that cannot be written."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class Distant(fsspec.AbstractFileSystem):
@@ -49,7 +60,7 @@ class Distant(fsspec.AbstractFileSystem):
         if path not in self.files:
             raise FileNotFoundError(path)
         if self._is_to("info"):
-            raise OSError("too many requests")
+            raise aiohttp.ServerDisconnectedError("too many requests")
         return {"name": path, "size": len(self.files[path]), "type": "file", "ETag": "one"}
 
     def glob(self, path: str, *_: Any, **__: Any) -> list[str]:
@@ -94,12 +105,23 @@ def test_what_goes_on_failing_is_an_error_with_file_and_place(tmp_path: Path) ->
         "read": r"distant://000.jsonl cannot be fetched: reading failed at byte 300: the line is dead",
         "end": rf"distant://000.jsonl cannot be fetched: reading ended at byte 300 of {size:,}",
         "open": r"distant://000.jsonl cannot be fetched: reading failed at byte 0: connection reset",
+        "glob": r"the files of distant://\*.jsonl cannot be listed: no answer",
         "info": r"distant://000.jsonl cannot be read: too many requests",
     }.items():
         Distant.faults = Counter({what: 1000})
         with pytest.raises(DataError, match=text):
-            StreamDataset("distant://000.jsonl", cache=tmp_path / what)
+            StreamDataset("distant://*.jsonl" if what == "glob" else "distant://000.jsonl", cache=tmp_path / what)
+        assert Distant.calls[what] >= 3
         assert not list((tmp_path / what).glob("copies/[!.]*")), "no part of a file is taken for it"
+
+
+def test_a_full_disk_of_this_machine_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "open", FullDisk, raising=False)
+    with pytest.raises(
+        DataError, match=r"000.jsonl cannot be fetched: its copy in .*copies cannot be written: .*No space left"
+    ):
+        StreamDataset("distant://000.jsonl", cache=tmp_path / "cache")
+    assert Distant.calls["open"] == 1
 
 
 def test_a_file_that_goes_away_after_it_was_counted_is_an_error_and_no_bad_sample(tmp_path: Path) -> None:
