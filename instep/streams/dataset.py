@@ -19,7 +19,7 @@ from instep.distributed import gather_object
 from instep.errors import DataError, SettingError
 from instep.streams.formats import Array, BadRecord, Kept, Reader
 from instep.streams.index import Index, default_cache
-from instep.streams.order import WindowOrder, order_from
+from instep.streams.order import order_from
 from instep.streams.shards import FORMATS, check_unchanged, find_shards
 from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
@@ -183,7 +183,7 @@ class StreamDataset(Dataset[Any]):
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
     def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
-        """Give the records of each file as they lie there, and their places in `indices`."""
+        """Yield the records of each file as they lie there, and their places in `indices`."""
         order = indices.argsort(kind="stable")
         ordered = indices[order]
         shards = self._ends.searchsorted(ordered, side="right")
@@ -265,7 +265,7 @@ class StreamDataset(Dataset[Any]):
         return np.concatenate(parts)
 
     def _all(self, shard: int) -> Iterator[Any]:
-        """Give all records of a file, of a table with the length alone."""
+        """Yield all records of a file, of a table with the length alone."""
         count = int(self.counts[shard])
         with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
             for start in range(0, count, 1024):
@@ -279,22 +279,20 @@ class StreamDataset(Dataset[Any]):
 
     def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch: an object with `len` of which slices are lists."""
-        if not (shuffle and self.bucket):
-            return order_from(self._spec(epoch), shuffle, seed, epoch, cycle)
-        counts, bucket = self.counts[: self._files(epoch)].tolist(), self.bucket
-        return WindowOrder(counts, self.window, seed, "order", epoch, cycle, lengths=self.lengths, bucket=bucket)
+        lengths = self.lengths if shuffle and self.bucket else None
+        return order_from(self._spec(epoch), shuffle, seed, epoch, cycle, lengths)
 
     def _instep_order_spec(self, epoch: int) -> dict[str, Any]:
         """Describe the order of an epoch, for `instep runs samples`."""
         spec = self._spec(epoch)
         if self.bucket:
-            files = self._index.files_of_lengths(self.shards[: self._files(epoch)], str(self.length))
-            spec |= {"bucket": self.bucket, "lengths": files}
+            spec["lengths"] = self._index.names_of_lengths(self.shards[: self._files(epoch)], str(self.length))
         return spec
 
     def _spec(self, epoch: int) -> dict[str, Any]:
         files = zip(self.shards, self.counts.tolist(), strict=True)
-        return {"files": [(shard.url, count) for shard, count in files][: self._files(epoch)], "window": self.window}
+        spec = {"files": [(shard.url, count) for shard, count in files][: self._files(epoch)], "window": self.window}
+        return {**spec, "bucket": self.bucket} if self.bucket else spec
 
     def _files(self, epoch: int) -> int:
         return self._used[1] if self._used is not None and self._used[0] == epoch else len(self.shards)

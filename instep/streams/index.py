@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
 _VERSION = 1
+_LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # what `_name_of_lengths` makes
 
 
 def default_cache() -> Path:
@@ -127,9 +129,34 @@ class Index:
             self._save(name, kept)
         return kept
 
-    def files_of_lengths(self, shards: Sequence[Shard], field: str) -> list[str]:
-        """Return the files in which the lengths of some shards are kept."""
-        return [str((self._folder / _name_of_lengths(shard, field)).absolute()) for shard in shards]
+    def names_of_lengths(self, shards: Sequence[Shard], field: str) -> list[str]:
+        """Return the names of the files in which the lengths of some shards are kept."""
+        return [_name_of_lengths(shard, field) for shard in shards]
+
+    def kept_lengths(self, names: Sequence[str], counts: Sequence[int]) -> Array:
+        """Return the lengths in some files of the index, one behind the other.
+
+        Args:
+            names: of the files, which anybody may have written.
+            counts: the number of lengths in each.
+
+        Raises:
+            ValueError: a name is not one that `names_of_lengths` makes.
+            DataError: a file is not there, or does not hold so many lengths.
+        """
+        found: list[Array] = []
+        for name, count in zip(names, counts, strict=True):
+            if not _LENGTHS.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a file of lengths")
+            some = self._load(name, (count,), np.int32)
+            if some is None:
+                raise DataError(
+                    f"{self._folder} does not have the lengths of the samples any more ({name}). Name the cache= of "
+                    "the stream by --cache. If it was cleared, make the stream over the same files again, read its "
+                    "`lengths` once, and try again"
+                )
+            found.append(some)
+        return np.concatenate(found)
 
     def _kept_count(self, shard: Shard) -> int | None:
         path = self._folder / f"{shard.key}.json"

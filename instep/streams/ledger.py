@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,12 +20,14 @@ from typing import Any
 from instep.data.index import IndexLoader
 from instep.data.sampler import ShardedBatchSampler
 from instep.errors import DataError, UsageError
+from instep.streams.index import Index, default_cache
 from instep.streams.order import order_from, place_of
 from instep.utils.atomic import replace
 from instep.utils.checks import is_int
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 NAME = "samples.jsonl"
+_ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")  # a file beside it, with the spec of an order
 _MOST_BYTES = 2**26
 
 
@@ -118,24 +121,32 @@ def _windows(line: dict[str, Any]) -> tuple[int, int]:
     return -(-rest // every), -(-line["epoch_batches"] // every)
 
 
-def samples_in(folders: Sequence[Path], step: int, rank: int | None = None) -> dict[str, Any]:
-    """Return what `samples_of` does of the first folder with a ledger, of one rank or all, with the folder as "run".
+def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cache: str | None = None) -> dict[str, Any]:
+    """Return what `samples_of` does of the first folder with a ledger, of one rank or all.
+
+    With the folder as "run", and those before it, which have no ledger, as "skipped".
 
     Raises:
         UsageError: no folder has a ledger, or the step had no such rank.
     """
-    folder = next((folder for folder in folders if (folder / NAME).exists()), None)
-    if folder is None:
-        raise UsageError(f"there is no {NAME} in {folders[0]}. A fit writes it into its run folder")
-    answer = samples_of(folder, step)
+    place = next((place for place, folder in enumerate(folders) if (folder / NAME).exists()), None)
+    if place is None:
+        raise UsageError(
+            f"there is no {NAME} in {folders[0]}. Name a run in which a fit has begun; for another, "
+            "`instep replay CKPT --steps 3` repeats steps and shows their samples"
+        )
+    answer = samples_of(folders[place], step, cache)
     batches = [batch for batch in answer["batches"] if rank in (None, batch["rank"])]
     if not batches:
-        raise UsageError(f"step {step} had no rank {rank}")
-    return {"run": str(folder), **answer, "batches": batches}
+        last = max((batch["rank"] for batch in answer["batches"]), default=0)
+        raise UsageError(f"step {step} had no rank {rank}: expected one of 0 to {last}")
+    skipped = [str(folder) for folder in folders[:place]]
+    return {"run": str(folders[place]), "skipped": skipped, **answer, "batches": batches}
 
 
 def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines in which a terminal shows what `samples_in` returned."""
+    yield from (f"{run} has no {NAME}: skipped" for run in answer["skipped"])
     yield f"{answer['run']}: step {answer['step']} is in epoch {answer['epoch'] + 1}"
     for batch in answer["batches"]:
         yield f"rank {batch['rank']}, batch {batch['batch']}:"
@@ -145,12 +156,13 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
             yield "  none of its own"
 
 
-def samples_of(folder: Path, step: int) -> dict[str, Any]:
+def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Find the samples of an optimizer step.
 
     Args:
         folder: the run folder.
         step: the step, from 1: the one after which `global_step` is this number.
+        cache: that of the stream, where its buckets are by the lengths kept there; None: the default one.
 
     Returns:
         `step`, `epoch`, and `batches`: for each rank and batch its number and `samples`, the indices that counted; with
@@ -172,20 +184,22 @@ def samples_of(folder: Path, step: int) -> dict[str, Any]:
         why = line.get("unknown", "the number of batches of a step changed within epochs, or the steps are manual")
         raise DataError(f"the samples of step {step} are not known: {why}. `instep replay CKPT --steps 3` shows them")
     try:
-        return _found(folder, line, step)
-    except (KeyError, TypeError, ValueError, OSError, ZeroDivisionError) as error:
+        return _found(folder, line, step, Path(cache) if cache else default_cache())
+    except DataError:
+        raise
+    except Exception as error:  # values of a damaged line reach numpy and torch, which raise nearly anything
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _found(folder: Path, line: dict[str, Any], step: int) -> dict[str, Any]:
+def _found(folder: Path, line: dict[str, Any], step: int, cache: Path) -> dict[str, Any]:
     first, whole = _windows(line)
     number, every = step - line["step"] - 1, line["accumulate"]
     inside = number < first
     epoch = line["epoch"] + (0 if inside else 1 + (number - first) // whole)
     start = line["batch"] + number * every if inside else (number - first) % whole * every
     stop = min(start + every, line["batches"] if inside else line["epoch_batches"])
-    spec = parse_object(read_regular(folder / line["order"], INDEX_BYTES)) if line["order"] else None
-    draw = None if spec is None else partial(order_from, spec, bool(line["shuffle"]))
+    spec = _spec(folder, line["order"])
+    draw = None if spec is None else partial(_order, spec, cache, bool(line["shuffle"]))
     batches = []
     for rank in range(line["world_size"]):
         sampler = ShardedBatchSampler(
@@ -208,3 +222,19 @@ def _found(folder: Path, line: dict[str, Any], step: int) -> dict[str, Any]:
             found = {"rank": rank, "batch": batch, "samples": samples}
             batches.append(found if spec is None else {**found, "places": [place_of(spec, each) for each in samples]})
     return {"step": step, "epoch": epoch, "batches": batches}
+
+
+def _spec(folder: Path, name: str | None) -> dict[str, Any] | None:
+    if name is None:
+        return None
+    if not _ORDER.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file with an order")
+    return parse_object(read_regular(folder / name, INDEX_BYTES))
+
+
+def _order(spec: dict[str, Any], cache: Path, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
+    lengths = None
+    if shuffle and "lengths" in spec:
+        counts = [count for _, count in spec["files"]]
+        lengths = Index(cache, {}, 0).kept_lengths(spec["lengths"], counts)
+    return order_from(spec, shuffle, seed, epoch, cycle, lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 
 from instep.utils.seed import derive_seed
-from instep.utils.untrusted_files import open_regular
 
 BLOCK = 1024  # samples of a mixture that have an exact proportion
 MOST_SOURCES = 20  # so that a block has room for what is left over of each
@@ -179,16 +177,19 @@ class MixtureOrder(LazyOrder):
         return found
 
 
-def order_from(spec: dict[str, Any], shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
+def order_from(
+    spec: dict[str, Any], shuffle: bool, seed: int, epoch: int, cycle: int, lengths: Any = None
+) -> Sequence[int]:
     """Make the order that a spec describes, which is of JSON values.
 
     Args:
-        spec: `files`, pairs of a name and a count, and `window`; with buckets `bucket`, and in `lengths` the index
-            file of each; or that of a `MixtureOrder`.
+        spec: `files`, pairs of a name and a count, and `window`, with buckets also `bucket`; or that of a
+            `MixtureOrder`.
         shuffle: False: in sequence.
         seed: of the draw, with the epoch and the cycle.
         epoch: the epoch.
         cycle: how often the data was started again within the epoch.
+        lengths: with buckets: the length of each sample.
     """
     if "sources" in spec:
         return MixtureOrder(spec, shuffle, seed if not cycle else derive_seed(seed, "cycle", cycle), epoch)
@@ -196,19 +197,7 @@ def order_from(spec: dict[str, Any], shuffle: bool, seed: int, epoch: int, cycle
     if not shuffle:
         return range(sum(counts))
     bucket = spec.get("bucket", 0)
-    lengths = _lengths(spec["lengths"], counts) if bucket else None
     return WindowOrder(counts, spec["window"], seed, "order", epoch, cycle, lengths=lengths, bucket=bucket)
-
-
-def _lengths(paths: Sequence[str], counts: Sequence[int]) -> np.ndarray[Any, Any]:
-    found = []
-    for path, count in zip(paths, counts, strict=True):
-        with io.BufferedReader(open_regular(path)) as file:
-            some = np.load(file, allow_pickle=False)
-        if some.shape != (count,) or some.dtype != np.int32:
-            raise ValueError(f"{path} does not hold the {count:,} lengths of its file")
-        found.append(some)
-    return np.concatenate(found)
 
 
 def place_of(spec: dict[str, Any], sample: Any) -> str:

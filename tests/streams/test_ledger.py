@@ -57,8 +57,8 @@ def train(root: str, steps: int, batch_size: int, accumulate: int, mixture: bool
     return module.steps, str(trainer.run_folder.path)
 
 
-def said(folder: str, step: int, ranks: int) -> list[list[list[float]]]:
-    batches = samples_of(Path(folder), step)["batches"]
+def said(folder: str, step: int, ranks: int, cache: Path | None = None) -> list[list[list[float]]]:
+    batches = samples_of(Path(folder), step, cache)["batches"]
     return [[list(map(float, each["samples"])) for each in batches if each["rank"] == rank] for rank in range(ranks)]
 
 
@@ -96,15 +96,62 @@ def test_the_command_names_file_and_record(tmp_path: Path, capsys: pytest.Captur
         samples_of(Path(folder), 1)
 
 
-def test_a_stream_with_buckets_has_its_samples_too(tmp_path: Path) -> None:
+def test_a_stream_with_buckets_has_its_samples_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shards(tmp_path, "jsonl")
     seen, folder = train(str(tmp_path), 15, 4, 1, bucket=4)  # an epoch has 13 steps
     for step in range(1, 16):
-        assert said(folder, step, 1) == [seen[step]]
+        assert said(folder, step, 1, tmp_path) == [seen[step]]
+    assert main(["runs", "samples", folder, "--step", "3", "--cache", str(tmp_path)]) == 0
     for path in (tmp_path / "index").glob("*-*.npy"):
         path.unlink()
-    with pytest.raises(DataError, match=r"damaged \(FileNotFoundError"):
-        samples_of(Path(folder), 3)
+    assert main(["runs", "samples", folder, "--step", "3", "--cache", str(tmp_path)]) == 1
+    assert "read its `lengths` once, and try again" in capsys.readouterr().err
+    _ = StreamDataset(tmp_path / "*.jsonl", length="text", cache=tmp_path).lengths
+    assert said(folder, 3, 1, tmp_path) == [seen[3]]
+
+
+def test_a_run_folder_leads_to_no_file_outside_of_it_and_the_cache(tmp_path: Path) -> None:
+    write_shards(tmp_path, "jsonl", [12])
+    _, folder = train(str(tmp_path), 3, 4, 1, bucket=4)
+    (order,) = Path(folder).glob("samples-*.json")
+    spec, lines = order.read_text(), Path(folder) / "samples.jsonl"
+    assert json.loads(spec)["lengths"] == [path.name for path in (tmp_path / "index").glob("*-*.npy")]
+    (lengths,) = (tmp_path / "index").glob("*-*.npy")
+    lengths.rename(tmp_path / lengths.name)
+    for name in (str(tmp_path / lengths.name), f"../{lengths.name}", 3):
+        order.write_text(json.dumps({**json.loads(spec), "lengths": [name]}))
+        with pytest.raises(DataError, match=r"samples.jsonl is damaged"):
+            samples_of(Path(folder), 2, tmp_path)
+    (tmp_path / lengths.name).rename(lengths)
+    order.rename(tmp_path / order.name).write_text(spec)
+    for name in (str(tmp_path / order.name), f"../../{order.name}"):
+        text = lines.read_text()
+        lines.write_text(text.replace(order.name, name))
+        with pytest.raises(DataError, match=r"is no name of a file with an order"):
+            samples_of(Path(folder), 2, tmp_path)
+        lines.write_text(text)
+    order.write_text(spec)
+    assert len(said(folder, 2, 1, tmp_path)[0]) == 1
+    for damaged in ({"files": [[]], "window": -1}, {"files": [["a", 2**70]], "window": 2**70}, {"sources": [1]}):
+        order.write_text(json.dumps(damaged))
+        with pytest.raises(DataError, match=r"samples.jsonl is damaged"):
+            samples_of(Path(folder), 2, tmp_path)
+
+
+def test_an_older_run_is_not_taken_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shards(tmp_path, "jsonl", [12])
+    _, folder = train(str(tmp_path), 3, 4, 1)
+    newer = Path(folder).with_name("version_9")
+    newer.mkdir()
+    (newer / "metrics.csv").write_text("step\n0\n")
+    assert main(["runs", "samples", str(newer), "--step", "2"]) == 1
+    assert f"{newer}. Name a run in which a fit has begun" in capsys.readouterr().err
+    assert main(["runs", "samples", str(newer.parent), "--step", "2"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{newer} has no samples.jsonl: skipped"
+    assert second.startswith(f"{folder}: step 2")
+    assert main(["runs", "samples", folder, "--step", "2", "--rank", "4"]) == 1
+    assert "step 2 had no rank 4: expected one of 0 to 0" in capsys.readouterr().err
 
 
 def test_a_run_is_named_as_in_the_other_commands(

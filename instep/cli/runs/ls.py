@@ -31,9 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", metavar="DIR", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("-c", "--columns", type=names, default=[], metavar="NAMES", help="hyperparameters and metrics")
-    parser.add_argument(
-        "--sort", metavar="NAME", default="", help="the best first, or the smallest; NAME:max: the greatest"
-    )
+    parser.add_argument("--sort", metavar="NAME", default="", help="the best or smallest first; NAME:max: the greatest")
     parser.add_argument("--where", metavar="CONDITION", default="", help="only such runs, as 'lr<0.1 and tag=good'")
     parser.add_argument("--state", type=names, default=[], metavar="STATES", help=f"of {', '.join(STATES)}")
     parser.add_argument("-a", "--all", action="store_true", help="archived runs too")

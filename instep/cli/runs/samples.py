@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1: global_step after it")
     parser.add_argument("--rank", type=int, help="of this rank alone")
+    parser.add_argument("--cache", metavar="DIR", help="the cache= of a StreamDataset with bucket=, if it had one")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -30,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the samples."""
     from instep.streams.ledger import lines_of, samples_in  # late: loads torch
 
-    answer = samples_in([entry.run.folder for entry in find([args.path])], args.step, args.rank)
+    answer = samples_in([entry.run.folder for entry in find([args.path])], args.step, args.rank, args.cache)
     output.say_json(answer) if args.json else output.say("\n".join(lines_of(answer)))
     return 0
