@@ -216,6 +216,10 @@ def _resume() -> dict[str, Any]:
                 resumed.set_epoch(1)
                 assert resumed.first_batch == done
                 passes[name].append(started[:done] + run(resumed))
+                own = prepare(make(), seed=4)
+                own.load_state_dict(state)  # of a rank that does not read, on it again
+                own.set_epoch(1)
+                passes[name].append(started[:done] + run(own))
                 resumed.set_epoch(1)
                 resumed.start_at(done)
                 passes[name].append(started[:done] + run(resumed))
@@ -226,7 +230,7 @@ def test_resume_after_every_batch() -> None:
     first, second = run_ranks(_resume, 2)
     for name in loaders():
         for passes in (first[name], second[name]):
-            assert len(passes) == 13
+            assert len(passes) == 19
             assert all(again == passes[0] for again in passes), name
         taken = [row for step in zip(first[name][0], second[name][0], strict=True) for part in step for row in part[0]]
         assert sorted(taken) == list(range(10 if name == "batches" else 11))

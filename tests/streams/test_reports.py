@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from instep import Accelerator
 from instep.accelerator import DataLoaderConfiguration
 from instep.data import StreamDataset, StreamMixture, prepare_loader
+from tests.data import helpers
 from tests.data.test_foreign_data import train
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.streams.files import number, write_shards
@@ -147,10 +148,8 @@ def test_a_stateful_loader_serves_several_ranks_with_workers(workers: int) -> No
 
 
 def _resized(ranks: int, state: Any) -> Any:
-    from tests.data.helpers import rank  # not a name that `source_of` has too
-
     loader: DataLoader[Any] = DataLoader(hugging_face(), 4, collate_fn=xs)
-    source = prepare_loader(loader, rank=rank(), world_size=ranks, seed=3)
+    source = prepare_loader(loader, rank=helpers.rank(), world_size=ranks, seed=3)
     if state is not None:
         source.load_state_dict(state)
     for done, _ in enumerate(source, 1):
