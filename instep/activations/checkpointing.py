@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 _SETTINGS = {"every": int, "save": str}
-"""What the command line can say beside classes."""
+"""Settings that a command line can give beside classes, and their types."""
 
 
 class ActivationCheckpointing(Callback):
-    """Save activation memory for a second forward of chosen parts, or within a budget of torch's compiler.
+    """Callback that recomputes activations in the backward, to save memory.
 
-    It is done in place before the strategy cuts or wraps the module, and undone when the run ends. Names and values of
-    weights do not change, so checkpoints with and without it are alike. Dropout draws the same masks in both forwards.
-    A model of transformers needs `config.use_cache=False`.
+    What is recomputed are chosen parts, or what torch's compiler chooses within a budget. It is done in place before
+    the strategy cuts or wraps the module, and undone when the run ends. Names and values of weights do not change, so
+    checkpoints with and without it are alike. Dropout draws the same masks in both forwards. A model of transformers
+    needs `config.use_cache=False`.
 
     Args:
         parts: classes or their names, a number of parameters, or a function of a module's name and the module, as
@@ -42,7 +43,7 @@ class ActivationCheckpointing(Callback):
 
     Raises:
         SettingError: a setting is wrong or does not go with another; when training starts: the parts mean nothing, or
-            are recomputed by the strategy's `activation_checkpointing` too.
+            are recomputed by the strategy's `activation_checkpointing` too, or the strategy is "dp".
         UsageError: `memory_budget` without `torch.compile`.
 
     Example:
@@ -88,7 +89,7 @@ class ActivationCheckpointing(Callback):
     # ---- by hand
 
     def apply(self, module: nn.Module) -> ExitStack:
-        """Do it to a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
+        """Recompute the chosen parts of a module of your own loop, before `Accelerator.prepare` or a strategy gets it.
 
         Args:
             module: changed in place; with `memory_budget` nothing of it is, and it has to be compiled, by
@@ -154,19 +155,32 @@ class ActivationCheckpointing(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
+        strategy: Any = trainer.strategy
+        if strategy.name == "dp":
+            raise SettingError(
+                "ActivationCheckpointing does not work with strategy='dp': its threads run copies of the module. Use "
+                "strategy='ddp', or leave the callback out.",
+                field="strategy",
+                got="dp",
+            )
         run = ExitStack()
         self._runs.append(run)
-        strategy: Any = trainer.strategy
-        prepare = strategy.prepare_module
+        prepare, before = strategy.prepare_module, vars(strategy).get("prepare_module")
 
         def apply_and_prepare(module: nn.Module) -> None:
-            del strategy.prepare_module
-            if self.memory_budget is None:
+            restore()
+            if self.memory_budget is None and run in self._runs:
                 run.enter_context(self.apply(module))
             prepare(module)
 
+        def restore() -> None:
+            if vars(strategy).get("prepare_module") is apply_and_prepare:  # else another callback has replaced it since
+                del strategy.prepare_module
+                if before is not None:
+                    strategy.prepare_module = before
+
         strategy.prepare_module = apply_and_prepare  # only there `configure_model` has run, and nothing is cut yet
-        run.callback(strategy.__dict__.pop, "prepare_module", None)
+        run.callback(restore)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.memory_budget is None:

@@ -8,8 +8,10 @@ from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,6 +25,7 @@ from instep.utils.checks import wrong
 ContextFunction: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
 """What `torch.utils.checkpoint.checkpoint` takes as `context_fn`: the contexts of the forward and of the second one."""
 
+_Power: TypeAlias = tuple[Any, dict[str, Any], str]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
 _ATTENTION = (
     *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
@@ -79,10 +82,11 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Callable[[], None]:
-    """Let a part's forward keep its inputs only: what else its backward needs, a second forward makes. In place.
+    """Replace a part's forward by one that keeps its inputs only and runs again in the backward.
 
-    Names in state dicts stay. The second forward draws the same random numbers and leaves the running statistics of
-    batch norms alone. Without gradients there is nothing to keep, and the forward runs as ever.
+    Names in state dicts stay. The second forward draws the same random numbers, does not change the running statistics
+    of torch's batch and instance norms, and uses the first one's vectors in spectral norms. Any other buffer that a
+    forward changes is changed twice. Without gradients there is nothing to keep, and the forward runs as ever.
 
     Args:
         part: whose forward is replaced; hooks of the part itself run once.
@@ -109,8 +113,7 @@ def recompute(part: nn.Module, context_fn: ContextFunction | None = None) -> Cal
             field="activation_checkpointing",
         )
     own, before = part.forward, part.__dict__.get("forward")
-    norms = [each for each in part.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-    forward = part.forward = wraps(own)(partial(_forward, part, own, norms, context_fn))
+    forward = part.forward = wraps(own)(partial(_forward, part, own, context_fn))
     part.__dict__[_MARK] = True
 
     def undo() -> None:
@@ -129,38 +132,67 @@ def is_recomputed(part: nn.Module) -> bool:
 
 
 def _forward(
-    part: nn.Module,
-    own: Callable[..., Any],
-    norms: Sequence[_BatchNorm],
-    context_fn: ContextFunction | None,
-    *args: Any,
-    **kwargs: Any,
+    part: nn.Module, own: Callable[..., Any], context_fn: ContextFunction | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.compiler.is_compiling():
-        if norms:  # compiled, the second forward changes no buffer anyhow
-            context_fn = partial(_with_norms, norms, context_fn or noop_context_fn)
+        norms = [each for each in part.modules() if isinstance(each, _NormBase) and each.track_running_stats]
+        powers = list(_powers_of(part))
+        if norms or powers:  # compiled, the second forward changes no buffer anyhow
+            context_fn = partial(_contexts, norms, powers, context_fn or noop_context_fn)
     elif context_fn is None and any(hasattr(parameter, "device_mesh") for parameter in part.parameters()):
         # torch 2.13 orders what is saved wrongly where a mesh and a generator's state are: attention is run once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
-    if context_fn is not None:
-        kwargs["context_fn"] = context_fn
-    return checkpoint(own, *args, use_reentrant=False, **kwargs)
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    if kwargs:  # bound, since some may have the names of options
+        own = partial(own, **kwargs)
+    return checkpoint(own, *args, use_reentrant=False, **options)
 
 
-def _with_norms(norms: Sequence[_BatchNorm], context_fn: ContextFunction) -> tuple[Any, Any]:
-    first, second = context_fn()
-    return first, _statistics_kept(norms, second)
+def _powers_of(part: nn.Module) -> Iterator[_Power]:
+    """Yield the power iteration of each spectral norm in a part, the buffers of its vectors, and their prefix."""
+    for each in part.modules():
+        if isinstance(each, _SpectralNorm) and "_u" in each._buffers:
+            yield each, each._buffers, ""
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield hook, each._buffers, hook.name
 
 
-@contextmanager
-def _statistics_kept(norms: Sequence[_BatchNorm], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run a second forward in which batch norms take their batch for nothing but its own mean and variance."""
-    with ExitStack() as stack:
-        for norm in norms:
-            stack.callback(setattr, norm, "momentum", norm.momentum)
-            stack.callback(norm._buffers.__setitem__, "num_batches_tracked", norm.num_batches_tracked)
-            norm.momentum = 0.0
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked = norm.num_batches_tracked.clone()
-        stack.enter_context(inner)
-        yield
+class _BuffersKept:
+    """Both contexts of a part's forward: the second one changes no buffer, and has the vectors of the first one."""
+
+    def __init__(self, norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> None:
+        self._norms, self._powers = norms, powers
+        self._first, self._second = context_fn()
+        self._vectors: list[dict[str, Tensor]] = []
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        with self._first:
+            yield
+        for _, buffers, name in self._powers:
+            self._vectors.append({key: buffers[key].clone() for key in (f"{name}_u", f"{name}_v")})
+
+    def __enter__(self) -> None:  # once for each backward through the same graph
+        with ExitStack() as stack:
+            for norm in self._norms:
+                stack.callback(setattr, norm, "momentum", norm.momentum)
+                stack.callback(norm._buffers.__setitem__, "num_batches_tracked", norm.num_batches_tracked)
+                norm.momentum = 0.0
+                if norm.num_batches_tracked is not None:
+                    norm.num_batches_tracked = norm.num_batches_tracked.clone()
+            for (power, buffers, _), vectors in zip(self._powers, self._vectors, strict=True):
+                stack.callback(setattr, power, "n_power_iterations", power.n_power_iterations)
+                stack.callback(buffers.update, {key: buffers[key] for key in vectors})
+                power.n_power_iterations = 0
+                buffers.update(vectors)
+            stack.enter_context(self._second)
+            self._undo = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._undo.__exit__(*error)
+
+
+def _contexts(norms: Sequence[_NormBase], powers: Sequence[_Power], context_fn: ContextFunction) -> tuple[Any, Any]:
+    kept = _BuffersKept(norms, powers, context_fn)
+    return kept.first(), kept

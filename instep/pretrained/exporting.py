@@ -20,6 +20,7 @@ from instep.utils.atomic import creating, sync_path
 from instep.utils.checks import FLAG, at_least, or_none, parse_size, wrong
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -33,7 +34,8 @@ class PretrainedExport(Callback):
     Each export is a folder `step-<global step>` with `config.json` and safetensors, by the model's own
     `save_pretrained` and under its own names; of a peft model the adapters alone. Every strategy can do it: the main
     process gets the whole weights, which needs the CPU's memory for them once. A folder has its name only when all of
-    it is on the disk; what a kill has left of one is deleted at the next start. A step that is there stays as it is.
+    it is on the disk; what a kill has left of one is deleted at the next start. A resumed run writes
+    those again that were made after its checkpoint.
 
     Args:
         dirpath: local folder of the exports; no other run may export there.
@@ -41,12 +43,13 @@ class PretrainedExport(Callback):
         part: name of the model within the module, such as "model" or "student.lm"; None: the only one with
             `save_pretrained` there is.
         tokenizer: written too: a tokenizer or processor, or whatever has `save_pretrained`.
-        keep: how many of the newest exports stay; None for all.
+        keep: how many exports stay, up to the newest step of this run; None for all.
         max_shard_size: of a file, such as "5GB".
         background: write on a thread; the next export waits for it. The copy of the weights is made at once.
 
     Raises:
-        SettingError: a setting is wrong; when training starts: the module has no such part.
+        SettingError: a setting is wrong; when training starts: the module has no such part, or the run is a new one and
+            `dirpath` holds exports already.
 
     Example:
         >>> PretrainedExport("exports", every_n_steps=1000, keep=2).every_n_steps
@@ -83,7 +86,8 @@ class PretrainedExport(Callback):
 
     def exports(self) -> list[Path]:
         """Return the folders that are there, the oldest step first."""
-        return sorted(path for path in self.dirpath.glob("step-*") if path.name[5:].isdecimal())
+        found = (path for path in self.dirpath.glob("step-*") if path.name[5:].isdecimal())
+        return sorted(found, key=_step_of)
 
     # ---- the run
 
@@ -93,6 +97,21 @@ class PretrainedExport(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last = trainer.global_step
+        newest = on_rank_zero(self._newest_step, f"looking into {self.dirpath}")
+        if newest <= self._last:
+            return
+        if self._last == 0:
+            raise SettingError(
+                f"dirpath={str(self.dirpath)!r} holds exports of another run, up to step {newest}, and this run begins "
+                "at step 0. Give another dirpath, or delete them.",
+                field="dirpath",
+                got=str(self.dirpath),
+            )
+        if trainer.is_global_zero:
+            warn_user(
+                f"{self.dirpath} holds exports up to step {newest}, and this run resumes at step {self._last}: it "
+                "writes the later ones again. If they are of another run, give another dirpath."
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -109,6 +128,9 @@ class PretrainedExport(Callback):
         thread, self._thread = self._thread, None
         if thread is not None:  # after an error, which is the one that is raised
             thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            warn_user(f"PretrainedExport could not write the last export into {self.dirpath}: {error}")
 
     # ---- one export
 
@@ -132,10 +154,11 @@ class PretrainedExport(Callback):
 
     def _export(self, trainer: Trainer, module: TrainModule) -> None:
         on_rank_zero(self._wait, f"writing {self.dirpath}")
-        step = self._last = trainer.global_step
+        step, written = trainer.global_step, self._last
         folder = self.dirpath / _NAME.format(step)
-        if on_rank_zero(folder.exists, f"looking for {folder}"):
+        if step == written and on_rank_zero(folder.exists, f"looking for {folder}"):
             return
+        self._last = step
         state = trainer.strategy.full_model_state()
         on_rank_zero(partial(self._begin, module, state, folder), f"writing {folder}")
 
@@ -144,7 +167,7 @@ class PretrainedExport(Callback):
         copies: dict[Any, Tensor] = {}  # tied weights stay tied
         weights = {
             name.removeprefix(self._prefix): copies.setdefault(
-                (value.data_ptr(), value.shape), value.detach().to("cpu", copy=True)
+                (value.data_ptr(), value.shape, value.stride(), value.dtype), value.detach().to("cpu", copy=True)
             )
             for name, value in own.items()
             if name.startswith(self._prefix) and isinstance(value, Tensor)
@@ -177,14 +200,28 @@ class PretrainedExport(Callback):
             model.save_pretrained(made, state_dict=weights, max_shard_size=self.max_shard_size)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(made)
-            for path in (*made.iterdir(), made):
+            for path in (*made.rglob("*"), made):
                 sync_path(path)
-        for old in self.exports()[: -self.keep] if self.keep else ():
-            gone = old.with_name(f".{old.name}.deleted")
-            old.rename(gone)  # never half of one under its name
-            shutil.rmtree(gone)
+            if folder.exists():  # from before this run was resumed
+                _delete(folder)
+        done = [path for path in self.exports() if _step_of(path) <= _step_of(folder)]
+        for old in done[: -self.keep] if self.keep else ():
+            _delete(old)
+
+    def _newest_step(self) -> int:
+        return max(map(_step_of, self.exports()), default=0)
 
     def _delete_leftovers(self) -> None:
         for path in (*self.dirpath.glob("step-*.*@*"), *self.dirpath.glob(".step-*.deleted")):
             with suppress(FileNotFoundError):
                 shutil.rmtree(path)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name[5:])
+
+
+def _delete(folder: Path) -> None:
+    gone = folder.with_name(f".{folder.name}.deleted")
+    folder.rename(gone)  # never half of one under its name
+    shutil.rmtree(gone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from instep.cli.main import main
 from instep.cli.memory.estimate import Setup, estimate
 from instep.cli.memory.subject import Subject
 from instep.errors import SettingError, UsageError
-from instep.strategies import MeshStrategy
+from instep.strategies import MeshStrategy, Strategy
 from tests.activations.test_recompute import Operations
 from tests.cli.memory import models
 from tests.helpers.spawn import run_ranks
@@ -79,13 +78,19 @@ class Seen(Callback):
 
 def losses(strategy: Any, how: dict[str, Any] | None, compiled: bool) -> tuple[list[float], int, int]:
     """Losses of `STEPS` steps; GELUs and attentions that a step runs again; compiled: layers of its backward."""
-    logging.getLogger("torch.utils.checkpoint").setLevel(logging.ERROR)
     torch._dynamo.reset()
     graphs, seen = Graphs(), Seen()
     callbacks = [] if how is None else [ActivationCheckpointing(**how)]
     settings: dict[str, Any] = {"compile": {"backend": graphs.backend}} if compiled else {}
-    run = train(strategy, steps=STEPS, batch_size=16, callbacks=[*callbacks, *([] if compiled else [seen])], **settings,
-                limit_val_batches=0, harmless="(?s).*")  # fmt: skip
+    run = train(
+        strategy,
+        steps=STEPS,
+        batch_size=16,
+        callbacks=[*callbacks, *([] if compiled else [seen])],
+        **settings,
+        limit_val_batches=0,
+        harmless="(?s).*" if compiled else "",
+    )  # fmt: skip  torch's compiler warns of its own code
     if compiled:
         return run.losses, 0, Counter(graphs.backward)["addmm"]
     return run.losses, seen.counts["gelu"] - LAYERS, seen.counts[ATTENTION] - LAYERS
@@ -184,6 +189,25 @@ def test_modules_built_late_and_left_as_they_were() -> None:
         assert run.losses == expected
         assert seen.counts["gelu"] == 2 * LAYERS
         assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_two_of_them_share_a_run() -> None:
+    seen, strategy = Seen(), Strategy()
+    first, second = (ActivationCheckpointing(lambda name, _, n=n: name == f"blocks.{n}") for n in range(2))
+    expected = train(steps=2, limit_val_batches=0).losses
+    for _ in range(2):
+        torch.manual_seed(1)
+        module = TinyGPT()
+        run = train(strategy, steps=2, module=module, callbacks=[first, second, seen], limit_val_batches=0)
+        assert run.losses == expected
+        assert seen.counts["gelu"] == LAYERS + 2
+        assert not any("forward" in vars(part) for part in module.modules())
+        assert "prepare_module" not in vars(strategy)
+
+
+def test_data_parallel_in_one_process_is_refused() -> None:
+    with pytest.raises(SettingError, match="does not work with strategy='dp'"):
+        train("dp", steps=1, callbacks=[ActivationCheckpointing()], harmless="strategy='dp' has one device here")
 
 
 def test_checkpoints_with_and_without_are_alike(tmp_path: Path) -> None:

@@ -83,6 +83,41 @@ def test_averages_of_batch_statistics_count_each_batch_once() -> None:
     assert torch.equal(part.norm.running_var, plain.norm.running_var)
 
 
+class Normed(nn.Module):
+    """A convolution under a spectral norm, and a norm with statistics that is put in after the part was changed."""
+
+    def __init__(self, spectral: Any) -> None:
+        super().__init__()
+        self.turn, self.norm = spectral(nn.Conv1d(4, 4, 1)), nn.Identity()
+
+    def forward(self, x: Tensor, *, debug: bool = False, context_fn: Any = None) -> Tensor:
+        assert debug
+        assert context_fn == "mine"
+        return self.norm(self.turn(x)).tanh()
+
+
+@pytest.mark.parametrize("spectral", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_buffers_of_other_norms_change_once_and_a_forwards_own_keywords_reach_it(spectral: Any) -> None:
+    def run(again: bool) -> Normed:
+        torch.manual_seed(0)
+        part = Normed(spectral)
+        if again:
+            recompute(part)
+        part.norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        for _ in range(2):  # of two forwards before a backward each has vectors of its own
+            first, second = (part(torch.randn(3, 4, 5), debug=True, context_fn="mine") for _ in range(2))
+            loss = first.sum() - 2 * second.square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return part
+
+    plain, part = run(False), run(True)
+    for (name, a), b in zip(plain.named_parameters(), part.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    state = plain.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in part.state_dict().items())
+
+
 def test_a_copy_runs_its_own_weights() -> None:
     part = Part().eval()
     recompute(part)
@@ -95,7 +130,7 @@ def test_a_copy_runs_its_own_weights() -> None:
     assert part(x).abs().sum() > 0
 
 
-def test_it_can_be_undone_and_is_not_done_twice() -> None:
+def test_a_part_is_recomputed_once_and_gets_its_forward_back() -> None:
     part = Part()
     own = part.forward
     undo = recompute(part)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
+from instep.callbacks import Callback
 from instep.errors import SettingError
 from instep.pretrained import PretrainedExport
 from tests.helpers.spawn import run_ranks
@@ -122,6 +125,150 @@ def test_every_strategy_exports_the_same_weights(tmp_path: Path) -> None:
                     for name in ("ddp", "fsdp", "mesh"))  # fmt: skip
     for other in others:
         torch.testing.assert_close(other, ddp, atol=1e-4, rtol=0)
+
+
+KILLED = """
+import os, random, signal, sys, time
+from tests.pretrained.test_exporting import Chat, Path, PretrainedExport, fit
+import transformers  # once for all children
+chance = random.Random(0)
+for kill in range(int(sys.argv[2])):
+    export = PretrainedExport(Path(sys.argv[1], str(kill)), 1, keep=3, max_shard_size="10KB")
+    child = os.fork()  # this process computes nothing, so that it has no threads
+    if child == 0:
+        fit(Chat(), export, steps=100000)
+    while len(export.exports()) < 3 and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.001)
+    while True:  # until it comes within a write
+        while not any(export.dirpath.glob("step-*.*@*")):
+            pass
+        time.sleep(chance.random() * 0.01)
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        if len(list(export.dirpath.iterdir())) > len(export.exports()):
+            break
+        os.kill(child, signal.SIGCONT)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.campaign)])
+def test_a_kill_within_a_write_leaves_no_half_of_an_export(tmp_path: Path, kills: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    program = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), str(kills)]
+    subprocess.run(program, check=True, timeout=900, stdout=subprocess.DEVNULL)
+    for kill in range(kills):
+        export = PretrainedExport(tmp_path / str(kill))
+        assert len(export.exports()) >= 3
+        for folder in export.exports():
+            logits(AutoModelForCausalLM.from_pretrained(folder))
+        assert sorted(export.dirpath.iterdir()) != export.exports()
+        export._delete_leftovers()
+        assert sorted(export.dirpath.iterdir()) == export.exports()
+
+
+# ---- without transformers
+
+
+class Own(nn.Linear):
+    """A square layer with a view of its weight turned, which saves itself in a file and one in a subfolder."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("turned", self.weight.detach().T)
+        self.broken = False
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor], max_shard_size: Any) -> None:
+        if self.broken:
+            raise OSError("disk full")
+        (folder / "other").mkdir()
+        for name in ("weights.pt", "other/weights.pt"):
+            torch.save(state_dict, folder / name)
+
+
+class OwnToy(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.own(torch.ones(32)).square().mean()
+
+
+def fit_own(export: PretrainedExport, steps: int, *callbacks: Callback, module: Any = None, start: Any = None) -> Any:
+    module = OwnToy() if module is None else module
+    trainer = Trainer(**{**QUIET, "max_steps": steps, "max_epochs": -1, "callbacks": [export, *callbacks]})
+    trainer.fit(module, loader(), ckpt_path=start)
+    return trainer
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in PretrainedExport(folder).exports()]
+
+
+def test_a_new_run_refuses_the_exports_of_another_one(tmp_path: Path) -> None:
+    fit_own(PretrainedExport(tmp_path, 4), 12)
+    assert steps_in(tmp_path) == [4, 8, 12]
+    with pytest.raises(SettingError, match=r"exports of another run, up to step 12, .* Give another dirpath"):
+        fit_own(PretrainedExport(tmp_path, 2, keep=2), 6)
+    assert steps_in(tmp_path) == [4, 8, 12]
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(SettingError) as error:
+        Trainer(**{**QUIET, "strategy": "ddp", "callbacks": [PretrainedExport(folder)]}).fit(OwnToy(), loader())
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_every_rank_refuses_the_exports_of_another_run(tmp_path: Path) -> None:
+    (tmp_path / "step-00000008").mkdir()
+    assert all("up to step 8" in text for text in run_ranks(refused, 2, str(tmp_path)))
+
+
+def test_a_resumed_run_writes_later_exports_again_and_counts_none_beyond(tmp_path: Path) -> None:
+    trainer = fit_own(PretrainedExport(tmp_path / "exports"), 2)
+    trainer.save_checkpoint(tmp_path / "saved")
+    for step in (3, 4, 100_000_000):
+        (tmp_path / "exports" / f"step-{step:08d}").mkdir()
+    export, module = PretrainedExport(tmp_path / "exports", 1, keep=1), OwnToy()
+    with pytest.warns(UserWarning, match="up to step 100000000, and this run resumes at step 2"):
+        fit_own(export, 3, module=module, start=tmp_path / "saved")
+    assert steps_in(tmp_path / "exports") == [3, 4, 100_000_000]
+    saved = torch.load(export.exports()[0] / "weights.pt")
+    assert torch.equal(saved["weight"], module.own.weight)
+
+
+def test_a_failed_export_is_not_raised_by_the_next_fit(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                raise ZeroDivisionError
+
+    export, module = PretrainedExport(tmp_path, 1), OwnToy()
+    module.own.broken = True
+    with (
+        pytest.warns(UserWarning, match="could not write the last export .* disk full"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        fit_own(export, 4, Fails(), module=module)
+    module.own.broken = False
+    fit_own(export, 2, module=module)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_every_file_is_synced_and_a_view_is_no_tied_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = set[str]()
+    monkeypatch.setattr("instep.pretrained.exporting.sync_path", lambda path: synced.add(path.name))
+    fit_own(PretrainedExport(tmp_path, background=False), 1)
+    assert {"weights.pt", "other"} < synced
+    assert len(synced) == 3
+    saved = torch.load(tmp_path / "step-00000001" / "weights.pt")
+    assert torch.equal(saved["turned"], saved["weight"].T)
+    assert not torch.equal(saved["turned"], saved["weight"])
 
 
 def test_a_module_without_such_a_model_is_refused(tmp_path: Path) -> None:
