@@ -89,8 +89,8 @@ def losses(strategy: Any, how: dict[str, Any] | None, compiled: bool) -> tuple[l
         callbacks=[*callbacks, *([] if compiled else [seen])],
         **settings,
         limit_val_batches=0,
-        harmless="(?s).*" if compiled else "",
-    )  # fmt: skip  torch's compiler warns of its own code
+        harmless="(?s).*" if compiled else "",  # torch's compiler warns of its own code
+    )
     if compiled:
         return run.losses, 0, Counter(graphs.backward)["addmm"]
     return run.losses, seen.counts["gelu"] - LAYERS, seen.counts[ATTENTION] - LAYERS
