@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_every_row_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GPU))

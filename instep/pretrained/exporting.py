@@ -103,7 +103,7 @@ class PretrainedExport(Callback):
         if self._last == 0:
             raise SettingError(
                 f"dirpath={str(self.dirpath)!r} holds exports of another run, up to step {newest}, and this run begins "
-                "at step 0. Give another dirpath, or delete them.",
+                "at step 0 (as one killed before its first checkpoint does). Give another dirpath, or delete them.",
                 field="dirpath",
                 got=str(self.dirpath),
             )

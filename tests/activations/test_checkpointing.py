@@ -129,7 +129,7 @@ def test_losses_of_one_process_stay_and_blocks_run_twice(one: dict[Any, Any]) ->
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
 def test_losses_of_two_processes_stay_and_blocks_run_twice(name: str, one: dict[Any, Any]) -> None:
     for found in run_ranks(matrix, 2, [name]):
@@ -308,6 +308,7 @@ def test_the_estimate_counts_what_is_kept(words: list[str] | None) -> None:
     assert guess == pytest.approx(fake_peak(words), rel=0.05), guess / fake_peak(words)
 
 
+@pytest.mark.extras
 def test_the_estimate_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["estimate-memory", "tests.cli.memory.models:Net", "--args", '{"width": 64, "depth": 12}', "--input"]
     command += ["2048x64", "--input", "2048:int64", "--strategy", "single_device", "fsdp", "--devices", "2"]
