@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.model.checkpoints import Disk, Line, Newest, Saved, Saver, best_first
+from tests.model.data import limit_in_batches
 from tests.model.logs import EPOCHS, rows_on
 from tests.model.stopping import Stopper
 from tests.model.trace import Event, Refused
@@ -112,6 +113,10 @@ def find_checkpoint(run: Run) -> Saved | None:
     return found
 
 
+ASKED = 12
+"""Batches of the data that `validate` is asked over."""
+
+
 def ask(run: Run) -> None:
     """Say whose weights `validate` takes after the fit: in this process, and in one that has not trained."""
     line = run.line if run.step else None
@@ -119,11 +124,10 @@ def ask(run: Run) -> None:
         for meant in run.start.asks:
             try:
                 found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
-                lengths = [len(loader.read(0)) for loader in run.loaders.val or ()]
+                limit = limit_in_batches(run.loaders.val_limit, ASKED, "limit_val_batches")
                 for call in run.case.logs:
-                    if "validation" in call.hook and (
-                        call.hook in EPOCHS or call.every <= max(lengths, default=call.every)
-                    ):
+                    in_batch = call.every <= (ASKED if limit is None else min(limit, ASKED))
+                    if "validation" in call.hook and (call.hook in EPOCHS or in_batch):
                         call.levels()
             except Refused as refused:
                 run.events.append(Event("-", name, (meant, refused.kind), 0, 0))

@@ -11,6 +11,7 @@ from instep import Trainer
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import InstepError
 from tests.model.checkpoints import Checkpoints
+from tests.model.resume import ASKED
 from tests.model.run import Case
 
 
@@ -45,7 +46,7 @@ def looks_at_disk(trainer: Trainer) -> list[tuple[Any, ...]]:
 def ask(trainer: Trainer, module: Any, ckpt_path: str) -> str:
     """Validate, and return the name of the checkpoint whose weights are taken, or the class of the error."""
     try:
-        trainer.validate(module, [torch.tensor([0])] * 12, ckpt_path=ckpt_path, verbose=False)
+        trainer.validate(module, [torch.tensor([0])] * ASKED, ckpt_path=ckpt_path, verbose=False)
     except InstepError as error:
         return type(error).__name__
     return Path(str(trainer.ckpt_path or "")).name

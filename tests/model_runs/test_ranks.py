@@ -238,6 +238,16 @@ CHOSEN = {
         ),
         (Process("auto", 0.2), Process()),
     ),
+    "a validation that is asked for over more batches than those of the fit": (
+        Case(
+            Settings(max_steps=2, num_sanity_val_steps=0),
+            Data(2),
+            Data(1, first=100),
+            logs=(Log(hook="validation_step", name="val_b", on_epoch=False, every=3),),
+            checkpoints=Checkpoints(monitor="val"),
+        ),
+        (Process(None, asks=("best", "last")),),
+    ),
 }
 
 
