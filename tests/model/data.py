@@ -181,6 +181,19 @@ class Data:
         return claimed or self.claims // self.batch_size  # nothing for all: it may be a claim of a rank's own part
 
 
+def lend_anew(dealt: list[Dealt], begin: int) -> list[Dealt]:
+    """Let the ranks that never have a batch repeat the one that another rank has where the run goes on."""
+    if not 0 < begin < len(dealt):
+        return dealt
+    counts = dealt[begin].counts
+    spare = dealt[begin].batches[counts.index(True)]
+    never = [not any(step.counts[rank] for step in dealt) for rank in range(len(counts))]
+    return [
+        Dealt(tuple(spare if lacks else own for own, lacks in zip(step.batches, never, strict=True)), step.counts)
+        for step in dealt
+    ]
+
+
 def deal_batches(batches: list[Batch], ranks: int) -> list[Dealt]:
     """Deal whole batches out, one to each rank in each step. Those without one repeat the step's first."""
     steps = [batches[start : start + ranks] for start in range(0, len(batches), ranks)]

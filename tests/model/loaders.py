@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.model.data import Combined, Data, Dealt, Draw, expected_batches, limit_in_batches
+from tests.model.data import Combined, Data, Dealt, Draw, expected_batches, lend_anew, limit_in_batches
 from tests.model.evaluation import Plan, validates_in
 from tests.model.trace import Refused
 
@@ -67,7 +67,7 @@ class Reader:
         """Return the batches of an epoch of which so many, with so many samples, are done; by other ranks perhaps."""
         data = self.data
         if isinstance(data, Combined) or data.kind != "map":
-            return self.read(epoch, done)
+            return self.read(epoch, done) if self.once or self.again else lend_anew(self.read(epoch, done), batch)
         order = self.draw(data, 0, 0, epoch)
         end = len(order) if self.limit is None else self.limit * data.batch_size * self.ranks
         return [Dealt((), ())] * batch + data.deal(order[samples:end], self.ranks, self.uneven)

@@ -248,6 +248,16 @@ CHOSEN = {
         ),
         (Process(None, asks=("best", "last")),),
     ),
+    "ranks that never have data, where the run goes on within an epoch": (
+        Case(
+            Settings(max_epochs=1, num_sanity_val_steps=0, uneven="join"),
+            Data(7, kind="iterable", parts="last"),
+            VAL,
+            ranks=3,
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(place=0.5), Process()),
+    ),
 }
 
 
