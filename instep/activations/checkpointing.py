@@ -155,7 +155,7 @@ class ActivationCheckpointing(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if strategy.name == "dp":
             raise SettingError(
                 "ActivationCheckpointing does not work with strategy='dp': its threads run copies of the module. Use "
@@ -165,22 +165,17 @@ class ActivationCheckpointing(Callback):
             )
         run = ExitStack()
         self._runs.append(run)
-        prepare, before = strategy.prepare_module, vars(strategy).get("prepare_module")
 
-        def apply_and_prepare(module: nn.Module) -> None:
-            restore()
-            if self.memory_budget is None and run in self._runs:
-                run.enter_context(self.apply(module))
-            prepare(module)
+        def change(module: nn.Module) -> None:
+            forget()
+            run.enter_context(self.apply(module))
 
-        def restore() -> None:
-            if vars(strategy).get("prepare_module") is apply_and_prepare:  # else another callback has replaced it since
-                del strategy.prepare_module
-                if before is not None:
-                    strategy.prepare_module = before
+        def forget() -> None:
+            strategy.before_prepare = tuple(each for each in strategy.before_prepare if each is not change)
 
-        strategy.prepare_module = apply_and_prepare  # only there `configure_model` has run, and nothing is cut yet
-        run.callback(restore)
+        if self.memory_budget is None:
+            strategy.before_prepare += (change,)
+            run.callback(forget)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.memory_budget is None:

@@ -50,13 +50,13 @@ def wait(pause_s: float, what: str) -> None:
     sleep(pause_s)
 
 
-def patiently(read: Callable[[], T]) -> T:
-    """Call `read` and return its result; again where it fails in passing."""
+def patiently(read: Callable[[], T], again: Callable[[BaseException], bool] = passing) -> T:
+    """Call `read` and return its result; up to twice again after an error of which `again` returns True."""
     for pause_s in PAUSES_S:
         try:
             return read()
-        except OSError as error:
-            if not passing(error):
+        except Exception as error:
+            if not again(error):
                 raise
             wait(pause_s, f"reading failed for now, and is tried again: {error}")
     return read()

@@ -114,6 +114,11 @@ class Strategy:
 
     loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
     """Weight of the current batch's loss in its window, for a strategy that runs the backward within the step."""
+    before_prepare: tuple[Callable[[nn.Module], object], ...] = ()
+    """What the Trainer calls with the module before `prepare_module` gets it, when `configure_model` has run.
+
+    A callback adds a function in `setup`, and takes it out in `teardown`.
+    """
 
     @property
     def num_processes(self) -> int:

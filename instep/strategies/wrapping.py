@@ -204,10 +204,8 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
     Raises:
         SettingError: it means nothing.
     """
-    if policy is None or policy is False:
-        return set()
     if policy is not True:
-        return set(select("activation_checkpointing", policy, module).values())
+        return set(select("activation_checkpointing", policy, module).values()) if policy else set()
     if not units:
         raise SettingError(
             f"activation_checkpointing=True means the parts of wrap, and {type(module).__name__} has none. Name "

@@ -6,7 +6,6 @@ import glob
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from instep.checkpoint.files import patiently
 from instep.errors import DataError, SettingError
 from instep.utils.atomic import replacing
 from instep.utils.imports import require
@@ -31,7 +31,6 @@ _SUFFIXES = {
 FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
-_ATTEMPTS, _PAUSE_S = 3, 0.5
 Result = TypeVar("Result")
 AT_ONCE = 16  # shards that are looked at or counted at the same time
 
@@ -118,16 +117,9 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
     return path
 
 
-def attempted(action: Callable[[], Result]) -> Result:
-    """Do what a far away file system may fail at, up to three times, with a pause that grows."""
-    for attempt in range(1, _ATTEMPTS):
-        try:
-            return action()
-        except (FileNotFoundError, ImportError, DataError):
-            raise
-        except Exception:  # noqa: BLE001  not OSErrors alone: those of aiohttp are none
-            time.sleep(_PAUSE_S * attempt)
-    return action()
+def attempted(read: Callable[[], Result]) -> Result:
+    """Read what a distant file system may fail at, up to three times: not OSErrors alone, those of aiohttp are none."""
+    return patiently(read, lambda error: not isinstance(error, (FileNotFoundError, ImportError, DataError)))
 
 
 class _ReadFailed(Exception):

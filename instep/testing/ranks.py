@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
-import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from instep.testing.runs import ContractError
 
 
 def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
-    """Run a function as so many ranks on the CPU, and return what each returned.
+    """Run a function as so many ranks on the CPU, and return what each returned: plain values and tensors.
 
     Args:
         function: of a module's top level, as are the functions and classes among `args`: they are pickled.
@@ -36,7 +38,7 @@ def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, time
                 f"{function.__name__} on {ranks} ranks did not end within {timeout_s:g} s. Where ranks wait for each "
                 "other for ever, one of them has left out a collective, or calls one more."
             )
-        error, results = pickle.loads(receiver.recv_bytes())  # noqa: S301  of the process that was started here
+        error, results = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=True)
     except EOFError:
         job.join(30)
         error, results = f"it ended with exit code {job.exitcode}; what it said stands above", []
@@ -57,5 +59,6 @@ def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], 
         answer = "", debug_launcher(function, tuple(args), ranks)
     except BaseException:  # noqa: BLE001  whatever it is, the check reports it
         answer = traceback.format_exc(), []
-    sender.send_bytes(pickle.dumps(answer))  # `send` would share tensors with a process that has ended
+    torch.save(answer, sent := io.BytesIO())  # `send` would share tensors with a process that has ended
+    sender.send_bytes(sent.getvalue())
     sender.close()

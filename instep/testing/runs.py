@@ -162,9 +162,7 @@ def small_trainer(
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
     """Raise where the Trainer has warned of a method that looks like a hook of a class, and is none."""
-    wrong = [
-        text for text in (str(each.message) for each in caught) if text.startswith(f"{name}.") and "called" in text
-    ]
+    wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
 

@@ -200,6 +200,8 @@ def _set_up(ctx: RunContext) -> None:
     _compile(ctx, module)
     awaited = {} if ctx.resume is None else run_state.await_weights(ctx, ctx.resume)
     check_cuttable(module, ctx.strategy)
+    for change in ctx.strategy.before_prepare:
+        change(module)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.is_trial:
         module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory
@@ -265,8 +267,7 @@ def _prepare_data(ctx: RunContext) -> None:
     process = PartialState()
     per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
     mine = process.is_local_main_process if per_node else process.is_main_process
-    first = process.local_main_process_first() if per_node else process.main_process_first()
-    with first:  # an error there is raised on all ranks
+    with process.local_main_process_first() if per_node else process.main_process_first():  # its error is every rank's
         if mine and ctx.datamodule is not None:
             ctx.datamodule.prepare_data()
         if mine and is_overridden(ctx.module, "prepare_data", ModuleHooks):

@@ -75,10 +75,13 @@ class Distant(fsspec.AbstractFileSystem):
         return File(self.files[path], 300 if fails or ends else None, fails)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:reading failed for now")
+
+
 @pytest.fixture(autouse=True)
 def distant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("distant", Distant, clobber=True)
-    monkeypatch.setattr(shards, "_PAUSE_S", 0)
+    monkeypatch.setattr("instep.checkpoint.files.sleep", lambda seconds: None)
     monkeypatch.setattr(Distant, "faults", Counter())
     monkeypatch.setattr(Distant, "calls", Counter())
     paths = [path for suffix in ("jsonl", "parquet") for path in write_shards(tmp_path, suffix)]

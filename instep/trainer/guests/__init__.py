@@ -142,15 +142,12 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
     return [kind(ctx) for kind in kinds if kind.in_trials or not tried]
 
 
-LEDGER = "instep.streams.ledger:note"
-
-
 def note_samples(ctx: RunContext) -> None:
     """Have the guest that can say later which samples a step had note the position, at the begin of an epoch."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None
-        resolve_name(LEDGER)(folder, ctx.source, at.epoch, at.batch, at.global_step, accumulate)
+        resolve_name("instep.streams.ledger:note")(folder, ctx.source, at.epoch, at.batch, at.global_step, accumulate)
 
 
 REPLAY = "INSTEP_REPLAY"
