@@ -156,12 +156,12 @@ class ActivationCheckpointing(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if strategy.name == "dp":
+        if strategy.runs_copies:
             raise SettingError(
-                "ActivationCheckpointing does not work with strategy='dp': its threads run copies of the module. Use "
-                "strategy='ddp', or leave the callback out.",
+                f"ActivationCheckpointing does not work with strategy={strategy.name!r}: its threads run copies of the "
+                "module. Use strategy='ddp', or leave the callback out.",
                 field="strategy",
-                got="dp",
+                got=strategy.name,
             )
         run = ExitStack()
         self._runs.append(run)

@@ -95,6 +95,8 @@ class Strategy:
     """Whether parameter groups may be added to the optimizers while the module is trained."""
     whole_parameters = True
     """Whether each rank has the module's parameters whole, so that layers may be exchanged or reparametrized."""
+    runs_copies = False
+    """Whether its threads run copies of the module, which know nothing of what was done to a part's forward."""
     gradients_class: type[Gradients] = Gradients
     """Class of `gradients`, which scales and clips gradients and steps optimizers."""
 

@@ -45,6 +45,7 @@ class DataParallelStrategy(Strategy):
     """
 
     name = "dp"
+    runs_copies = True
 
     def __init__(self, device_ids: Sequence[int] | None = None, module: str | None = None) -> None:
         ids = None if device_ids is None else list(device_ids)
