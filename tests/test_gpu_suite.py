@@ -87,6 +87,7 @@ def marked_gpu(path: Path) -> bool:
     return "pytest.mark.gpu" in path.read_text() and path.name != Path(__file__).name
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 def test_what_has_no_answer_yet_runs_next_time(tmp_path: Path) -> None:
     count, out = tmp_path / "count", tmp_path / "out"

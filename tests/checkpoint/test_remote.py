@@ -344,6 +344,7 @@ def kill_everywhere(url: str, name: str, counted: str) -> int:
     return int(Path(counted).read_text())
 
 
+@pytest.mark.extras
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)

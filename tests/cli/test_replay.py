@@ -182,6 +182,7 @@ class TestOneProcess:
             assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("launcher", ["itself", "torchrun"])

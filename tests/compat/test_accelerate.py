@@ -79,6 +79,7 @@ def losses(tmp_path: Path, code: str, *words: str, ranks: int = 0, of_accelerate
     return json.loads(done.stdout.splitlines()[-1]) if "[" in done.stdout else []
 
 
+@pytest.mark.extras
 def test_a_script_computes_what_torch_does_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     plain = losses(tmp_path, PLAIN + "print(json.dumps(losses))", of_accelerate=False)
     found = losses(tmp_path, OF_ACCELERATE)

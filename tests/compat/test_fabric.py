@@ -101,6 +101,7 @@ def test_a_script_computes_what_torch_does_and_goes_on_where_it_was_stopped(tmp_
     assert json.loads(output(tmp_path, OF_FABRIC, "1", "resume")[0]) == plain[7:]
 
 
+@pytest.mark.extras
 @pytest.mark.dist
 def test_a_script_that_asks_for_two_ranks_gets_them(tmp_path: Path) -> None:
     assert json.loads(output(tmp_path, OF_FABRIC, "2")[1]) == [[0.0, 1.0], 2]

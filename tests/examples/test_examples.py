@@ -144,6 +144,7 @@ def test_one_checkpoint_has_the_same_counts_on_one_process_and_on_two(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 @pytest.mark.dist
 def test_examples_run_under_torchrun(tmp_path: Path) -> None:  # the digits: launch/test_ways.py

@@ -234,6 +234,7 @@ FOUR: dict[str, Any] = {
 FOUR = {name: settings for name, settings in FOUR.items() if PIPES or "pp" not in name}
 
 
+@pytest.mark.extras
 @pytest.mark.dist
 @pytest.mark.slow
 def test_products_of_dimensions_train_as_one_process_does():

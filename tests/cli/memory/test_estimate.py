@@ -48,6 +48,7 @@ def test_peaks_of_one_process() -> None:
     hold(cases, 1, peaks)
 
 
+@pytest.mark.extras
 @pytest.mark.dist
 @pytest.mark.slow
 def test_peaks_of_two_processes() -> None:
