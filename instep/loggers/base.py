@@ -228,6 +228,7 @@ class Logger:
             file=self._file or OutputFile(),
             takes_many=of_metrics is not Logger and "_log_rows" in vars(of_metrics),
             call=partial(_call_hook, self),
+            finalize=self.finalize,
             code=self.log_code if self._save_code else None,
             arguments=partial(_sync_arguments, self),
         )
@@ -529,7 +530,7 @@ class Logger:
         self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:
-        """Close the logger; a second call does nothing.
+        """Close the logger; a second call does nothing. The program's end calls it where nothing else has.
 
         Args:
             status: "success", "interrupted" or "failed".

@@ -65,6 +65,7 @@ class Writer:
         file: its file, if it has one.
         takes_many: rows of metrics are written several at once, all or none.
         call: calls a hook by its name, less the underscore, with its arguments.
+        finalize: closes the logger, by the method that a subclass may have overridden.
         code: records the state of the program at the begin of a run; None: nobody asked for it.
         arguments: returns the plain arguments of which `instep runs sync` makes the logger again.
     """
@@ -83,6 +84,7 @@ class Writer:
     file: OutputFile
     takes_many: bool
     call: Callable[..., Any]
+    finalize: Callable[[str], None]
     code: Callable[[], None] | None
     arguments: Callable[[], dict[str, Any]]
 
@@ -288,8 +290,16 @@ class Delivery:
         return self.is_main
 
     def _close_at_exit(self) -> None:
-        atexit.unregister(self.close)
-        atexit.register(self.close, "success")  # last: it runs before the end of the package that it writes with
+        atexit.unregister(self._finalize)
+        atexit.register(self._finalize)  # last: it runs before the end of the package that it writes with
+
+    def _finalize(self) -> None:
+        """Close the logger at the program's end, where nothing has closed it."""
+        if self.is_open or self._waiting:
+            try:
+                self.writer.finalize("success")
+            finally:
+                self.close("success")  # a subclass's method may leave that out
 
     def _open(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
@@ -403,6 +413,7 @@ class Delivery:
         if self._waiting:
             self.open()
         sender, self.sender = self.sender, None  # first: a failing close is not tried again
+        atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
             sender.close(partial(self.writer.call, "finalize", status), self.writer.flush_timeout_s)

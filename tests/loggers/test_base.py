@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,9 +129,38 @@ def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):
     logger.log_metrics({"late": 1.0}, step=5)
     logger.log_metrics({"late": 2.0}, step=6)
     assert [call[0] for call in arrived(logger)] == ["start", "finalize", "start", "metrics", "metrics"]
-    ((function, status),) = at_exit
-    function(status)
+    ((function,),) = at_exit
+    function()
     assert logger.calls[-1] == ("finalize", "success")
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "logger.finalize('success'); sys.exit(3)", ""])
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_the_end_of_the_program_calls_a_subclass_finalize_once(tmp_path, ending, calls_super):
+    program = f"""
+import sys
+from instep.loggers import CSVLogger
+
+class Own(CSVLogger):
+    def finalize(self, status="success"):
+        print("own", status, "logger open:", self.delivery.is_open)
+        if {calls_super}:
+            super().finalize(status)
+
+    def _finalize(self, status):
+        super()._finalize(status)
+        print("hook", status)
+
+logger = Own("runs", version="first")
+logger.log_metrics({{"loss": 0.5}}, step=1)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 3 * bool(ending), done.stderr
+    own = ["own success logger open: True"]
+    again = not calls_super and "finalize" in ending  # it was left open: the end closes it
+    assert done.stdout.splitlines() == own * (1 + again) + ["hook success"], done.stderr
+    assert (tmp_path / "runs/first/metrics.csv").read_text() == "step,loss\n1,0.5\n"
 
 
 def test_another_run_folder_closes_the_first(tmp_path):

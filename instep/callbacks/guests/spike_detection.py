@@ -197,7 +197,7 @@ class SpikeDetection(Callback):
         on = f" on rank {', '.join(map(str, ranks))}" if len(losses) > 1 else ""
         listed = ", ".join(
             (f"rank {rank}: " if len(losses) > 1 else "")
-            + "; ".join(list_samples(each, trainer._run.source) for each in everyone[rank])
+            + "; ".join(list_samples(each, trainer.train_dataloader) for each in everyone[rank])
             for rank in ranks
         )
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
