@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
-from instep.utils.atomic import append, replacing
+from instep.utils.atomic import replacing
 from instep.utils.untrusted_files import open_regular
 
 if TYPE_CHECKING:
@@ -71,7 +71,13 @@ class AppendedFile:
             OSError: the disk does not take all of it; the file is as before.
         """
         with self._going():
-            append(self._fd, data)
+            end, left = os.fstat(self._fd).st_size, memoryview(data)
+            try:
+                while left:
+                    left = left[os.write(self._fd, left) :]
+            except OSError:
+                os.ftruncate(self._fd, end)
+                raise
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:

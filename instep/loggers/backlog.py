@@ -142,6 +142,8 @@ class Backlog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_many = threading.Event()
+        """Set where so many records wait that they should be sent now."""
         self.find_seal: Callable[[], Seal | None] = lambda: None
         self.announce: Callable[[], None] = lambda: None
         """Called before the file is made."""
@@ -170,15 +172,16 @@ class Backlog:
     def __len__(self) -> int:
         return self._in_file + len(self._memory)
 
-    def append(self, record: Record) -> bool:
-        """Add a record; return whether so many wait that they should be sent now."""
+    def append(self, record: Record) -> None:
+        """Add a record."""
         with self._lock:
             self._memory.append(record)
             self._bytes += size_of(record.args)
             full = len(self._memory) >= QUEUE_RECORDS or self._bytes >= _QUEUE_BYTES
             if (full or self._is_closed) and time.monotonic() >= self._next_spill_s:
                 self._spill(sync=False)
-            return full or len(self._memory) == BATCH
+            if full or len(self._memory) == BATCH:
+                self.is_many.set()
 
     def peek(self, most: int) -> list[Record]:
         """Return the first records; a line of the file that is no record is left out."""

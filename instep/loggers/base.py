@@ -227,7 +227,7 @@ class Logger:
             flush_timeout_s=self._flush_timeout_s,
             file=self._file or OutputFile(),
             takes_many=of_metrics is not Logger and "_log_rows" in vars(of_metrics),
-            call=partial(_call_hook, self),
+            hook=partial(getattr, self),
             finalize=self.finalize,
             code=self.log_code if self._save_code else None,
             arguments=partial(_sync_arguments, self),
@@ -654,10 +654,6 @@ def _has_place(logger: Logger, kind: str) -> bool:
 
 def _hook(kind: str) -> str:
     return f"_log_{'image' if kind == 'figure' else kind}"
-
-
-def _call_hook(logger: Logger, hook: str, *args: Any) -> Any:
-    return getattr(logger, f"_{hook}")(*args)
 
 
 def _sync_arguments(logger: Logger) -> dict[str, Any]:

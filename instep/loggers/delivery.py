@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -64,7 +65,7 @@ class Writer:
         flush_timeout_s: seconds that the end waits for the tracker.
         file: its file, if it has one.
         takes_many: rows of metrics are written several at once, all or none.
-        call: calls a hook by its name, less the underscore, with its arguments.
+        hook: returns a hook by its name.
         finalize: closes the logger, by the method that a subclass may have overridden.
         code: records the state of the program at the begin of a run; None: nobody asked for it.
         arguments: returns the plain arguments of which `instep runs sync` makes the logger again.
@@ -83,7 +84,7 @@ class Writer:
     flush_timeout_s: float
     file: OutputFile
     takes_many: bool
-    call: Callable[..., Any]
+    hook: Callable[[str], Callable[..., Any]]
     finalize: Callable[[str], None]
     code: Callable[[], None] | None
     arguments: Callable[[], dict[str, Any]]
@@ -321,7 +322,8 @@ class Delivery:
         _OPEN[id(self)] = self
         waiting, self._waiting = self._waiting, []
         for record in waiting:
-            self._send(sender, record)
+            sender.backlog.append(record)
+            self._note_steps(record)
         if self.writer.code is not None and is_new:
             self.writer.code()
 
@@ -339,16 +341,15 @@ class Delivery:
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
             self.open()  # a run is over, or there is no Trainer that names the folder
         if self.sender is not None:
-            self._send(self.sender, record)
+            self.sender.backlog.append(record)
+            self._note_steps(record)
         elif self._waiting:
             self._waiting.append(record)
         elif self._is_main_here():
             self._waiting.append(record)
             self._close_at_exit()
 
-    def _send(self, sender: Sender, record: Record) -> None:
-        if sender.backlog.append(record):
-            sender.wake.set()
+    def _note_steps(self, record: Record) -> None:
         if record.step is not None:
             self.logged.update(dict.fromkeys(record.names(), record.step))
 
@@ -404,7 +405,7 @@ class Delivery:
         timeout_s = self.writer.flush_timeout_s if timeout_s is None else timeout_s
         if self.sender is not None and self.sender.flush(timeout_s, early=True):
             try:
-                self.sender.ask(partial(self.writer.call, "save"), timeout_s)
+                self.sender.ask(self.writer.hook("_save"), timeout_s)
             except Exception as error:  # noqa: BLE001  a tracker never ends a run
                 warn_user(f"{self._name} could not flush: {type(error).__name__}: {error}")
 
@@ -416,7 +417,7 @@ class Delivery:
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
-            sender.close(partial(self.writer.call, "finalize", status), self.writer.flush_timeout_s)
+            sender.close(partial(self.writer.hook("_finalize"), status), self.writer.flush_timeout_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the version, the last step, that of each name, and when a run with a time axis began."""
@@ -458,7 +459,7 @@ class Delivery:
         if self.resumed and self.version is None and not self.writer.is_local:
             self.version = version_in(read_note(self._note))
         try:
-            self.writer.call("start")
+            self.writer.hook("_start")()
         except Exception as error:
             if isinstance(error, InstepError) or not (self.writer.is_local or isinstance(error, _MISTAKES)):
                 raise
@@ -478,7 +479,7 @@ class Delivery:
             writer, by_step = self.writer, self.writer.x_axis == "step"
             sent = {} if writer.is_local else sent_in(read_note(self._note))
             rows = writer.file.later_rows if by_step else ()
-            self._marks.resume(sent, writer.call("delivered") if by_step else None, left_over, rows)
+            self._marks.resume(sent, writer.hook("_delivered")() if by_step else None, left_over, rows)
         self.resumed = False
         self.rest()
 
@@ -492,25 +493,28 @@ class Delivery:
             warn_user(f"{self._name} does not take a record that you did not write: {why}")
         return bool(why)
 
-    def write(self, records: list[Record]) -> None:
-        """Write one record, or several rows of metrics, less what the tracker has of them."""
+    def write(self, records: list[Record]) -> int:
+        """Write the first record, or all rows of metrics in front, less what the tracker has; return how many."""
         writer, marks = self.writer, self._marks
+        rows = list(takewhile(lambda record: record.hook == "_log_metrics", records))
+        records = rows or records[:1]
         if self._in_doubt and not writer.is_local and writer.x_axis == "step":
-            has = writer.call("delivered")
+            has = writer.hook("_delivered")()
             if has is not None:
                 marks.doubt(has, self._in_doubt)
         self._in_doubt = max(self._in_doubt, len(records))
         left = [self._written(record) for record in marks.missing(records)]
-        if left and writer.takes_many and left[0].hook == "_log_metrics":
+        if left and rows and writer.takes_many:
             self.time_s = left[-1].time_s
-            writer.call("log_rows", [Row(record.args[0], record.args[1], record.time_s) for record in left])
+            writer.hook("_log_rows")([Row(record.args[0], record.args[1], record.time_s) for record in left])
         else:
             for record in left:
                 self.time_s = record.time_s
                 self.step = self.step if record.step is None else record.step
-                writer.call(record.hook.removeprefix("_"), *record.args)
+                writer.hook(record.hook)(*record.args)
         self._in_doubt = 0
         marks.note(records)
+        return len(records)
 
     def _written(self, record: Record) -> Record:
         """Return a record with the names of its metrics as they can be written."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +66,7 @@ class Sender:
         self._next_try_s = 0.0
         self._hurries = False  # to send what else would wait for more
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
-        self.wake = threading.Event()
-        """Set where so many records wait that they should be sent now."""
+        self._wake = backlog.is_many
         self._ends = False
         self._noted_s = time.monotonic()
         self._before = _HELD_UP.get(backlog.path)
@@ -98,7 +96,7 @@ class Sender:
 
     def _end(self) -> None:
         self._ends = True
-        self.wake.set()
+        self._wake.set()
 
     def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False, early: bool = True) -> Any:
         """Run a function in the thread and return its result.
@@ -117,7 +115,7 @@ class Sender:
         future: Future[Any] = Future()
         self._hurries |= after_all and early
         self._tasks.append((function, future, after_all))
-        self.wake.set()
+        self._wake.set()
         try:
             future.exception(timeout_s)
         except (NotInTime, CancelledError):
@@ -198,8 +196,8 @@ class Sender:
                 self._try()
             self._run_tasks(waited)
             if not self._tasks and not self._ends:
-                self.wake.wait(_PERIOD_S)
-            self.wake.clear()
+                self._wake.wait(_PERIOD_S)
+            self._wake.clear()
         self._run_tasks(())  # the last task closes the tracker
         while self._tasks:
             self._tasks.popleft()[1].cancel()
@@ -224,11 +222,15 @@ class Sender:
                     self._begun.set_result(None)
             left = len(self.backlog)
             # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
-            while not self._ends and max(left, len(self.backlog) - BATCH + 1) > 0 and (group := self._next_group()):
-                self._books.write(group)
-                self.backlog.drop(len(group), self._books.writer.file.row_count())
-                left -= len(group)
-                self._failures, self._singly = 0, max(0, self._singly - len(group))
+            while (
+                not self._ends
+                and max(left, len(self.backlog) - BATCH + 1) > 0
+                and (group := self.backlog.peek(self._most()))
+            ):
+                written = self._books.write(group)
+                self.backlog.drop(written, self._books.writer.file.row_count())
+                left -= written
+                self._failures, self._singly = 0, max(0, self._singly - written)
                 if time.monotonic() > self._noted_s + _PERIOD_S:  # a tracker that never catches up has no rest
                     self._rest()
                 self._run_tasks(())
@@ -246,11 +248,8 @@ class Sender:
         self._noted_s = time.monotonic()
         self._books.rest()
 
-    def _next_group(self) -> list[Record]:
-        records = self.backlog.peek(BATCH if self._books.writer.takes_many and not self._singly else 1)
-        if records and records[0].hook != "_log_metrics":
-            return records[:1]
-        return list(takewhile(lambda record: record.hook == "_log_metrics", records))
+    def _most(self) -> int:
+        return BATCH if self._books.writer.takes_many and not self._singly else 1
 
     def _note_failure(self, error: Exception) -> None:
         self.error = error

@@ -94,21 +94,6 @@ def creating(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def append(fd: int, data: bytes) -> None:
-    """Add data to the end of a file, which was opened with O_APPEND: all of it, or nothing.
-
-    Raises:
-        OSError: the disk does not take all of it; the file is as before.
-    """
-    end, left = os.fstat(fd).st_size, memoryview(data)
-    try:
-        while left:
-            left = left[os.write(fd, left) :]
-    except OSError:
-        os.ftruncate(fd, end)
-        raise
-
-
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
     """Create a file exclusively where there are no hard links; its content comes after its name."""
     try:

@@ -121,7 +121,7 @@ def test_one_record_that_is_refused_stops_no_other(tmp_path):
         for _ in range(500):
             if len(logger.store) == 3:
                 break
-            logger.delivery.sender.wake.set()
+            logger.delivery.sender.backlog.is_many.set()
             threading.Event().wait(0.01)
         logger.finalize()
     assert "Remote refuses bad name: ValueError: not such a name" in said
