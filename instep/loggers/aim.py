@@ -76,7 +76,6 @@ class AimLogger(Logger):
             "log_system_params": log_system_params,
             "capture_terminal_logs": capture_terminal_logs,
         }
-        self._run: Any = None
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")
@@ -91,13 +90,13 @@ class AimLogger(Logger):
         arguments = {"run_hash": self.version, "repo": repo, "experiment": self._experiment_name, **self._extras}
         errors = require("aim.sdk.errors", extra="aim", purpose="AimLogger")
         try:
-            self._run = self._aim.Run(**arguments)
+            self._tracker = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
         except (errors.RunLockingError, TimeoutError):  # a process held the lock that was killed elsewhere
-            self._run = self._aim.Run(force_resume=True, **arguments)
-        self.delivery.version = self._run.hash
-        self._run.name = self._name or self._run.name
+            self._tracker = self._aim.Run(force_resume=True, **arguments)
+        self.delivery.version = self._tracker.hash
+        self._tracker.name = self._name or self._tracker.name
 
     def _delivered(self) -> dict[str, int]:
         return {}  # all may be sent again: it takes the place of what is there
@@ -113,12 +112,12 @@ class AimLogger(Logger):
                 for category, part in categories.items():
                     if key not in context and cut(name, part) != name:
                         name, context[key] = cut(name, part), category
-        self._run.track(value, name=name, step=step, epoch=epoch, context=context)
+        self._tracker.track(value, name=name, step=step, epoch=epoch, context=context)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         for name, values in (("hparams", params), ("hparams_metrics", metrics or {})):
             for key, value in values.items():
-                self._run.set((name, key), value, strict=False)
+                self._tracker.set((name, key), value, strict=False)
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         self._track(self._aim.Text(text), name, step)
@@ -137,13 +136,10 @@ class AimLogger(Logger):
         self._track(self._aim.Distribution.from_histogram(histogram.counts, ends), name, step)
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        if self._run.artifacts_uri is None:
-            self._run.set_artifacts_uri((Path(self._run.repo.root_path) / "aim_artifacts").absolute().as_uri())
+        if self._tracker.artifacts_uri is None:
+            self._tracker.set_artifacts_uri((Path(self._tracker.repo.root_path) / "aim_artifacts").absolute().as_uri())
         log = "log_artifacts" if artifact.path.is_dir() else "log_artifact"
-        getattr(self._run, log)(str(artifact.path), name=artifact.name, block=True)
+        getattr(self._tracker, log)(str(artifact.path), name=artifact.name, block=True)
 
     def _finalize(self, status: str) -> None:
-        self._run.close()
-
-    def _experiment(self) -> Any:
-        return self._run
+        self._tracker.close()

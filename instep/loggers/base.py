@@ -124,7 +124,8 @@ class Logger:
     _sub_dir: str | None = None  # below the run's folder
     _file: OutputFile | None = None  # a logger that writes one sets it
     _refused: frozenset[str] = frozenset()  # kinds that the subclass lacks, each warned of once
-    _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
+    _tracker: Any = None  # object of the tracker's package that `experiment` shows; exists while it is open
+    _writers: AbstractSet[str] = frozenset()  # further attributes of a subclass that exist while it is open
     _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
     _x_axis: str = "step"
     log_model: bool | str = False
@@ -192,7 +193,7 @@ class Logger:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        return {**self.__dict__, **dict.fromkeys(self._writers & self.__dict__.keys())}
+        return {**self.__dict__, **dict.fromkeys({"_tracker", *self._writers} & self.__dict__.keys())}
 
     @classmethod
     def check_installed(cls) -> None:
@@ -563,6 +564,9 @@ class Logger:
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
+        from instep.loggers.backlog import Row  # late: it loads NumPy
+
+        self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
         """Write several rows at once, in the place of `_log_metrics`: all or none of them."""
@@ -630,8 +634,8 @@ class Logger:
         return name
 
     def _experiment(self) -> Any:
-        """Return what `experiment` shows."""
-        return self
+        """Return what `experiment` shows: `_tracker`, and the logger itself where a subclass has none."""
+        return self if self._tracker is None else self._tracker
 
 
 def takes(logger: type[Logger], kind: str) -> bool:

@@ -59,13 +59,12 @@ class ClearMLLogger(Logger):
         self._project_name = project_name or os.environ.get("CLEARML_PROJECT", "instep")
         self._offline = offline
         self._given = {"auto_connect_frameworks": auto_connect_frameworks, "reuse_last_task_id": False, **kwargs}
-        self._task: Any = None
         self._ours = False
 
     def _start(self) -> None:
         Task = require("clearml", extra="clearml", purpose="ClearMLLogger").Task
-        self._task = Task.current_task()
-        self._ours = self._task is None
+        self._tracker = Task.current_task()
+        self._ours = self._tracker is None
         if not self._ours:
             return
         Task._report_subprocess_enabled = False  # the same as `sdk.development.report_use_subprocess: false`
@@ -77,16 +76,16 @@ class ClearMLLogger(Logger):
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
             os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
             try:
-                self._task = Task.init(self._project_name, self._name, **self._given)
-                self._task.get_offline_mode_folder()  # ClearML keeps the folder from this call on
+                self._tracker = Task.init(self._project_name, self._name, **self._given)
+                self._tracker.get_offline_mode_folder()  # ClearML keeps the folder from this call on
             finally:
                 del os.environ[_CACHE]
                 os.environ.update(given)
             return
         again = {} if self.version is None else {"continue_last_task": self.version}
-        self._task = Task.init(self._project_name, self._name, **{**self._given, **again})
-        self._task.set_initial_iteration(0)  # steps are those of the run, not of this process
-        self.delivery.version = self._task.id
+        self._tracker = Task.init(self._project_name, self._name, **{**self._given, **again})
+        self._tracker.set_initial_iteration(0)  # steps are those of the run, not of this process
+        self.delivery.version = self._tracker.id
 
     def _delivered(self) -> dict[str, int]:
         last: dict[str, int] = {}
@@ -96,12 +95,12 @@ class ClearMLLogger(Logger):
         return last
 
     def _points(self) -> Iterator[tuple[str, str, int]]:
-        if not self._task._offline_mode:
-            for title, lines in self._task.get_all_reported_scalars().items():
+        if not self._tracker._offline_mode:
+            for title, lines in self._tracker.get_all_reported_scalars().items():
                 for series, line in lines.items():
                     yield from ((title, series, int(step)) for step in line["x"])
             return
-        for file in self._task.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
+        for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError):  # the half line of a machine that went down
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
@@ -111,15 +110,15 @@ class ClearMLLogger(Logger):
         for name, value in metrics.items():
             series, _, title = name.partition("_")
             place = (title, series) if title and series in _SERIES else (name, name)
-            self._task.get_logger().report_scalar(*place, value=value, iteration=step)
+            self._tracker.get_logger().report_scalar(*place, value=value, iteration=step)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._task.connect(dict(params), name="hparams")
+        self._tracker.connect(dict(params), name="hparams")
         for name, value in (metrics or {}).items():
-            self._task.get_logger().report_single_value(name, value)
+            self._tracker.get_logger().report_single_value(name, value)
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._task.get_logger().report_text(f"{name} at step {step}: {text}", print_console=False)
+        self._tracker.get_logger().report_text(f"{name} at step {step}: {text}", print_console=False)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         self._report_media(name, step, "png", [(image.caption, image.png()) for image in images])
@@ -132,28 +131,26 @@ class ClearMLLogger(Logger):
 
     def _report_media(self, name: str, step: int, ending: str, media: list[tuple[str | None, bytes]]) -> None:
         for i, (series, data) in enumerate(media):
-            self._task.get_logger().report_media(
+            self._tracker.get_logger().report_media(
                 name, series or str(i), step, stream=BytesIO(data), file_extension=ending
             )
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         labels = [f"{edge:.4g}" for edge in histogram.edges[:-1]]
-        self._task.get_logger().report_histogram(name, name, histogram.counts, step, xlabels=labels)
+        self._tracker.get_logger().report_histogram(name, name, histogram.counts, step, xlabels=labels)
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
-        self._task.get_logger().report_table(name, name, step, table_plot=[table.columns, *table.rows])
+        self._tracker.get_logger().report_table(name, name, step, table_plot=[table.columns, *table.rows])
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        self._task.upload_artifact(artifact.name, artifact.path, metadata={"type": artifact.type}, wait_on_upload=True)
+        about = {"type": artifact.type}
+        self._tracker.upload_artifact(artifact.name, artifact.path, metadata=about, wait_on_upload=True)
 
     def _save(self) -> None:
-        self._task.flush(wait_for_uploads=True)
+        self._tracker.flush(wait_for_uploads=True)
 
     def _finalize(self, status: str) -> None:
         if self._ours:
-            if status != "success" and not self._task._offline_mode:
-                (self._task.mark_failed if status == "failed" else self._task.mark_stopped)()
-            self._task.close()
-
-    def _experiment(self) -> Any:
-        return self._task
+            if status != "success" and not self._tracker._offline_mode:
+                (self._tracker.mark_failed if status == "failed" else self._tracker.mark_stopped)()
+            self._tracker.close()

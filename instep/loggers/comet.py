@@ -68,7 +68,6 @@ class CometLogger(Logger):
         self._api_key, self._workspace, self._project = api_key, workspace, project
         self._mode, self._online, self._config = mode, online, kwargs
         self._offline_directory = kwargs.get("offline_directory")
-        self._comet: Any = None
 
     def _start(self) -> None:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # before its import, which patches torch otherwise
@@ -79,7 +78,7 @@ class CometLogger(Logger):
         self._archives = Path(self._offline_directory or folder)
         config = {"name": self._name, **self._config, "offline_directory": str(self._archives)}
         with self._unfinished(str(key), folder) if offline else nullcontext():
-            self._comet = comet.start(
+            self._tracker = comet.start(
                 api_key=self._api_key,
                 workspace=self._workspace,
                 project=self._project,
@@ -88,9 +87,9 @@ class CometLogger(Logger):
                 online=not offline,
                 experiment_config=comet.ExperimentConfig(**config),
             )
-        if not self._comet.alive:
+        if not self._tracker.alive:
             raise ConnectionError("Comet's server cannot be reached")
-        self.delivery.version = self._comet.get_key()
+        self.delivery.version = self._tracker.get_key()
 
     @contextmanager
     def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
@@ -122,7 +121,7 @@ class CometLogger(Logger):
 
     def _delivered(self) -> dict[str, int] | None:
         last: dict[str, int] = {}
-        if not hasattr(self._comet, "offline_directory"):
+        if not hasattr(self._tracker, "offline_directory"):
             return None  # Comet's service is not asked: it shows what it gets with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
@@ -133,51 +132,48 @@ class CometLogger(Logger):
         return last
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._comet.log_metrics(metrics, step=step, epoch=int(metrics["epoch"]) if "epoch" in metrics else None)
+        self._tracker.log_metrics(metrics, step=step, epoch=int(metrics["epoch"]) if "epoch" in metrics else None)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._comet.log_parameters(params)
-        self._comet.log_others(metrics or {})
+        self._tracker.log_parameters(params)
+        self._tracker.log_others(metrics or {})
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._comet.log_text(text, step=step, metadata={"name": name})
+        self._tracker.log_text(text, step=step, metadata={"name": name})
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         for image in images:
-            self._comet.log_image(BytesIO(image.png()), name=image.caption or name, step=step)
+            self._tracker.log_image(BytesIO(image.png()), name=image.caption or name, step=step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for audio in audios:
-            path = Path(self._comet.tmpdir) / f"{uuid4().hex}.wav"  # a path: Comet needs SciPy for arrays
+            path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"  # a path: Comet needs SciPy for arrays
             path.write_bytes(audio.wav())
-            self._comet.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
+            self._tracker.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
         for video in videos:
-            self._comet.log_video(BytesIO(video.gif()), name=video.caption or name, format="gif", step=step)
+            self._tracker.log_video(BytesIO(video.gif()), name=video.caption or name, format="gif", step=step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         kinds = require("comet_ml.data_structure", extra="comet", purpose="CometLogger")
         counted, edges = kinds.Histogram(), histogram.edges
         counted.add((edges[:-1] + edges[1:]) / 2, counts=histogram.counts)
-        self._comet.log_histogram_3d(counted, name=name, step=step)
+        self._tracker.log_histogram_3d(counted, name=name, step=step)
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
-        self._comet.log_table(f"{name}-{step}.csv", table.rows, headers=table.columns)
+        self._tracker.log_table(f"{name}-{step}.csv", table.rows, headers=table.columns)
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        self._comet.log_model(artifact.name, str(artifact.path), metadata={"type": artifact.type})
+        self._tracker.log_model(artifact.name, str(artifact.path), metadata={"type": artifact.type})
 
     def _save(self) -> None:
-        if not self._comet.flush():
+        if not self._tracker.flush():
             raise TimeoutError("Comet has not written or sent all of it in time")
 
     def _finalize(self, status: str) -> None:
-        self._comet.log_other("status", status)
-        self._comet.end()
-
-    def _experiment(self) -> Any:
-        return self._comet
+        self._tracker.log_other("status", status)
+        self._tracker.end()
 
 
 def _messages(archive: Path) -> bytes:

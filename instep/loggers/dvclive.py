@@ -72,11 +72,12 @@ class DVCLiveLogger(Logger):
         self._dvcyaml = dvcyaml
         about: dict[str, Any] = {"report": report, "save_dvc_exp": save_dvc_exp, "cache_images": cache_images}
         self._settings = about | {"exp_message": exp_message, "monitor_system": monitor_system}
-        self._given = self._live = experiment
+        self._given = experiment
 
     def _start(self) -> None:
         dvclive = require("dvclive", extra="dvclive", purpose="DVCLiveLogger")
-        if self._given is not None:
+        self._tracker = self._given
+        if self._tracker is not None:
             return
         folder = Path(self.delivery.folder / "dvclive" if self._dir is None else self._dir)
         resume, self._resume = self._resume or self.delivery.resumed, True  # what comes after the end goes on too
@@ -88,10 +89,11 @@ class DVCLiveLogger(Logger):
         dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
         if self.delivery.sends_rest:
             self._settings["save_dvc_exp"] = False  # this folder has another repository than the run
-        self._live = dvclive.Live(fspath(folder), resume=resume, dvcyaml=dvcyaml, exp_name=self._name, **self._settings)
+        given = {"resume": resume, "dvcyaml": dvcyaml, "exp_name": self._name, **self._settings}
+        self._tracker = dvclive.Live(fspath(folder), **given)
 
     def _delivered(self) -> dict[str, int]:
-        folder, last = Path(self._live.plots_dir) / "metrics", dict[str, int]()
+        folder, last = Path(self._tracker.plots_dir) / "metrics", dict[str, int]()
         for table in folder.rglob("*.tsv"):
             rows = table.read_text(encoding="utf-8").splitlines()[1:]
             if rows:
@@ -99,46 +101,43 @@ class DVCLiveLogger(Logger):
         return last
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._live.step = step
+        self._tracker.step = step
         for name, value in metrics.items():
-            self._live.log_metric(name, value)
+            self._tracker.log_metric(name, value)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._live.log_params(params)
+        self._tracker.log_params(params)
         if metrics:
-            self._live.summary.update(metrics)
+            self._tracker.summary.update(metrics)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         from PIL import Image as pillow  # late: DVCLive needs it for images
 
         for number, image in enumerate(images):
             file = f"{name}/{step}.png" if len(images) == 1 else f"{name}/{step}_{number}.png"
-            self._live.log_image(file, pillow.fromarray(image.array.squeeze()))
+            self._tracker.log_image(file, pillow.fromarray(image.array.squeeze()))
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         starts, counts = histogram.edges[:-1].tolist(), histogram.counts.tolist()
         points = [{"from": start, "count": count} for start, count in zip(starts, counts, strict=True)]
-        self._live.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
+        self._tracker.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        copy = Path(self._live.artifacts_dir) / artifact.name  # the copy is there without a DVC repository too
+        copy = Path(self._tracker.artifacts_dir) / artifact.name  # the copy is there without a DVC repository too
         copy.parent.mkdir(parents=True, exist_ok=True)
         if artifact.path.is_dir():
             shutil.copytree(artifact.path, copy, dirs_exist_ok=True)
         else:
             shutil.copyfile(artifact.path, copy)
-        if self._live._dvc_repo is not None:
-            self._live.log_artifact(copy, type=artifact.type, name=artifact.name)
+        if self._tracker._dvc_repo is not None:
+            self._tracker.log_artifact(copy, type=artifact.type, name=artifact.name)
 
     def _save(self) -> None:
-        self._live.make_summary()
+        self._tracker.make_summary()
         if self._dvcyaml:
-            self._live.make_dvcyaml()
-        self._live.make_report()
+            self._tracker.make_dvcyaml()
+        self._tracker.make_report()
 
     def _finalize(self, status: str) -> None:
         if self._given is None:
-            self._live.end()
-
-    def _experiment(self) -> Any:
-        return self._live
+            self._tracker.end()

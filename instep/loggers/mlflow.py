@@ -58,7 +58,7 @@ class MLFlowLogger(Logger):
         >>> logger = MLFlowLogger("digits", tracking_uri="sqlite:///mlflow.db")  # doctest: +SKIP
     """
 
-    _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_entities", "_monitor"})
+    _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_entities", "_monitor"})
     _OWN_FOLDERS = True
     project_argument = "experiment_name"
     _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
@@ -102,7 +102,6 @@ class MLFlowLogger(Logger):
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
         self._tags |= {name: text for name, text in notes.items() if text is not None}
         self._model, self._system = registered_model_name, log_system_metrics
-        self._client: Any = None
         self._entities: Any = None
         self._monitor: Any = None
         self._experiment_id: str | None = None
@@ -116,9 +115,6 @@ class MLFlowLogger(Logger):
     def experiment_id(self) -> str | None:
         """The id of the MLflow experiment, which is made on first use."""
         return self._experiment_id if self.delivery.open() else None
-
-    def _experiment(self) -> Any:
-        return self._client
 
     def _start(self) -> None:
         mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # a slow import, 1.5 s
@@ -134,7 +130,7 @@ class MLFlowLogger(Logger):
             self._tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
             self._artifact_location = self._artifact_location or str(folder / "mlartifacts")
         try:
-            self._client = mlflow.MlflowClient(self._tracking_uri)
+            self._tracker = mlflow.MlflowClient(self._tracking_uri)
             self._open_run()
         except mlflow.exceptions.MlflowException as error:
             if error.error_code not in _WRONG:
@@ -149,7 +145,7 @@ class MLFlowLogger(Logger):
             self._monitor.start()
 
     def _open_run(self) -> None:
-        client = self._client
+        client = self._tracker
         if self.version is not None:
             info = client.get_run(self.version).info
             self._check_place(info.artifact_uri)
@@ -182,17 +178,17 @@ class MLFlowLogger(Logger):
             raise SettingError(f"MLflow's run has its files in {uri!r:.300}, which is outside of {folder}")
 
     def _delivered(self) -> dict[str, int]:
-        has = {metric.key: metric.step for metric in self._client.get_run(self.version).to_proto().data.metrics}
+        has = {metric.key: metric.step for metric in self._tracker.get_run(self.version).to_proto().data.metrics}
         return has | {name: has.get(_plain(name), -1) for name in self.delivery.logged if ":" not in name}
 
     def _log_rows(self, rows: list[Row]) -> None:
         metric = self._entities.Metric
         made = [metric(_plain(k), v, int(row.time_s * 1000), row.step) for row in rows for k, v in row.metrics.items()]
         for at in range(0, len(made), _MOST_METRICS):
-            self._client.log_batch(self.version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
+            self._tracker.log_batch(self.version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        known = self._client.get_run(self.version).data.params
+        known = self._tracker.get_run(self.version).data.params
         most = require("mlflow.utils.validation", extra="mlflow", purpose="MLFlowLogger").MAX_PARAM_VAL_LENGTH
         texts = {_plain(name): str(value)[:most] for name, value in flatten(params).items()}
         changed = {name: text for name, text in texts.items() if known.get(name, text) != text}
@@ -200,18 +196,18 @@ class MLFlowLogger(Logger):
             warn_user(f"MLflow does not change parameters: the new values of {', '.join(changed)} are tags of the run")
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
         for at in range(0, len(new), _MOST_PARAMS):
-            self._client.log_batch(self.version, params=new[at : at + _MOST_PARAMS], synchronous=True)
+            self._tracker.log_batch(self.version, params=new[at : at + _MOST_PARAMS], synchronous=True)
         self._tag(changed)
         if metrics:
-            self._log_rows([Row(metrics, max(self.delivery.last_step, 0), self.delivery.time_s)])
+            self._log_metrics(metrics, max(self.delivery.last_step, 0))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._client.log_text(self.version, text, f"text/{_plain(name)}/{step}.txt")
+        self._tracker.log_text(self.version, text, f"text/{_plain(name)}/{step}.txt")
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         for key, image in numbered(_plain(name), images):
             time_ms = int(self.delivery.time_s * 1000)
-            self._client.log_image(self.version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
+            self._tracker.log_image(self.version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for i, audio in enumerate(audios):
@@ -224,43 +220,43 @@ class MLFlowLogger(Logger):
     def _log_bytes(self, place: str, data: bytes) -> None:
         with TemporaryDirectory() as folder:
             (file := Path(folder) / Path(place).name).write_bytes(data)
-            self._client.log_artifact(self.version, str(file), str(Path(place).parent))
+            self._tracker.log_artifact(self.version, str(file), str(Path(place).parent))
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
         columns = {column: [row[i] for row in table.rows] for i, column in enumerate(table.columns)}
-        self._client.log_table(self.version, columns, f"tables/{_plain(name)}/{step}.json")
+        self._tracker.log_table(self.version, columns, f"tables/{_plain(name)}/{step}.json")
 
     def _log_artifact(self, artifact: Artifact) -> None:
         if artifact.path.is_dir():
-            self._client.log_artifacts(self.version, str(artifact.path), f"{artifact.type}/{artifact.name}")
+            self._tracker.log_artifacts(self.version, str(artifact.path), f"{artifact.type}/{artifact.name}")
         else:
-            self._client.log_artifact(self.version, str(artifact.path), artifact.type)
+            self._tracker.log_artifact(self.version, str(artifact.path), artifact.type)
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
         super()._log_checkpoint(path, aliases)
         self._tag({f"checkpoint.{alias}": path.name for alias in aliases})
         if self._model is not None:
-            if not self._client.search_registered_models(f"name = '{self._model}'"):
-                self._client.create_registered_model(self._model)
-            source = f"{self._client.get_run(self.version).info.artifact_uri}/model/{path.name}"
-            made = self._client.create_model_version(self._model, source, self.version)
+            if not self._tracker.search_registered_models(f"name = '{self._model}'"):
+                self._tracker.create_registered_model(self._model)
+            source = f"{self._tracker.get_run(self.version).info.artifact_uri}/model/{path.name}"
+            made = self._tracker.create_model_version(self._model, source, self.version)
             for alias in aliases:
-                self._client.set_registered_model_alias(self._model, alias, made.version)
+                self._tracker.set_registered_model_alias(self._model, alias, made.version)
 
     def _log_code(self, code: Code) -> None:
         git = {"commit": code.commit, "branch": code.branch, "repoURL": code.remote, "dirty": code.is_dirty}
         self._tag({f"mlflow.source.git.{name}": str(value) for name, value in git.items() if value is not None})
         if code.patch:
-            self._client.log_text(self.version, code.patch, "code/git.patch")
+            self._tracker.log_text(self.version, code.patch, "code/git.patch")
 
     def _tag(self, tags: Mapping[str, str]) -> None:
         made = [self._entities.RunTag(name, text) for name, text in tags.items()]
-        self._client.log_batch(self.version, tags=made, synchronous=True)
+        self._tracker.log_batch(self.version, tags=made, synchronous=True)
 
     def _finalize(self, status: str) -> None:
         if self._monitor is not None:
             self._monitor.finish()
-        self._client.set_terminated(self.version, _STATUS[status])
+        self._tracker.set_terminated(self.version, _STATUS[status])
 
 
 def _plain(name: str) -> str:

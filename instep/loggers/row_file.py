@@ -108,9 +108,6 @@ class RowFileLogger(Logger):
         self._rows.open(self.delivery.folder, *self._keep)
         self._keep = None, -1
 
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._log_rows([Row(metrics, step, self.delivery.time_s)])
-
     def _log_rows(self, rows: list[Row]) -> None:
         self._rows.add(rows)
 

@@ -79,6 +79,16 @@ class LogFile:
         if len(self.problems) < 5:
             self.problems.append(f"{self.path.name}: {problem}")
 
+    def _messages(self, kind: Any, records: Iterator[bytes]) -> Iterator[Any]:
+        """Yield the records as messages of protobuf."""
+        for data in records:
+            try:
+                message = kind.FromString(data)
+            except Exception as error:  # noqa: BLE001  each build of protobuf has its own DecodeError
+                self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
+                continue
+            yield message
+
     def _lines(self, file: FileIO) -> Iterator[str]:
         """Yield whole lines; what comes after the last one is being written, or was cut off."""
         rest, passed = b"", 0  # bytes of a line that is too long
@@ -155,12 +165,7 @@ class TensorBoardFile(LogFile):
 
     def _rows(self, file: FileIO) -> Iterator[Row | Forget]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")
-        for data in self._records(file):
-            try:
-                event = events.Event.FromString(data)
-            except Exception as error:  # noqa: BLE001  each build of protobuf has its own DecodeError
-                self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
-                continue
+        for event in self._messages(events.Event, self._records(file)):
             if event.HasField("session_log") and event.session_log.status == events.SessionLog.START:
                 yield Forget(event.step)
             pairs = []
@@ -207,12 +212,7 @@ class WandbFile(LogFile):
 
     def _rows(self, file: FileIO) -> Iterator[Row]:
         messages = require("wandb.proto.wandb_internal_pb2", extra=None, purpose="reading runs of W&B")
-        for data in self._records(file):
-            try:
-                record = messages.Record.FromString(data)
-            except Exception as error:  # noqa: BLE001  each build of protobuf has its own DecodeError
-                self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
-                continue
+        for record in self._messages(messages.Record, self._records(file)):
             kind = record.WhichOneof("record_type")
             if kind in ("run", "config"):
                 for item in (record.run.config if kind == "run" else record.config).update:

@@ -65,7 +65,6 @@ class SwanLabLogger(Logger):
         self._project, self._workspace, self._mode = project, workspace, mode
         self._given = {"description": description, "tags": tags, **kwargs}
         self._log_dir = log_dir
-        self._run: Any = None
         self._ours = False
         self._sent: dict[str, int] = {}  # the last step of each metric that was logged
         self._written: dict[str, int] = {}  # the last step of each metric that SwanLab's thread has written
@@ -74,11 +73,11 @@ class SwanLabLogger(Logger):
     def _start(self) -> None:
         self._swanlab = require("swanlab", extra="swanlab", purpose="SwanLabLogger")
         self._ours = not self._swanlab.has_run()
-        self._run = self._init() if self._ours else self._swanlab.get_run()
-        self.delivery.version = self._run.id
+        self._tracker = self._init() if self._ours else self._swanlab.get_run()
+        self.delivery.version = self._tracker.id
         self._sent, self._written = {}, {}
-        self._run._callbacker.merge_callbacks(self._listener())
-        self._run._components.consumer._flush_timeout = _GATHER_S
+        self._tracker._callbacker.merge_callbacks(self._listener())
+        self._tracker._components.consumer._flush_timeout = _GATHER_S
 
     def _init(self) -> Any:
         folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
@@ -119,10 +118,9 @@ class SwanLabLogger(Logger):
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
         last: dict[str, int] = {}  # none of a run online: the service takes no step twice
-        for file in (
-            sorted(self._run.dir.parent.glob("run-*/*.swanlab")) if self._run.mode in ("offline", "local") else ()
-        ):
-            if file.stem == f"run-{self.version}" and file.parent != self._run.dir and file.stat().st_size:
+        folder, here = self._tracker.dir.parent, self._tracker.mode in ("offline", "local")
+        for file in sorted(folder.glob("run-*/*.swanlab")) if here else ():
+            if file.stem == f"run-{self.version}" and file.parent != self._tracker.dir and file.stat().st_size:
                 reader = store.DataStoreReader()
                 reader.open(file)
                 records = [proto.Record.FromString(data).scalar for data in reader]
@@ -131,41 +129,39 @@ class SwanLabLogger(Logger):
         return last
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._run.log(metrics, step=step)
+        self._tracker.log(metrics, step=step)
         self._sent.update(dict.fromkeys(metrics, step))
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._run.config.update({**params, "metrics": metrics} if metrics else params)
+        self._tracker.config.update({**params, "metrics": metrics} if metrics else params)
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: self._swanlab.Text(text)}, step=step)
+        self._tracker.log({name: self._swanlab.Text(text)}, step=step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         made = [self._swanlab.Image(image.array.squeeze(), caption=image.caption) for image in images]
-        self._run.log({name: made}, step=step)
+        self._tracker.log({name: made}, step=step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         made = [self._swanlab.Audio(audio.array.T, audio.sample_rate, audio.caption) for audio in audios]
-        self._run.log({name: made}, step=step)
+        self._tracker.log({name: made}, step=step)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
-        self._run.log({name: [self._swanlab.Video(BytesIO(video.gif()), video.caption) for video in videos]}, step=step)
+        made = [self._swanlab.Video(BytesIO(video.gif()), video.caption) for video in videos]
+        self._tracker.log({name: made}, step=step)
 
     def _log_artifact(self, artifact: Artifact) -> None:
         path = artifact.path.absolute()
-        self._run.save(f"{path}/**/*" if path.is_dir() else str(path), base_path=path.parent, policy="now")
+        self._tracker.save(f"{path}/**/*" if path.is_dir() else str(path), base_path=path.parent, policy="now")
 
     def _save(self) -> None:
-        if self._run.mode != "disabled":
+        if self._tracker.mode != "disabled":
             with self._writes:
                 if not self._writes.wait_for(lambda: self._sent.items() <= self._written.items(), _WRITE_S):
                     raise TimeoutError(f"SwanLab has not written the last steps within {_WRITE_S:g} s")
-            self._run._core._store.ensure_flushed()
+            self._tracker._core._store.ensure_flushed()
 
     def _finalize(self, status: str) -> None:
-        if self._ours and self._run.alive:  # its own hook ends it where the program fails
+        if self._ours and self._tracker.alive:  # its own hook ends it where the program fails
             state = {"success": "success", "interrupted": "aborted"}.get(status, "crashed")
-            self._run.finish(state, error=None if status == "success" else status)
-
-    def _experiment(self) -> Any:
-        return self._run
+            self._tracker.finish(state, error=None if status == "success" else status)

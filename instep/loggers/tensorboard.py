@@ -118,9 +118,6 @@ class TensorBoardLogger(Logger):
     def _add(self, **event: Any) -> None:
         self._events.write([self._event.Event(wall_time=self.delivery.time_s or time.time(), **event)])
 
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._log_rows([Row(metrics, step, self.delivery.time_s)])
-
     def _log_rows(self, rows: list[Row]) -> None:
         value, summary = self._proto.Summary.Value, self._proto.Summary
         self._events.write(

@@ -43,7 +43,7 @@ class TrackioLogger(Logger):
         >>> logger = TrackioLogger("digits", name="first", auto_log_gpu=False)  # doctest: +SKIP
     """
 
-    _NEEDS, _LOCAL, _writers = ("trackio", "trackio"), False, frozenset({"_run"})
+    _NEEDS, _LOCAL = ("trackio", "trackio"), False
     _SYNC = ("project", "space_id", "server_url")
     _HOSTS = {"space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL"}
 
@@ -66,11 +66,7 @@ class TrackioLogger(Logger):
         # A token stands in such an address: `instep runs sync` takes TRACKIO_SERVER_URL.
         self._server_url = None if server is None or "?" in server or "@" in server else server
         self._init = init
-        self._run: Any = None
         self._config: dict[str, Any] | None = None  # not in the database yet
-
-    def _experiment(self) -> Any:
-        return self._run
 
     def _start(self) -> None:
         folder = self._save_dir
@@ -87,8 +83,8 @@ class TrackioLogger(Logger):
             )
         name = self._name if self.version is None else self.version
         resume = "never" if self.version is None else "allow"
-        self._run = trackio.init(self._project, name, **{"resume": resume, "embed": False, **self._init})
-        self.delivery.version = self._run.name
+        self._tracker = trackio.init(self._project, name, **{"resume": resume, "embed": False, **self._init})
+        self.delivery.version = self._tracker.name
 
     def _package(self) -> Any:
         return require("trackio", extra="trackio", purpose="TrackioLogger")
@@ -98,45 +94,45 @@ class TrackioLogger(Logger):
         return require("trackio.sqlite_storage", extra="trackio", purpose="TrackioLogger").SQLiteStorage
 
     def _delivered(self) -> dict[str, int] | None:
-        if self._run.url is not None:
+        if self._tracker.url is not None:
             return None
         has: dict[str, int] = {}
-        for row in self._storage.get_logs(self._project, self._run.name, run_id=self._run.id):
+        for row in self._storage.get_logs(self._project, self._tracker.name, run_id=self._tracker.id):
             has.update((name, max(has.get(name, -1), row["step"])) for name in row if name not in _RESERVED)
         return has | {name: has[f"__{name}"] for name in _RESERVED if f"__{name}" in has}
 
     def _log_rows(self, rows: list[Row]) -> None:
         named = [{f"__{k}" if k in _RESERVED else k: v for k, v in row.metrics.items()} for row in rows]
-        if self._run.url is not None:
+        if self._tracker.url is not None:
             for metrics, row in zip(named, rows, strict=True):
-                self._run.log(metrics, step=row.step)
+                self._tracker.log(metrics, step=row.step)
             return
         # `Run.log` would answer before the rows are in the database, and only warn where they do not get there.
         self._storage.bulk_log(
             self._project,
-            self._run.name,
+            self._tracker.name,
             named,
             [row.step for row in rows],
             [datetime.fromtimestamp(row.time_s, timezone.utc).isoformat() for row in rows],
             config=self._config,
-            log_ids=[f"{self._run.id}-{row.step}-{row.time_s!r}-{','.join(row.metrics)}" for row in rows],
-            run_id=self._run.id,
+            log_ids=[f"{self._tracker.id}-{row.step}-{row.time_s!r}-{','.join(row.metrics)}" for row in rows],
+            run_id=self._tracker.id,
         )
         self._config = None
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._run.config.update({name: value for name, value in plain(params).items() if not name.startswith("_")})
-        self._config = self._run.config
+        self._tracker.config.update({name: value for name, value in plain(params).items() if not name.startswith("_")})
+        self._config = self._tracker.config
         if metrics:
-            self._run.log(metrics, step=max(self.delivery.last_step, 0))
+            self._tracker.log(metrics, step=max(self.delivery.last_step, 0))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: self._package().Markdown(text)}, step=step)
+        self._tracker.log({name: self._package().Markdown(text)}, step=step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         for key, image in numbered(name, images):
             array = image.array[:, :, 0] if image.array.shape[2] == 1 else image.array
-            self._run.log({key: self._package().Image(array, caption=image.caption)}, step=step)
+            self._tracker.log({key: self._package().Image(array, caption=image.caption)}, step=step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for key, audio in numbered(name, audios):
@@ -149,21 +145,21 @@ class TrackioLogger(Logger):
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
         with TemporaryDirectory() as folder:  # Trackio writes an array by ffmpeg, and louder
             (file := Path(folder) / f"file{ending}").write_bytes(data)
-            self._run.log({name: kind(file, caption=caption)}, step=step)
+            self._tracker.log({name: kind(file, caption=caption)}, step=step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         counted = histogram.counts, histogram.edges
-        self._run.log({name: self._package().Histogram(np_histogram=counted)}, step=step)
+        self._tracker.log({name: self._package().Histogram(np_histogram=counted)}, step=step)
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
-        self._run.log({name: self._package().Table(columns=table.columns, data=table.rows)}, step=step)
+        self._tracker.log({name: self._package().Table(columns=table.columns, data=table.rows)}, step=step)
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        self._run.log_artifact(artifact.path, name=artifact.name, type=artifact.type)
+        self._tracker.log_artifact(artifact.path, name=artifact.name, type=artifact.type)
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
-        self._run.log_artifact(path, name="checkpoint", type="model", aliases=aliases)
+        self._tracker.log_artifact(path, name="checkpoint", type="model", aliases=aliases)
 
     def _finalize(self, status: str) -> None:
-        run, self._run = self._run, None
+        run, self._tracker = self._tracker, None
         run.finish()

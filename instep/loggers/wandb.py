@@ -91,7 +91,7 @@ class WandbLogger(Logger):
         True
     """
 
-    _LOCAL, _SYNC, _writers = False, ("project", "mode", "entity"), frozenset({"_run", "_given", "_wandb", "_disk"})
+    _LOCAL, _SYNC, _writers = False, ("project", "mode", "entity"), frozenset({"_given", "_wandb", "_disk"})
     _OWN_FOLDERS = True
     project_argument = "project"
 
@@ -137,20 +137,11 @@ class WandbLogger(Logger):
         self._policy = _POLICY("add_file_policy", add_file_policy)
         self._given = experiment
         self._wandb: Any = None
-        self._run: Any = None
         self._ours = False
         self._disk: WandbFile | None = None  # what W&B has written
         self._there: dict[str, int] = {}  # the last step of each metric in it
         self._last: tuple[dict[str, float], int] = {}, 0
         self._config: dict[str, Any] = {}  # configuration of a run that was opened before the resumed one was known
-
-    def _experiment(self) -> Any:
-        """Return the `wandb.Run`.
-
-        It is opened on first use, before a run too; a run of the Trainer then goes on with it. Where that is resumed
-        under another id, the configuration is taken over.
-        """
-        return self._run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state, whose `version` is the run's id, and the project's name."""
@@ -158,8 +149,8 @@ class WandbLogger(Logger):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run of this id, unless the logger was given another."""
-        if self._run is not None:
-            self._config = dict(self._run.config)
+        if self._tracker is not None:
+            self._config = dict(self._tracker.config)
         super().load_state_dict(state_dict)
         if self._project is None:
             self._project = state_dict.get("project")
@@ -171,24 +162,24 @@ class WandbLogger(Logger):
 
     def _start(self) -> None:
         self._wandb = wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
-        self._run, self._ours = self._given, False
-        if self._run is None and wandb.run is not None and wandb.run.id not in _OPEN:
-            self._run = wandb.run
-            if self.version is not None and self.version != self._run.id:
+        self._tracker, self._ours = self._given, False
+        if self._tracker is None and wandb.run is not None and wandb.run.id not in _OPEN:
+            self._tracker = wandb.run
+            if self.version is not None and self.version != self._tracker.id:
                 warn_user(
-                    f"WandbLogger uses the run {self._run.id!r} that the script opened by wandb.init; its own id "
+                    f"WandbLogger uses the run {self._tracker.id!r} that the script opened by wandb.init; its own id "
                     f"{self.version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init."
                 )
-        if self._run is None:
+        if self._tracker is None:
             Path(str(self.log_dir)).mkdir(parents=True, exist_ok=True)
-            self._run, self._ours = self._open_run(wandb), True
-            _OPEN.add(self._run.id)
-        self.delivery.version = self._run.id
-        self._disk, self._there, self._last = WandbFile(Path(self._run.settings.sync_file)), {}, ({}, 0)
-        self._run.define_metric(_STEP)
-        self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+            self._tracker, self._ours = self._open_run(wandb), True
+            _OPEN.add(self._tracker.id)
+        self.delivery.version = self._tracker.id
+        self._disk, self._there, self._last = WandbFile(Path(self._tracker.settings.sync_file)), {}, ({}, 0)
+        self._tracker.define_metric(_STEP)
+        self._tracker.define_metric("*", step_metric=_STEP, step_sync=True)
         if self._config:
-            self._run.config.update(self._config, allow_val_change=True)
+            self._tracker.config.update(self._config, allow_val_change=True)
             self._config = {}
 
     def _open_run(self, wandb: Any) -> Any:
@@ -272,7 +263,7 @@ class WandbLogger(Logger):
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         # Not `step=`: W&B drops what comes with a smaller step than the last call's.
-        self._run.log({**values, _STEP: step})
+        self._tracker.log({**values, _STEP: step})
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         self._log({name: text}, step)
@@ -295,11 +286,11 @@ class WandbLogger(Logger):
         self._log({name: self._wandb.Table(columns=table.columns, data=table.rows)}, step)
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        self._run.log_artifact(self._artifact(artifact.name, artifact.type, artifact.path))
+        self._tracker.log_artifact(self._artifact(artifact.name, artifact.type, artifact.path))
 
     def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
-        made = self._artifact(self._checkpoint_name or f"model-{self._run.id}", "model", path)
-        self._run.log_artifact(made, aliases=["latest", *aliases])
+        made = self._artifact(self._checkpoint_name or f"model-{self._tracker.id}", "model", path)
+        self._tracker.log_artifact(made, aliases=["latest", *aliases])
 
     def _artifact(self, name: str, type: str, path: Path) -> Any:
         made = self._wandb.Artifact(name, type=type, metadata={"original_filename": path.name})
@@ -308,22 +299,22 @@ class WandbLogger(Logger):
 
     def _log_code(self, code: Code) -> None:
         git = {"commit": code.commit, "branch": code.branch, "remote": code.remote, "dirty": code.is_dirty}
-        self._run.config.update({"git": git}, allow_val_change=True)
+        self._tracker.config.update({"git": git}, allow_val_change=True)
         super()._log_code(code)
 
     def _log_watch(self, module: Module, log: str | None, log_freq: int, log_graph: bool) -> None:
-        self._run.watch(module, log=log, log_freq=log_freq, log_graph=log_graph)
+        self._tracker.watch(module, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        self._run.config.update(plain(params), allow_val_change=True)
+        self._tracker.config.update(plain(params), allow_val_change=True)
         if metrics:
-            self._run.summary.update(metrics)
+            self._tracker.summary.update(metrics)
 
     def _log_graph(self, module: Any, example_input: Any) -> None:
-        self._run.watch(module, log=None, log_graph=True)
+        self._tracker.watch(module, log=None, log_graph=True)
 
     def _finalize(self, status: str) -> None:
-        run, self._run = self._run, None
+        run, self._tracker = self._tracker, None
         if self._ours:
             _OPEN.discard(run.id)
             run.finish(exit_code=0 if status == "success" else 1)
