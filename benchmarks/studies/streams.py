@@ -4,10 +4,10 @@
     python benchmarks/studies/streams.py --folder DIR --quick    # 60 MB, one round
 
 DIR gets the files, and keeps them for the next time. Each contender reads for some seconds in a fresh process, out of
-the page cache, in another order in each round: all as lists of 64 samples in the main process, shuffled where it can
-shuffle, which is `instep`, `litdata`, and `webdataset` (in a buffer of 10,000). A sample of Parquet is a dict of its
-columns, one of tar a dict of bytes. `bare` is pyarrow's `iter_batches` and `to_pylist`, or `tarfile` from end to end,
-in sequence. Packages that are missing are left out; `--packages DIR` is a further folder of
+the page cache, in another order in each round: all as lists of 64 samples in the main process. `instep`, `litdata` and
+`webdataset` (in a buffer of 10,000) shuffle, the others cannot; `in_sequence` is instep without shuffling. A sample of
+Parquet is a dict of its columns, one of tar a dict of bytes. `bare` is pyarrow's `iter_batches` and `to_pylist`, or
+`tarfile` from end to end, in sequence. Packages that are missing are left out; `--packages DIR` is a further folder of
 them.
 
 Beside it: what the order of 100 million samples costs, and the time to the first sample after a resume in mid-epoch.
@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of the harness, shared wit
 import harness
 
 BATCH, BAR = 64, 0.95
+OURS = ("bare", "instep", "in_sequence")  # need no further package
 SHARDS = 10
 SEEK_MS, SEEK_MB = 10, 50
 
@@ -124,14 +125,19 @@ def instep(kind: str, files: list[str], workers: int) -> Iterable[Any]:
     return stream_source(kind, files, workers)
 
 
-def stream_source(kind: str, files: list[str], workers: int, **settings: Any) -> Any:
+def in_sequence(kind: str, files: list[str], workers: int) -> Iterable[Any]:
+    """Read as a Trainer does, in the sequence of `bare`: what shuffling costs is not in it."""
+    return stream_source(kind, files, workers, shuffle=False)
+
+
+def stream_source(kind: str, files: list[str], workers: int, shuffle: bool = True) -> Any:
     """Make the source that a Trainer iterates."""
     from torch.utils.data import DataLoader
 
     from instep.data import StreamDataset, prepare_loader
 
-    stream = StreamDataset(files, cache=Path(files[0]).parent / "cache", **settings)
-    loader = DataLoader(stream, BATCH, shuffle=True, num_workers=workers, collate_fn=list)
+    stream = StreamDataset(files, cache=Path(files[0]).parent / "cache")
+    loader = DataLoader(stream, BATCH, shuffle=shuffle, num_workers=workers, collate_fn=list)
     return prepare_loader(loader, seed=int.from_bytes(os.urandom(4), "little"))
 
 
@@ -157,7 +163,8 @@ def litdata(kind: str, files: list[str], workers: int) -> Iterable[Any]:
             os.link(file, folder / Path(file).name)
         index_parquet_dataset(str(folder))
     found = StreamingDataset(str(folder), item_loader=ParquetLoader(), shuffle=True)
-    return StreamingDataLoader(found, batch_size=BATCH, num_workers=workers, collate_fn=list)
+    context = {"multiprocessing_context": "forkserver"} if workers else {}  # its polars has threads
+    return StreamingDataLoader(found, batch_size=BATCH, num_workers=workers, collate_fn=list, **context)
 
 
 def webdataset(kind: str, files: list[str], workers: int) -> Iterable[Any]:
@@ -176,13 +183,14 @@ def torchdata(kind: str, files: list[str], workers: int) -> Iterable[Any]:
 
 
 READERS: dict[str, Callable[[str, list[str], int], Iterable[Any]]] = {
-    "bare": bare, "instep": instep, "datasets": datasets, "litdata": litdata, "webdataset": webdataset,
+    "bare": bare, "instep": instep, "in_sequence": in_sequence, "datasets": datasets, "litdata": litdata, "webdataset": webdataset,
     "torchdata": torchdata,
 }  # fmt: skip
 ENTRANTS = {
     "parquet": [
         ("bare", 0), ("instep", 0), ("torchdata", 0), ("datasets", 0), ("litdata", 0), ("bare", 1), ("bare", 2),
         ("instep", 1), ("datasets", 1), ("litdata", 1), ("instep", 2), ("datasets", 2), ("litdata", 2),
+        ("in_sequence", 0), ("in_sequence", 1), ("in_sequence", 2),
     ],
     "tar": [
         ("bare", 0), ("instep", 0), ("webdataset", 0), ("datasets", 0), ("bare", 1), ("instep", 1), ("webdataset", 1),
@@ -278,7 +286,7 @@ def main() -> None:
         there = [
             each
             for each in entrants
-            if each[0] in args.readers and (each[0] in ("bare", "instep") or find_spec(each[0]))
+            if each[0] in args.readers and (each[0] in OURS or find_spec(each[0]))
         ]
         found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in there}
         stream_source(kind, files, 0)  # the index is made once, and kept
@@ -299,12 +307,13 @@ def main() -> None:
             if answers
         ]  # fmt: skip
         ratios = {
-            f"{workers} workers": {
+            f"{what}, {workers} workers": {
                 name: harness.spread([(mine[name] / theirs[name]) ** sign for mine, theirs in pairs])
                 for name, sign in (("per_s", 1), ("cpu_us", -1))
             }
+            for what in OURS[1:]
             for workers in (0, 1, 2)
-            if (pairs := list(zip(found["instep", workers], found["bare", workers], strict=False)))
+            if (pairs := list(zip(found.get((what, workers), []), found.get(("bare", workers), []), strict=False)))
         }
         resumes = [
             {"workers": workers, **harness.run_child(__file__, {**request, "what": "resume", "kind": kind,
@@ -314,13 +323,13 @@ def main() -> None:
         results[kind] = {
             "megabytes": round(sum(map(os.path.getsize, files)) / 2**20),
             "readers": table,
-            "instep_over_bare": ratios,
+            "over_bare": ratios,
             "bar": BAR,
             "resume": resumes,
         }
     report(results)
     load = {"load_average": [round(each, 1) for each in os.getloadavg()], "rounds": rounds, "seconds": seconds}
-    name = "_".join(["streams", *(["quick"] if args.quick else []), *(args.readers if len(args.readers) < 6 else [])])
+    name = "_".join(["streams", *(["quick"] if args.quick else []), *(args.readers if len(args.readers) < len(READERS) else [])])
     harness.write_results(args.out, name, {"machine": harness.machine(), **load, **results})
 
 
@@ -336,8 +345,8 @@ def report(results: dict[str, Any]) -> None:
             for row in results[kind]["readers"]
         ]
         harness.print_table((kind, "workers", "samples/s", "CPU us/sample"), rows)
-        for workers, ratio in results[kind]["instep_over_bare"].items():
-            print(f"instep over bare, {workers}: { ({name: each['median'] for name, each in ratio.items()}) }")
+        for which, ratio in results[kind]["over_bare"].items():
+            print(f"{which} over bare: { ({name: each['median'] for name, each in ratio.items()}) }")
         print(f"resume: {results[kind]['resume']}")
 
 
