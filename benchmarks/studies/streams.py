@@ -183,8 +183,8 @@ def torchdata(kind: str, files: list[str], workers: int) -> Iterable[Any]:
 
 
 READERS: dict[str, Callable[[str, list[str], int], Iterable[Any]]] = {
-    "bare": bare, "instep": instep, "in_sequence": in_sequence, "datasets": datasets, "litdata": litdata, "webdataset": webdataset,
-    "torchdata": torchdata,
+    "bare": bare, "instep": instep, "in_sequence": in_sequence, "datasets": datasets, "litdata": litdata,
+    "webdataset": webdataset, "torchdata": torchdata,
 }  # fmt: skip
 ENTRANTS = {
     "parquet": [
@@ -283,11 +283,7 @@ def main() -> None:
     results: dict[str, Any] = {"order": harness.run_child(__file__, {**request, "what": "order"})}
     for kind, entrants in ENTRANTS.items():
         files = sorted(map(str, args.folder.glob(f"*.{kind}")))
-        there = [
-            each
-            for each in entrants
-            if each[0] in args.readers and (each[0] in OURS or find_spec(each[0]))
-        ]
+        there = [each for each in entrants if each[0] in args.readers and (each[0] in OURS or find_spec(each[0]))]
         found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in there}
         stream_source(kind, files, 0)  # the index is made once, and kept
         for turn in range(rounds):
@@ -329,7 +325,8 @@ def main() -> None:
         }
     report(results)
     load = {"load_average": [round(each, 1) for each in os.getloadavg()], "rounds": rounds, "seconds": seconds}
-    name = "_".join(["streams", *(["quick"] if args.quick else []), *(args.readers if len(args.readers) < len(READERS) else [])])
+    some = args.readers if len(args.readers) < len(READERS) else []
+    name = "_".join(["streams", *(["quick"] if args.quick else []), *some])
     harness.write_results(args.out, name, {"machine": harness.machine(), **load, **results})
 
 
