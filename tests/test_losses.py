@@ -121,7 +121,7 @@ def test_a_vocabulary_that_ranks_share_gives_the_same_loss_and_gradients() -> No
         ({"target": torch.zeros(3, 6, dtype=torch.int64)}, r"target \(3, 6\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], text: str) -> None:
+def test_linear_cross_entropy_refuses_arguments_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     x, weight, _, target = inputs()
     with pytest.raises(SettingError, match=text):
         linear_cross_entropy(x, weight, **{"target": target, **change})

@@ -12,7 +12,7 @@ from instep.state import PartialState, process
 from tests.helpers.spawn import run_ranks
 
 
-def test_it_is_python_s_logger_with_one_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_one_process_get_logger_logs_as_pythons_logger(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("instep.test.plain", log_level="info")
     logger.debug("unseen")
     logger.info("%d of %d", 1, 2, extra={"run": 7})

@@ -106,7 +106,7 @@ def test_a_failed_attempt_leaves_nothing_behind() -> None:
     assert train() == [True]
 
 
-def test_other_errors_come_through_as_they_are() -> None:
+def test_an_error_that_is_not_out_of_memory_is_raised_unchanged() -> None:
     calls: list[int] = []
 
     @find_executable_batch_size

@@ -24,7 +24,7 @@ def both_of_two() -> list[Any]:
 
 
 @pytest.mark.dist
-def test_so_they_do_on_two_processes() -> None:
+def test_loop_and_trainer_agree_on_two_processes() -> None:
     for rank in run_ranks(both_of_two, 2):
         for hand, trainer in rank:
             assert hand == trainer
@@ -50,7 +50,7 @@ def resumed_and_whole(folder: Path) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_so_it_does_on_two_processes(tmp_path: Path) -> None:
+def test_a_resumed_loop_equals_an_uninterrupted_one_on_two_processes(tmp_path: Path) -> None:
     run_ranks(stopped, 2, tmp_path)
     for rank in run_ranks(resumed_and_whole, 2, tmp_path):
         for resumed, whole in rank:

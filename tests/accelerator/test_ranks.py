@@ -193,5 +193,5 @@ def state_after_the_end() -> int:
     return total
 
 
-def test_after_the_end_a_new_one_meets_again() -> None:
+def test_after_end_training_a_new_accelerator_connects_both_ranks() -> None:
     assert run_ranks(state_after_the_end, 2) == [2, 2]

@@ -135,7 +135,7 @@ def test_gradients_may_be_zeroed_before_each_forward_of_several_models(make: Any
     assert steps == {"d": [3.5, 11.5, 19.5], "g": [3.5, 11.5, 19.5]}
 
 
-def test_so_they_are_with_items_and_clipping(make: Any) -> None:
+def test_two_models_accumulate_with_num_items_and_clipping(make: Any) -> None:
     accelerator = make()
     d, d_sgd, g, g_sgd = pair(accelerator)
     for (x,) in accelerator.prepare(numbers(4)):

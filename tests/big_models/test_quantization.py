@@ -103,7 +103,7 @@ def test_a_model_has_the_same_bits_from_weights_a_file_and_a_state_dict(kind: st
     assert torch.equal(other(TOKENS), got), "float weights are never written into quantized ones"
 
 
-def test_one_weight_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_holds_one_float_weight_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stack() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 
@@ -132,7 +132,7 @@ def anonymous_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def test_what_is_skipped_and_kept_in_float32() -> None:
+def test_skipped_modules_are_not_quantized_and_kept_ones_stay_float32() -> None:
     config = TorchAoConfig("int8", torch_dtype="bf16", skip_modules=["second"], keep_in_fp32_modules=["embedding"])
     model = load_and_quantize_model(Net(), config)
     assert isinstance(model.head, nn.Linear)

@@ -166,7 +166,7 @@ def test_missing_metric_that_is_not_strict():
         (False, {}, False),
     ],
 )
-def test_when_it_checks(option, trainer, at_epoch_end):
+def test_early_stopping_checks_once_after_validation_or_at_the_epochs_end(option, trainer, at_epoch_end):
     callback = EarlyStopping("loss", check_on_train_epoch_end=option)
     fake = FakeTrainer(callback_metrics={"loss": 1.0}, **trainer)
     callback.on_validation_end(fake, None)
@@ -231,7 +231,7 @@ def test_wrong_options(options):
         EarlyStopping(**{"monitor": "loss", **options})
 
 
-def test_its_arguments_can_be_read_and_its_state_comes_back_whole() -> None:
+def test_early_stopping_shows_its_arguments_and_restores_its_whole_state() -> None:
     given: dict[str, Any] = {
         "patience": 5,
         "mode": "max",

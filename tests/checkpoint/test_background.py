@@ -53,7 +53,7 @@ def save(saver: BackgroundSaver, store: CheckpointStore, value: float, **options
     return saver.start(store, int(value), saver.record(writes(value)), **options)
 
 
-def test_it_is_listed_when_it_is_done_and_not_before(tmp_path: Path) -> None:
+def test_a_background_save_is_listed_once_it_is_done(tmp_path: Path) -> None:
     gate = Gate()
     store, saver = CheckpointStore(tmp_path, LocalFiles(gate)), BackgroundSaver()
     pending = save(saver, store, 1.0)
@@ -188,7 +188,7 @@ def beside_the_training(folder: str) -> tuple[str, list[str], list[int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_it_has_a_group_of_its_own(tmp_path: Path, debug: str) -> None:
+def test_a_background_save_does_not_use_the_trainings_process_group(tmp_path: Path, debug: str) -> None:
     results = run_ranks(beside_the_training, 2, str(tmp_path), env={"INSTEP_DEBUG": debug})
     assert results == [("step-00000002-1", [], [0, 0])] * 2
 
@@ -235,7 +235,7 @@ def given_up_by_all(folder: str) -> tuple[list[list[int]], str]:
 
 
 @pytest.mark.dist
-def test_what_was_given_up_speaks_to_nobody_any_more(tmp_path: Path) -> None:
+def test_a_save_that_was_given_up_sends_nothing_to_other_ranks(tmp_path: Path) -> None:
     """Not over the group of the training either, where it would be taken for an answer to something else."""
     results = run_ranks(given_up_by_all, 2, str(tmp_path))
     assert results == [([[10 * number, 10 * number + 1] for number in range(20)], "DistributedError")] * 2

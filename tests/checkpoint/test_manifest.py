@@ -26,7 +26,7 @@ MANIFEST = Manifest(
 HERE = Path("folder/manifest.json")
 
 
-def test_it_comes_back() -> None:
+def test_a_manifest_survives_a_round_trip_through_bytes() -> None:
     assert Manifest.from_bytes(MANIFEST.to_bytes(), HERE) == MANIFEST
 
 

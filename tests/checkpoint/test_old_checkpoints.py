@@ -218,7 +218,7 @@ def test_shards_of_two_ranks_are_read_whole_by_one_process(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["trainer", "fsdp", "accelerator"])
-def test_they_verify(name: str, tmp_path: Path) -> None:
+def test_checkpoints_of_older_versions_verify_and_damage_is_found(name: str, tmp_path: Path) -> None:
     shutil.copytree(OLD / name / "state-1", tmp_path / name)
     assert is_checkpoint(tmp_path / name)
     with (tmp_path / name / "rank-00000.safetensors").open("r+b") as file:

@@ -59,7 +59,9 @@ NO_SCORES: list[float | None] = [None] * 10
         (KeepBest(1) | KeepEvery(30), [5, 1, 5, 5], [1, 2, 3]),
     ],
 )
-def test_what_is_left(policy: Retention, scores: list[float | None], expected: list[int]):
+def test_a_retention_policy_keeps_the_expected_steps(
+    policy: Retention, scores: list[float | None], expected: list[int]
+):
     assert left(policy, scores) == expected
 
 
@@ -80,7 +82,7 @@ def test_what_is_left(policy: Retention, scores: list[float | None], expected: l
         (KeepEvery(100) | KeepBest(2), 0.0, True),
     ],
 )
-def test_what_is_worth_saving(policy: Retention, score: float | None, taken: bool):
+def test_a_retention_policy_takes_a_score_that_would_be_kept(policy: Retention, score: float | None, taken: bool):
     assert policy.takes(Saved("new", 30, score), [Saved("a", 10, 1.0), Saved("b", 20, 3.0)]) is taken
 
 

@@ -352,7 +352,7 @@ def test_every_byte_is_checked(store: CheckpointStore, name: str) -> None:
     assert store.verify(path) == []
 
 
-def test_when_none_verifies(store: CheckpointStore) -> None:
+def test_a_folder_without_a_checkpoint_that_verifies_is_an_error(store: CheckpointStore) -> None:
     path = store.save(1, writes(1.0))
     (path / "trainer.json").unlink()
     for keyword, advice in (("auto", "start afresh"), ("last", "path of another one\\.")):

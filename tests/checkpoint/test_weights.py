@@ -24,7 +24,7 @@ def assert_weights(path: Path) -> None:
     assert all(torch.equal(loaded[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
-def test_of_a_checkpoint(tmp_path: Path) -> None:
+def test_load_weights_reads_a_checkpoint_and_finds_damage(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path).save(1, writes(2.0), name="best")
     for name in (path, tmp_path / "best", str(path)):
         weights = load_weights(name)
@@ -35,7 +35,7 @@ def test_of_a_checkpoint(tmp_path: Path) -> None:
         load_weights(path)
 
 
-def test_of_a_sharded_checkpoint(tmp_path: Path) -> None:
+def test_load_weights_reads_a_sharded_checkpoint(tmp_path: Path) -> None:
     def write(writer: Any) -> None:
         for number, (name, tensor) in enumerate(WEIGHTS.items()):
             writer.tensors(f"model-{number}.safetensors", {name: tensor})
@@ -57,12 +57,12 @@ def test_tied_weights_load_into_a_module(tmp_path: Path) -> None:
     assert torch.equal(other.head.weight, model.embed.weight)
 
 
-def test_of_a_safetensors_file_of_anyone(tmp_path: Path) -> None:
+def test_load_weights_reads_any_safetensors_file(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "x.safetensors")
     assert_weights(tmp_path / "x.safetensors")
 
 
-def test_of_several_files_with_an_index(tmp_path: Path) -> None:
+def test_load_weights_reads_several_files_by_their_index(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(WEIGHTS.items()):
         save_file({name: tensor}, tmp_path / f"part-{number}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def test_of_several_files_with_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict"])
 @pytest.mark.parametrize("ending", [".pt", ".ckpt", ".pth", ".bin"])
-def test_of_a_file_of_torch_save(tmp_path: Path, nested: str | None, ending: str) -> None:
+def test_load_weights_reads_a_file_of_torch_save(tmp_path: Path, nested: str | None, ending: str) -> None:
     content: Any = WEIGHTS if nested is None else {"epoch": 3, nested: WEIGHTS}
     torch.save(content, tmp_path / f"x{ending}")
     assert_weights(tmp_path / f"x{ending}")
@@ -122,7 +122,7 @@ def test_pickles_under_the_names_of_a_checkpoint_do_not_run(tmp_path: Path, name
     assert not target.exists()
 
 
-def test_what_holds_no_weights(tmp_path: Path) -> None:
+def test_load_weights_refuses_a_file_without_weights(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "x": [1]}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"holds no state dict.*got epoch, x"):
         load_weights(tmp_path / "x.pt")

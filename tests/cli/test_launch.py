@@ -83,7 +83,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Any:
         ("--config cpu --devices 4 t.py", {"nproc": 4}),
     ],
 )  # fmt: skip
-def test_what_options_mean(words: str, expected: dict[str, Any], planned: Any) -> None:
+def test_launch_options_become_settings(words: str, expected: dict[str, Any], planned: Any) -> None:
     spec = planned(*words.split())
     assert {name: spec[name] for name in expected} == expected
     assert spec["executable"] == expected.get("executable", sys.executable)
@@ -101,7 +101,7 @@ def test_what_options_mean(words: str, expected: dict[str, Any], planned: Any) -
         ("", {}),
     ],
 )  # fmt: skip
-def test_what_the_ranks_are_told(words: str, expected: dict[str, str], planned: Any) -> None:
+def test_launch_passes_its_settings_to_the_ranks(words: str, expected: dict[str, str], planned: Any) -> None:
     env = ["--env", "A=1,2", "--env", "B=", "--env", "A_TOKEN=x"]
     told = planned(*words.split(), *env, "--cpu-threads", "3", "t.py")["env"]
     always = {"GRACE_PERIOD_S": "30.0", "CONFIG_FILE": "none"}

@@ -125,7 +125,7 @@ class TestOneProcess:
         assert not list(tmp_path.iterdir())
         (root / "later").touch()
 
-    def test_what_people_see(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_replay_prints_a_table_of_steps(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
         root, checkpoints = alone
         done = run(["-m", "instep", "replay", str(checkpoints / "step-00000002-1"), "--steps", "1"], tmp_path)
         lines = [re.split("  +", line.strip()) for line in done.stdout.splitlines()]
@@ -231,7 +231,7 @@ def saved(root: Path, state: Any = None, kind: str = "full") -> Path:
         ({"world_size": 1, "command": {"arguments": ["/gone/train.py"], "folder": "/"}}, "full", "/gone/train.py"),
     ],
 )
-def test_what_cannot_be_replayed(
+def test_replay_refuses_a_run_that_it_cannot_repeat(
     state: Any, kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(saved(tmp_path, state, kind))]) == 1

@@ -85,7 +85,7 @@ def test_fixed_classes_and_functions() -> None:
     assert chosen.datamodule is None
 
 
-def test_what_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_cli_ranks_options_over_files_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     first = written(
         "first.yaml", {"model": {"class_path": "LineNet", "init_args": {"lr": 0.2, "width": 5}}, "data": "LineData"}
     )

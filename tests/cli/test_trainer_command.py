@@ -44,7 +44,7 @@ def run(*argv: str) -> Finished:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_it_starts_its_ranks_itself_and_is_tested_by_its_configuration(
+def test_the_trainer_command_starts_its_ranks_and_tests_from_the_saved_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = tmp_path / "instep"

@@ -120,7 +120,7 @@ def test_an_object_of_either_class_is_one_of_both() -> None:
         ("no_such_thing", "nothing of that name"),
     ],
 )
-def test_what_has_no_counterpart(name: str, text: str) -> None:
+def test_a_lightning_name_without_a_counterpart_raises_with_advice(name: str, text: str) -> None:
     module, _, leaf = f"instep.compat.lightning.{name}".rpartition(".")
     assert not hasattr(import_module(module), leaf)
     with pytest.raises(AttributeError, match=text):

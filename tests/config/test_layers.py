@@ -77,7 +77,7 @@ def test_options_without_a_strategy() -> None:
         resolve({"strategy_options": ("a=1", "--strategy-options")}, NO_FILE).check()
 
 
-def test_one_count_hides_the_other(tmp_path: Path) -> None:
+def test_num_processes_overrides_devices_of_a_lower_layer(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("devices: 2\n")
     launch = resolve({"num_processes": (4, "--num-processes")}, str(file))
@@ -144,7 +144,7 @@ def test_every_wrong_value_is_told() -> None:
         ({"strategy_options": '{"a": 1e-5}'}, {"a": 1e-5}), ({"strategy_options": "{a: 2E5}"}, {"a": 2e5}),
     ],
 )  # fmt: skip
-def test_what_texts_and_yaml_mean(given: dict[str, Any], value: Any) -> None:
+def test_a_setting_is_read_alike_from_text_and_from_yaml(given: dict[str, Any], value: Any) -> None:
     (name,) = given
     assert check(given, {}) == {name: value}
 

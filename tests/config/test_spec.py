@@ -28,13 +28,13 @@ def _plan(environ: dict[str, str] | None = None, **settings: Any) -> LaunchSpec:
         ({"ray": "auto", "num_nodes": 2, "master_port": 5}, "Ray finds the machines: master_port"),
     ],
 )
-def test_what_has_no_effect_is_said(settings: dict[str, Any], unused: str) -> None:
+def test_a_setting_without_effect_is_warned_of(settings: dict[str, Any], unused: str) -> None:
     with pytest.warns(UserWarning, match=unused) as said:
         _plan(**settings)
     assert len(said) == 1
 
 
-def test_what_has_an_effect_or_is_of_others_is_not_said() -> None:
+def test_a_setting_with_an_effect_or_from_the_environment_is_not_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _plan(num_nodes=2, master_addr="h", master_port=5, node_rank=1, local_addr="i")

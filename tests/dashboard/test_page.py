@@ -246,7 +246,7 @@ def test_an_attacker_gets_nothing(tmp_path, browser):
         assert request(url, _SOCKET, Origin="http://evil.example", Cookie=sent, **_UPGRADE)[0] == 403
 
 
-def test_it_ends_by_ctrl_c_with_pages_open_and_says_that_a_port_is_taken(tmp_path, browser):
+def test_the_dashboard_ends_by_ctrl_c_and_names_a_port_that_is_taken(tmp_path, browser):
     with dashboard(tmp_path) as (url, server):
         browser.open(url).get_by_text("No runs yet.").wait_for()
         port = str(urlsplit(url).port)

@@ -72,7 +72,7 @@ def test_windows_have_every_sequence_once(lengths: list[int]) -> None:
     assert sum(each <= 6 for each in used) <= 1, "two half-empty windows would have been one"
 
 
-def test_what_a_window_holds() -> None:
+def test_a_packed_window_holds_whole_sequences_and_padding() -> None:
     packed = PackedDataset([[5, 6, 7], [8], [9, 9]], size=4, padding=1)
     assert {key: value.tolist() for key, value in packed[1].items()} == {
         "input_ids": [9, 9, 1, 1],

@@ -48,7 +48,7 @@ def test_the_hooks_of_batches_do_nothing_by_default() -> None:
     data.on_exception(ValueError())
 
 
-def test_its_text_has_the_sizes_of_the_data() -> None:
+def test_the_text_of_a_datamodule_has_the_sizes_of_its_data() -> None:
     data = Squares()
     assert str(data).split("\n")[:2] == ["{Train dataloader: None}", "{Validation dataloader: None}"]
     data.setup("fit")

@@ -248,7 +248,7 @@ def _mine() -> Any:
     return Subset(Numbers(8), torch.tensor([rank(), 2 + rank()]))
 
 
-def test_what_must_be_alike_is_checked() -> None:
+def test_data_that_differs_between_ranks_is_refused() -> None:
     for errors in run_ranks(_refused, 2):
         assert "length is 6 on rank 1 but 5 on rank 0" in errors[0]
         assert "OwnRandom gives rank 1 another order" in errors[1]

@@ -62,7 +62,7 @@ def test_pinning_is_left_out_only_where_there_is_no_gpu(monkeypatch: pytest.Monk
     assert [each.pin_memory for each in tune_loader(loader, [0], pin_memory=[False, True])[1]] == [False, True]
 
 
-def test_what_cannot_be_measured() -> None:
+def test_tune_loader_refuses_what_it_cannot_measure() -> None:
     with pytest.raises(SettingError, match="no batches to measure"):
         tune_loader(DataLoader([], batch_size=2), workers=[0])  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=r"a torch\.utils\.data\.DataLoader"):

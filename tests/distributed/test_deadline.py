@@ -82,7 +82,7 @@ def test_a_rank_that_waits_for_one_that_is_stuck_ends_in_time_with_it(tmp_path: 
     assert [path.name for path in tmp_path.rglob("checkpoints/step-*")] == ["step-00000002-1"]
 
 
-def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_ends_the_process_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, calls = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda code: (calls.append(code), ended.set()))
     monkeypatch.setattr(deadline.faulthandler, "dump_traceback_later", lambda *args, **kwargs: None)

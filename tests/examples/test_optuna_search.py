@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "optuna_search.py"
 @pytest.mark.optuna
 @pytest.mark.dist
 @pytest.mark.parametrize("launch", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["1", "2"])
-def test_it_searches(launch: list[str], tmp_path: Path) -> None:
+def test_the_optuna_example_finds_a_low_loss(launch: list[str], tmp_path: Path) -> None:
     done = run_command([warm_python(), *launch, str(EXAMPLE), "--smoke"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = re.search(r"3 trials, (\d) pruned; best loss ([\d.]+) with", done.stdout)

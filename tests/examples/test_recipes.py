@@ -64,7 +64,8 @@ def test_every_recipe_is_here_short_and_in_the_index() -> None:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120, name
 
 
-# test_the_same_line_goes_on runs the GAN; on one process segmentation takes the same way as on two.
+# test_the_same_command_continues_a_recipe_bit_for_bit runs the GAN; on one process segmentation takes the same way as
+# on two.
 @pytest.mark.parametrize("name", ["contrastive", "distillation", "graph", "vae"])
 def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     assert re.search(SAYS[name], run(name, "--smoke", "--root", str(tmp_path)))
@@ -91,7 +92,7 @@ def test_recipes_of_other_packages_run_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gan", pytest.param("ppo", marks=pytest.mark.recipes)])
-def test_the_same_line_goes_on(name: str, tmp_path: Path) -> None:
+def test_the_same_command_continues_a_recipe_bit_for_bit(name: str, tmp_path: Path) -> None:
     """One epoch, then two, and once more the same line, which changes nothing: as in one go, bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert re.search({**SAYS, **SAYS_OF_EXTRAS}[name], run(name, "--root", str(whole), "--epochs", "2"))

@@ -63,7 +63,7 @@ def test_the_whole_input_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(KEPT.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_what_once_ended_badly(path: Path, home: Path) -> None:
+def test_inputs_that_once_ended_badly_end_well(path: Path, home: Path) -> None:
     reader = READERS[path.parent.name]
     mutate.copy(path, home / "in")
     for way in range(6):  # in which it may be read

@@ -43,7 +43,7 @@ def arrived(logger):
     return logger.calls
 
 
-def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
+def test_records_from_before_the_start_are_kept_in_order(tmp_path):
     logger = Recorder()
     logger.log_hyperparams({"lr": 0.1})
     logger.log_metrics({"loss": 1.0}, step=0)
@@ -60,7 +60,7 @@ def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
     ]
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def test_a_logger_writes_nothing_on_other_ranks(tmp_path):
     logger = Recorder()
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.delivery.start(tmp_path, is_main=False)
@@ -174,7 +174,7 @@ def test_another_run_folder_closes_the_first(tmp_path):
     ]
 
 
-def test_only_plain_numbers_reach_the_hook(tmp_path):
+def test_log_metrics_passes_plain_numbers_to_the_hook(tmp_path):
     logger = Recorder()
     logger.delivery.start(tmp_path)
     logger.log_metrics({"a": torch.tensor(0.5), "b": 2, "c": 0.0, "d": True}, step=0)
@@ -184,7 +184,7 @@ def test_only_plain_numbers_reach_the_hook(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["high", None, torch.zeros(2), [1.0]])
-def test_other_values_are_an_error_that_names_logger_and_metric(value):
+def test_a_metric_that_is_no_number_is_an_error_with_logger_and_name(value):
     with pytest.raises(LogError, match="Recorder: the metric 'loss' must be a number"):
         Recorder().log_metrics({"loss": value}, step=0)
 

@@ -269,7 +269,7 @@ def test_every_kind_survives_the_disk_and_nothing_else_is_read(tmp_path):
     assert not list((tmp_path / "b").iterdir())
 
 
-def test_other_x_axes(tmp_path):
+def test_rows_are_drawn_over_a_metric_named_as_x_axis(tmp_path):
     logger = JSONLinesLogger(x_axis="tokens")
     logger.delivery.start(tmp_path)
     logger.log_metrics({"loss": 1.0, "tokens": 4096}, 1)

@@ -194,7 +194,7 @@ def test_a_run_of_the_script_is_used_and_left_open(tmp_path):
     assert found["history"] == [{"loss": 1.0, STEP: 1}, {"after": 1.0, STEP: 1}]
 
 
-def test_other_ranks_open_nothing(tmp_path):
+def test_a_wandb_logger_opens_no_run_on_other_ranks(tmp_path):
     logger = WandbLogger(mode="online")
     logger.delivery.start(tmp_path, is_main=False)
     logger.log_metrics({"loss": 1.0}, step=1)

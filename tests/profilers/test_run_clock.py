@@ -60,7 +60,7 @@ def test_the_gap_between_bursts_has_a_limit() -> None:
         assert clock._left < 2_000_000
 
 
-def test_what_is_within_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def passes(seconds: float) -> None:

@@ -198,7 +198,7 @@ def test_the_rank_that_differs_is_named_on_all(reports: Reports, what: str, rank
 
 
 @pytest.mark.dist
-def test_after_a_difference_the_ranks_can_go_on(reports: Reports) -> None:
+def test_collectives_work_after_a_difference_between_ranks_was_found(reports: Reports) -> None:
     for _, texts in reports:
         assert texts["afterwards"] == str([1.0] * len(reports))
 

@@ -102,7 +102,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", range(4), {1, 2}, 3, None, Pair([1], [2]), iter([1])])
-def test_other_types_are_refused(value: Any) -> None:
+def test_split_between_processes_refuses_other_types(value: Any) -> None:
     with pytest.raises(TypeError, match=f"inputs is a {type(value).__name__}"):
         share_of(value, 0, 2)
     with pytest.raises(TypeError, match=r"inputs\['a'\] is a"):

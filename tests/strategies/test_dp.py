@@ -92,7 +92,7 @@ def test_the_forward_is_cut_up_and_the_step_sees_the_whole_batch(monkeypatch: py
     assert isinstance(wrapped, Halves)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_dp_refuses_wrong_devices_and_several_processes() -> None:
     for ids in ([], [0, 0], [-1], [True]):
         with pytest.raises(SettingError, match=r"expected different numbers of GPUs"):
             DataParallelStrategy(device_ids=ids)

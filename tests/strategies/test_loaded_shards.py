@@ -137,7 +137,7 @@ def two_ranks(file: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_each_of_two_ranks_reads_its_part(tmp_path: Path) -> None:
+def test_each_of_two_ranks_reads_only_its_shards_of_a_file(tmp_path: Path) -> None:
     file, elements = make_file(tmp_path)
     state = {"0.weight": torch.randn(VOCABULARY, 64), "1.weight": torch.randn(2, 64), "1.bias": torch.tensor([1.0, 2])}
     save_file(state, tmp_path / "pair.safetensors")
@@ -165,7 +165,7 @@ def four_ranks(file: Path) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_each_of_four_ranks_reads_its_part(tmp_path: Path) -> None:
+def test_each_of_four_ranks_reads_only_its_shards_of_a_file(tmp_path: Path) -> None:
     file, elements = make_file(tmp_path)
     alone = train("auto", steps=3, module=Loaded(file, empty=False), limit_val_batches=0)
     for rank in run_ranks(four_ranks, 4, file):

@@ -173,7 +173,7 @@ def test_one_process_goes_on_from_the_mean(ranks: tuple[list[dict[str, Any]], Pa
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
 
 
-def test_it_refuses_scaled_gradients() -> None:
+def test_local_sgd_refuses_scaled_gradients() -> None:
     precision = copy.copy(Precision("32-true", torch.device("cpu")))
     precision.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(SettingError, match=r"needs a precision without gradient scaling"):

@@ -51,7 +51,7 @@ def test_parts_have_names_and_weights():
         (lambda it: [(it.begin,)], "Each entry is a submodule, or a tuple"),
     ],
 )
-def test_what_is_no_list_of_parts_is_refused(stages: Any, match: str):
+def test_pipeline_stages_must_be_a_list_of_parts(stages: Any, match: str):
     module = Small()
     module.pipeline_stages = lambda: stages(module)  # type: ignore[method-assign]
     with pytest.raises(HookError, match=match):
@@ -118,7 +118,7 @@ def test_stages_one_after_another_are_the_forward():
         assert cut.stages[count - 1].output_outline.is_meta
 
 
-def test_each_rank_keeps_its_own():
+def test_each_rank_keeps_its_own_pipeline_stages():
     whole = TinyGPT(layers=2).state_dict()
     names: list[set[str]] = []
     for rank in range(2):
@@ -213,7 +213,7 @@ def test_an_optimizer_state_goes_out_and_in_by_the_names_of_the_whole():
     assert tree["groups"][0]["lr"] == 0.5
 
 
-def test_what_is_absent_says_so():
+def test_a_part_that_the_rank_lacks_raises_with_its_name():
     module = TinyGPT(layers=2)
     Cut(module, 2, (), 0, 2)
     assert isinstance(module.head, Absent)

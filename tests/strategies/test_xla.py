@@ -75,7 +75,7 @@ def test_the_device_says_which_strategy_auto_is() -> None:
 
 
 @absent
-def test_it_needs_its_package() -> None:
+def test_xla_without_torch_xla_names_the_pip_install() -> None:
     with pytest.raises(MissingPackageError, match=r"pip install 'instep\[xla\]'"):
         XLAStrategy().connect(XLA, precision())
     with pytest.raises(SettingError, match="no such device"):

@@ -210,7 +210,7 @@ def test_any_of_its_checkpoints_is_taken_up_by_any_other(ranks: list[dict[str, A
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:.*has the state of callbacks")  # who goes on saves nothing
-def test_its_checkpoints_hold_the_same_and_one_process_goes_on(ranks: list[dict[str, Any]]) -> None:
+def test_zero_checkpoints_equal_plain_ones_and_one_process_continues(ranks: list[dict[str, Any]]) -> None:
     straight, paths = ranks[0]["straight"], ranks[0]["paths"]
     files = {name: sorted(p.name for p in Path(path).glob("*.safetensors")) for name, path in paths.items()}
     assert "optimizer-00001-of-00002.safetensors" in files["sharded"]
@@ -235,6 +235,6 @@ def test_a_hook_that_fails_on_one_rank_fails_the_save_on_all(ranks: list[dict[st
     assert all("no room for it" in rank["refused"] for rank in ranks)
 
 
-def test_it_refuses_what_it_cannot_divide() -> None:
+def test_zero_refuses_an_optimizer_that_it_cannot_divide() -> None:
     with pytest.raises(SettingError, match=r"cannot divide LBFGS: it steps all parameters together.*AdamW"):
         OptimizerShards(torch.optim.LBFGS(nn.Linear(2, 1).parameters()))

@@ -46,7 +46,7 @@ def forget_graphs() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
-def test_it_trains_as_the_module_does_and_is_saved_under_clean_names(tmp_path: Path):
+def test_a_compiled_module_trains_alike_and_is_saved_under_clean_names(tmp_path: Path):
     plain, module, backend = Net(), Net(), Eager()
     module.load_state_dict(plain.state_dict())
     compiled = torch.compile(module, backend=backend, fullgraph=True)

@@ -177,7 +177,7 @@ def test_another_trainer_finds_them_in_the_root(tmp_path: Path):
     assert_same(weights(module), weights(first.model))
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path):
+def test_testing_from_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path):
     for path in ("best", "last", tmp_path / "nowhere"):
         with pytest.raises(CheckpointNotFoundError):
             quiet(default_root_dir=tmp_path).test(Toy(), loader(), ckpt_path=path)

@@ -52,7 +52,7 @@ def misspelt() -> tuple[Toy, Callback]:
     return Model(), Watcher()
 
 
-def test_they_are_told_once_with_the_hook_that_was_meant():
+def test_a_misspelt_hook_is_warned_of_once_with_the_right_name():
     module, watcher = misspelt()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -70,7 +70,7 @@ def test_they_are_told_once_with_the_hook_that_was_meant():
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_click", "on_new_best"])
-def test_other_names_are_the_users_own(name: str):
+def test_a_users_own_method_name_is_not_warned_of(name: str):
     module = Toy()
     module.__dict__[name] = lambda: None
     quiet(max_epochs=1, limit_train_batches=1).fit(module, loader())

@@ -543,7 +543,7 @@ def test_wrong_values(value: Any, message: str, late: bool, tmp_path: Any):
         run(tmp_path, module)
 
 
-def test_other_arguments_for_a_name(tmp_path: Any):
+def test_logging_a_name_twice_with_other_arguments_is_an_error(tmp_path: Any):
     module = Toy()
 
     def logs(batch: Any, batch_idx: int) -> Any:

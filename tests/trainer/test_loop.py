@@ -58,7 +58,7 @@ def validations(train: Any = None, **settings: Any) -> list[tuple[int, int]]:
         ({"max_epochs": 2, "limit_train_batches": 0}, 0, 0),
     ],
 )
-def test_where_training_ends(settings: dict[str, Any], steps: int, epochs: int):
+def test_training_ends_at_the_expected_step_and_epoch(settings: dict[str, Any], steps: int, epochs: int):
     for data in [loader()] if settings.get("limit_train_batches") == 0.5 else [loader(), stream()]:
         trainer = quiet(**settings)
         trainer.fit(Toy(), data)
@@ -487,7 +487,7 @@ def test_a_trainer_cannot_run_inside_its_own_run():
 
 
 @pytest.mark.parametrize("fn", ["fit", "validate", "test", "predict"])
-def test_after_an_error_everything_is_put_back(fn: str):
+def test_an_error_in_a_step_puts_the_module_and_state_back(fn: str):
     events: list[str] = []
 
     class Fails(Toy):

@@ -177,7 +177,7 @@ def test_a_preemption_replaces_the_newest_instead_of_adding_one(savers: Any, tmp
         (lambda root: [], "there is no ModelCheckpoint, so nothing is saved", []),
     ],
 )
-def test_who_turned_it_off_reads_one_line_at_the_start(
+def test_a_run_without_automatic_saves_prints_one_line_at_the_start(
     savers: Any, line: str, steps: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     callbacks = savers(tmp_path)

@@ -298,7 +298,7 @@ def test_an_unknown_policy_is_an_error():
         Trainer(nonfinite="stopp")
 
 
-def test_only_some_occurrences_are_reported(when: str):
+def test_repeated_nonfinite_steps_are_reported_at_growing_intervals(when: str):
     module = Sick(dict.fromkeys(range(20), NAN), "fused SGD")
     with pytest.warns(UserWarning, match="global_step") as caught:
         trainer = fit(module, "skip", max_epochs=5)

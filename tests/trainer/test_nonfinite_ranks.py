@@ -95,7 +95,7 @@ def run_cases() -> list[dict[str, Any]]:
     return results
 
 
-def test_one_decision_on_all_ranks() -> None:
+def test_all_ranks_decide_alike_on_a_nonfinite_step() -> None:
     first, second = run_ranks(run_cases, 2)
     for case, one, other in zip(CASES, first, second, strict=True):
         for a, b in zip((*one["history"], one["end"]), (*other["history"], other["end"]), strict=True):

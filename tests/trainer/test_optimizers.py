@@ -33,7 +33,7 @@ def opt(model: Model) -> Optimizer:
 # ---- configure_optimizers
 
 
-def test_one_optimizer_in_every_form(model, opt):
+def test_configure_optimizers_accepts_one_optimizer_in_every_form(model, opt):
     sched = ExponentialLR(opt, 0.5)
     forms: list[tuple[Any, list[Any]]] = [
         (opt, []),
@@ -139,7 +139,7 @@ def bad_forms() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("said, form", bad_forms().items())
-def test_other_forms_are_refused(model, opt, said, form):
+def test_configure_optimizers_refuses_other_forms(model, opt, said, form):
     with pytest.raises(HookError) as caught:
         configure(form(opt), model)
     assert said in str(caught.value)

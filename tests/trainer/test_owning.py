@@ -34,7 +34,7 @@ def test_savers_of_one_run_share_its_folder_and_give_it_back(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_the_same_command_twice_at_once(saved: bool, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_in_use_is_refused(saved: bool, tmp_path: Path) -> None:
     folder = tmp_path / "instep_runs" / "version_0" / "checkpoints"
     if saved:
         trainer_in(tmp_path).fit(Toy(), loader())

@@ -69,7 +69,9 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", [Net, OwnSaver])
-def test_it_goes_on_from_there_and_writes_nothing(kind: type[Net], output: Path, tmp_path: Path) -> None:
+def test_a_replay_repeats_the_steps_after_a_checkpoint_and_writes_nothing(
+    kind: type[Net], output: Path, tmp_path: Path
+) -> None:
     before = sorted(tmp_path.rglob("*"))
     again = trainer(tmp_path / "second")
     with pytest.raises(Ended):

@@ -52,7 +52,7 @@ def folder(trainer: Trainer) -> str:
 
 
 @pytest.mark.parametrize("logs", [False, True])
-def test_each_fit_goes_on_from_its_own(tmp_path: Path, begin: Any, logs: bool) -> None:
+def test_each_fit_of_a_restarted_program_continues_its_own_run(tmp_path: Path, begin: Any, logs: bool) -> None:
     def logger() -> Any:
         return CSVLogger(tmp_path / "logs") if logs else False
 
@@ -84,7 +84,7 @@ def test_a_job_whose_version_was_taken_goes_on_in_the_next(tmp_path: Path, begin
     assert (again.resume_report is not None, folder(again)) == (True, "version_4")
 
 
-def test_it_goes_on_after_an_error_of_any_length(tmp_path: Path, begin: Any) -> None:
+def test_a_restart_continues_after_an_error_text_of_any_length(tmp_path: Path, begin: Any) -> None:
     begin(0)
     with pytest.raises(RuntimeError, match="the node is lost"):
         fit(tmp_path, 6, ends=3, text="the node is lost" + "\N{GRINNING FACE}" * 70_000)
@@ -107,7 +107,7 @@ def test_without_a_checkpoint_of_its_own_it_does_what_it_did_at_first(tmp_path: 
     assert str(again.resume_report.path) == newest
 
 
-def test_one_that_does_not_verify_is_passed_over(tmp_path: Path, begin: Any) -> None:
+def test_a_restart_passes_over_a_checkpoint_that_does_not_verify(tmp_path: Path, begin: Any) -> None:
     begin(0)
     before = fit(tmp_path, 4)
     weights = Path(before.log_dir or "", "checkpoints/step-00000004-1/model.safetensors")

@@ -370,7 +370,9 @@ def resumed(root: Path, make: Callable[[], TrainModule], stop: int | None, numbe
     ],
     ids=["manual", "reloaded", "limited", "overfit", "max-steps"],
 )
-def test_other_loops(make: Callable[[], TrainModule], settings: dict[str, Any], tmp_path: Path) -> None:
+def test_manual_reloaded_and_limited_runs_resume_bit_for_bit(
+    make: Callable[[], TrainModule], settings: dict[str, Any], tmp_path: Path
+) -> None:
     whole, expected = resumed(tmp_path / "whole", make, None, 0, **settings)
     for stop in (1, 3, 4):
         root = tmp_path / str(stop)

@@ -160,7 +160,7 @@ def test_what_was_left_out_is_printed(saved: Any, tmp_path: Path, capsys: pytest
     assert "goes on at epoch 2 done, step 8" in printed
 
 
-def test_other_groups_and_optimizers(saved: Any, tmp_path: Path):
+def test_resuming_with_other_parameter_groups_is_an_error_with_advice(saved: Any, tmp_path: Path):
     path, _ = saved
     with pytest.raises(CheckpointError, match="1 parameter groups saved, 2 now"):
         fit(tmp_path / "second", Net(groups=True), ckpt_path=path)
@@ -244,7 +244,9 @@ def test_rates_for_each_group_must_be_as_many(saved: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     "resume", [Resume(lr=0.3), Resume(optimizer=False, schedulers=False), Resume.weights()], ids=str
 )
-def test_it_holds_once(resume: Resume, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_parts_apply_to_the_first_start_of_a_run_only(
+    resume: Resume, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """A run that began with parts of another and was killed goes on with all of its own."""
     results = []
     for stops in ([-1], [1, -1]):

@@ -104,7 +104,7 @@ def test_hyperparameters_that_came_as_one_argument_are_given_back_as_one(config:
     assert (loaded.rate, loaded.factor, dict(loaded.hparams)) == (0.5, 2.0, {"rate": 0.5})
 
 
-def test_one_argument_beside_any_others(tmp_path: Path):
+def test_load_from_checkpoint_passes_a_namespace_beside_keyword_arguments(tmp_path: Path):
     trainer = fit(tmp_path, module=FromAll(argparse.Namespace(rate=0.5)))
     loaded = FromAll.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "mine"))
     assert (loaded.rate, loaded.others) == (0.5, {})

@@ -57,7 +57,7 @@ def _torch_warns_of_itself():
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam], ids=["float", "tensor"])
 @pytest.mark.parametrize("at", [2, 9])
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_it_is_the_schedule_that_had_it_from_the_beginning(make: Any, at: int, kind: Any):
+def test_a_changed_learning_rate_gives_the_schedule_that_began_with_it(make: Any, at: int, kind: Any):
     first = 0.1 if kind is torch.optim.SGD else torch.tensor(0.1, dtype=torch.float64)
     whole = optimizer_of(0.04)
     expected = rates(whole, make(whole, 0.04), 16)[at:]

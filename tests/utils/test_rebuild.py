@@ -199,7 +199,7 @@ def test_what_the_caller_passes_stays_as_it_is(hint: Any, mine: Any) -> None:
         (nn.Module, {"class_path": "torch.nn.ReLU", "init_args": "{}"}),
     ],
 )
-def test_what_does_not_fit_is_refused(hint: Any, saved: Any) -> None:
+def test_a_saved_value_that_does_not_fit_its_type_is_refused(hint: Any, saved: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*[Pp]ass value=\.\.\."):
         built(hint, saved)
 

@@ -76,7 +76,7 @@ def test_search(search: dict[str, Any], expected: int) -> None:
     assert max(tried, default=0) <= SAMPLES
 
 
-def test_what_bounds_it() -> None:
+def test_the_search_for_a_batch_size_stops_at_its_bounds() -> None:
     wide = Model()
     assert Tuner(quiet()).scale_batch_size(wide, datamodule=Data(), steps_per_trial=1) == 128
     trainer = quiet(global_batch_size=24)

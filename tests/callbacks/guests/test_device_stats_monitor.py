@@ -34,7 +34,7 @@ def test_the_processor_by_step_and_in_validation_and_the_thread_ends() -> None:
     assert "device stats" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_only_what_was_asked_for() -> None:
+def test_device_stats_are_logged_only_for_the_keys_asked_for() -> None:
     logger = fit(DeviceStatsMonitor(filter_keys={"cpu_percent"}))
     assert {name for _, row in logger.rows for name in row} == {f"{PREFIX}.on_train_batch_end/cpu_percent"}
     with pytest.warns(UserWarning, match=r"keys not found in the device's statistics: gpu\. There are: cpu_percent,"):
@@ -43,7 +43,7 @@ def test_only_what_was_asked_for() -> None:
     assert fit(DeviceStatsMonitor(), log_every_n_steps=0).rows == []
 
 
-def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_stats_monitor_needs_a_logger_and_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match="Cannot use `DeviceStatsMonitor` callback"):
         quiet(callbacks=DeviceStatsMonitor(), max_steps=1).fit(Toy(), loader())
     monkeypatch.setitem(sys.modules, "psutil", None)

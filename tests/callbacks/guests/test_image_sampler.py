@@ -85,7 +85,7 @@ def test_samples_of_the_users_and_pictures_of_the_module() -> None:
     assert [(name, len(images)) for name, _, images in pictures] == [("samples/drawn", 2)]
 
 
-def test_what_it_needs() -> None:
+def test_image_sampler_needs_a_validation_with_pictures() -> None:
     with pytest.raises(SettingError, match=r"takes its samples from the validation, .* Give ImageSampler\(batch="):
         fit(ImageSampler(), val=None)
     with pytest.raises(HookError, match=r"no pictures in a batch with tensors of the shapes \(3, 4\), \(3,\)"):

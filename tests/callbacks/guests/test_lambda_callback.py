@@ -24,7 +24,7 @@ def test_functions_become_hooks():
     assert callback.state_key == "LambdaCallback"
 
 
-def test_it_can_be_pickled():
+def test_lambda_callback_can_be_pickled():
     callback = pickle.loads(pickle.dumps(LambdaCallback(on_fit_end=print)))
     assert callback.on_fit_end is print
 

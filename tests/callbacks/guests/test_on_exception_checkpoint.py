@@ -166,7 +166,7 @@ def on_two_ranks_again(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.dist
-def test_one_rank_alone(tmp_path: Path):
+def test_an_error_on_one_rank_saves_under_ddp_and_not_under_fsdp(tmp_path: Path):
     """Under ddp the rank that failed saves what it holds; a strategy that divides the state has its regular ones."""
     regular = ("step-00000004-1", 4, "full")
     for strategy, left in (("ddp", [("on_exception-1", 6, "full"), regular]), ("fsdp", [regular])):

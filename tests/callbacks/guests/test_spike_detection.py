@@ -57,7 +57,7 @@ def fit(losses: list[float], ckpt_path: Any = None, trainer: Any = None, **optio
         ([1, 1, INF, 1, 1, 1, 1, 1], {"finite_only": False}, 3),
     ],
 )
-def test_what_is_a_spike(
+def test_spike_detection_raises_at_the_expected_batch(
     losses: list[float], options: dict[str, Any], spike_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

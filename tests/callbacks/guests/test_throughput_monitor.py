@@ -99,7 +99,7 @@ def test_test_and_predict() -> None:
     assert logger.of("predict/samples") == {0: 8}
 
 
-def test_what_cannot_be_told() -> None:
+def test_throughput_needs_a_window_of_two_and_a_known_batch_size() -> None:
     with pytest.raises(SettingError, match="window_size=1"):
         ThroughputMonitor(window_size=1)
 

@@ -267,7 +267,7 @@ def test_an_exception_ends_it_cleanly(terminal):
     assert terminal.rest().endswith("\x1b[?25h<end>")  # the cursor is back
 
 
-def test_it_starts_again_after_an_end(terminal):
+def test_the_bar_starts_again_for_the_next_stage(terminal):
     terminal.connect()
     trainer = FakeTrainer()
     bar = started(trainer)
@@ -350,7 +350,7 @@ def test_plain_lines_are_rare_and_every_epoch_has_one(monkeypatch):
     assert [line.split("  ")[0] for line in pipe.getvalue().splitlines()] == ["Epoch 1/2", "Epoch 2/2", "Epoch 3/2"]
 
 
-def test_only_global_rank_zero(monkeypatch):
+def test_the_bar_is_drawn_by_global_rank_zero_alone(monkeypatch):
     no_terminal(monkeypatch)
     bar = started(FakeTrainer(global_rank=1, world_size=2))
     assert bar._thread is None

@@ -98,7 +98,7 @@ def view() -> View:
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 100, 160])
-def test_it_fits_into_every_width_and_leaves_nothing_out(width):
+def test_the_view_fits_into_every_width_and_leaves_nothing_out(width):
     text = view().draw(width).plain
     assert max(map(len, text.split("\n"))) <= width
     words = " ".join(text.split())

@@ -60,7 +60,7 @@ def test_tied_weights_are_there_under_each_name(tmp_path: Path, instep: Command)
     assert equal(load_file(tmp_path / "w.safetensors"), tied)
 
 
-def test_what_safetensors_has_no_name_for_is_said(tmp_path: Path, instep: Command) -> None:
+def test_convert_names_the_dtypes_that_safetensors_lacks(tmp_path: Path, instep: Command) -> None:
     odd = {"odd": torch.ones(2, dtype=torch.complex128)}
     path = CheckpointStore(tmp_path).save(1, lambda writer: writer.tensors("model.safetensors", odd))
     assert "left out: the dtype of odd" in instep("convert", path, tmp_path / "w.safetensors").out
@@ -309,7 +309,7 @@ def test_into_instep_no_second_attempt_is_made(tmp_path: Path, instep: Command) 
     assert instep("convert", tmp_path / "w.safetensors", tmp_path / "other").code == 0
 
 
-def test_what_cannot_be_told(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
+def test_convert_asks_for_a_format_that_it_cannot_guess(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
     assert "add --to" in instep("convert", checkpoint, tmp_path / "folder").err
     (tmp_path / "x.txt").touch()
     assert "what is it?" in instep("convert", tmp_path / "x.txt", tmp_path / "y.ckpt").err

@@ -27,7 +27,7 @@ def test_saved_twice_is_the_same(tmp_path: Path, instep: Command) -> None:
     assert answer.out.endswith("9 tensors are equal bit for bit, 0 are not\nthe checkpoints are the same\n")
 
 
-def test_what_differs(run_folder: Path, instep: Command) -> None:
+def test_diff_lists_the_facts_tensors_and_values_that_differ(run_folder: Path, instep: Command) -> None:
     a, b = (run_folder / "checkpoints" / name for name in ("step-00000010-1", "step-00000020-1"))
     answer = instep("diff", a, b, "--json")
     result = answer.json
@@ -45,7 +45,7 @@ def test_what_differs(run_folder: Path, instep: Command) -> None:
     assert "equal bit for bit, 1 is not\n" in said
 
 
-def test_only_the_run_differs(tmp_path: Path, instep: Command) -> None:
+def test_diff_passes_over_the_names_of_two_equal_runs(tmp_path: Path, instep: Command) -> None:
     def write(run_id: str) -> Callable[[Writer], None]:
         return lambda writer: writer.state("trainer", {**shared(3), "run_id": run_id, "command": run_id})
 

@@ -28,7 +28,7 @@ def test_every_level_finds_them(where: str, run_folder: Path, tmp_path: Path, in
     assert all("\x1b" not in line and "│" not in line for line in lines)
 
 
-def test_one_checkpoint_alone(checkpoint: Path, instep: Command) -> None:
+def test_ls_describes_a_single_checkpoint(checkpoint: Path, instep: Command) -> None:
     [folder] = instep("ls", checkpoint, "--json").json["folders"]
     [entry] = folder["checkpoints"]
     assert entry["name"] == "step-00000020-1"
@@ -77,7 +77,7 @@ def test_saves_that_go_on_or_are_dead(run_folder: Path, instep: Command) -> None
     assert "deleted: the next save" in instep("ls", run_folder).out
 
 
-def test_who_holds_the_folder(run_folder: Path, instep: Command) -> None:
+def test_ls_says_which_run_holds_the_folder(run_folder: Path, instep: Command) -> None:
     content = {"owner": this_process(), "host": "here", "pid": 7, "run_id": "abc", "command": "train.py"}
     lease = run_folder / "checkpoints" / ".lease-00000002"
     lease.write_text(json.dumps({**content, "released": False}))

@@ -7,7 +7,7 @@ from tests.cli.checkpoint.conftest import Command, writes
 from tests.helpers.object_store import Bucket
 
 
-def test_what_lies_on_an_object_store(bucket: Bucket, instep: Command) -> None:
+def test_checkpoint_commands_read_an_object_store(bucket: Bucket, instep: Command) -> None:
     store = CheckpointStore(f"{bucket.url}/runs/mine")
     store.own("abc")
     for step in (10, 20):

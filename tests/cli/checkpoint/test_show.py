@@ -16,7 +16,7 @@ from tests.checkpoint.helpers import flip
 from tests.cli.checkpoint.conftest import Command, writes
 
 
-def test_what_people_see(run_folder: Path, instep: Command) -> None:
+def test_show_prints_the_state_of_a_checkpoint(run_folder: Path, instep: Command) -> None:
     answer = instep("show", run_folder)
     assert answer.code == 0
     lines = [line.strip() for line in answer.out.splitlines()]
@@ -30,7 +30,7 @@ def test_what_people_see(run_folder: Path, instep: Command) -> None:
     )
 
 
-def test_what_programs_get(checkpoint: Path, instep: Command) -> None:
+def test_show_writes_strict_json_for_programs(checkpoint: Path, instep: Command) -> None:
     content = instep("show", checkpoint, "--json").json
     assert content["trainer"]["hyper_parameters"] == {"width": 3, "note": "x"}
     assert content["trainer"]["callbacks"]["Counter"]["odd"] == "nan", "strict JSON has no NaN"
@@ -74,7 +74,7 @@ def test_headers_of_shared_and_odd_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"x": {}}']
 )
-def test_what_is_no_header(content: bytes, tmp_path: Path) -> None:
+def test_read_headers_refuses_a_file_without_a_safetensors_header(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match="not a safetensors file"):
         read_headers([tmp_path / "x.safetensors"])
@@ -104,7 +104,7 @@ def test_the_newest_that_can_be_read(
     assert (instep("show", run_folder).code, instep("show", run_folder).out) == (1, "")
 
 
-def test_one_tensor_of_no_run(tmp_path: Path, instep: Command) -> None:
+def test_convert_and_show_count_a_single_tensor_without_a_run(tmp_path: Path, instep: Command) -> None:
     write_tensors(tmp_path / "w.safetensors", {"x": torch.ones(1)})
     assert "(1 tensor)" in instep("convert", tmp_path / "w.safetensors", tmp_path / "out").out
     shown = instep("show", tmp_path / "out").out

@@ -62,7 +62,7 @@ def test_a_whole_script_computes_the_same_afterwards(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", SCRIPTS)
-def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
+def test_the_scripts_to_migrate_run_before_they_are_migrated(which: str, tmp_path: Path) -> None:
     pytest.importorskip(which)
     script = tmp_path / "script.py"
     script.write_text((HERE / f"{which}_script.txt").read_text())
@@ -344,12 +344,12 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ("from lightning.fabric.wrappers import _FabricModule as F\nF(m, s)", 2, "todo", "launch --as fabric"),
     ],
 )
-def test_what_is_left_to_do(source: str, line: int, kind: str, text: str) -> None:
+def test_migrate_reports_what_is_left_to_do_by_line(source: str, line: int, kind: str, text: str) -> None:
     [finding] = [finding for finding in migrate(source)[1] if text in finding.text]
     assert (finding.line, finding.kind) == (line, kind)
 
 
-def test_what_stays_silent() -> None:
+def test_migrate_reports_nothing_for_code_that_needs_no_change() -> None:
     sources = [
         "from accelerate import Accelerator\na = Accelerator(gradient_accumulation_steps=1)\n"
         "with a.accumulate(m): a.backward(loss)",

@@ -331,7 +331,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
+def test_deepspeed_on_one_process_agrees_and_refuses_unfit_modules(tmp_path: Path) -> None:
     (found,) = run_ranks(on_one, 1, tmp_path)
     for stage in (2, 3):
         for kind in ("", ", short epochs"):
