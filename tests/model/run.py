@@ -518,7 +518,7 @@ class Run:
             self.epoch += 1
             self.batches_before += self.batch
             self.read = self.loaders.train.after(self.read, self.batch)
-            self.batch, self.samples, self.over = 0, 0, False
+            self.batch, self.samples, self.over, self.closed = 0, 0, False, -1
             if self.stopper is not None:
                 self.stopper.after_epoch(self)
             for saver in self.savers:

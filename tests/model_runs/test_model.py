@@ -318,6 +318,16 @@ CHOSEN_IN_TURN = {
         ),
         (Process(trigger="preempted", asks_place=0.9), Process()),
     ),
+    "an epoch that was cut short is counted once, though no step is ever made": (
+        Case(
+            Settings(max_epochs=2, val_check_interval=1),
+            Data(6, 2),
+            VAL,
+            optimization=Optimization(manual=Manual(every=(0,))),
+            checkpoints=Checkpoints(every_n_train_steps=3),
+        ),
+        (Process(trigger="stop", asks_place=0.25), Process()),
+    ),
     "a validation behind an epoch's end asks for the loaders of that epoch": (
         Case(
             Settings(
