@@ -51,6 +51,9 @@ class Callback:
     runs_last: bool = False
     """True: `on_..._end` hooks run after the module's own, so that they see its metrics."""
 
+    asks_to_validate: bool = False
+    """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
+
     _module: TrainModule | None = None  # the one that runs
     _origin = ""  # who added it, where that was not the user by the Trainer's argument
 
@@ -247,7 +250,7 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
     Args:
         trainer: with its intervals of validation.
         at_epoch_end: which of the two the user wants; None leaves it to when validation runs: once per epoch, or never,
-            means the epoch's end.
+            means the epoch's end, unless a callback asks for validations.
         after_validation: whether this is after a validation, not at an epoch's end.
     """
     if trainer.sanity_checking or trainer.state.fn != "fit":
@@ -255,6 +258,7 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
     if at_epoch_end is None:
         interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
         once = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
+        once = once and not any(getattr(each, "asks_to_validate", False) for each in trainer.callbacks)
         at_epoch_end = once or not trainer.enable_validation
     return at_epoch_end != after_validation
 

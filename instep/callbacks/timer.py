@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback, print_text
-from instep.errors import SettingError
 from instep.utils.checks import choice, parse_duration
 
 if TYPE_CHECKING:
@@ -44,16 +43,10 @@ class Timer(Callback):
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in ("step", "epoch"):
-            raise SettingError(
-                f"Unsupported parameter value interval={interval!r} of Timer. Use one of: step, epoch.",
-                field="interval",
-                got=interval,
-            )
         self.duration_s = (
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )
-        self.interval = interval
+        self.interval = choice("step", "epoch")("interval", interval)
         if interval == "step":  # of this object, not of the class: others have no call at every step
             self.on_train_batch_end = self._after_batch
         self.verbose = verbose

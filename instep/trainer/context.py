@@ -265,7 +265,7 @@ class Ending:
 
     Attributes:
         waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
-        deferred: triggers that were agreed on within an evaluation, to be acted on after it.
+        deferred: triggers agreed on within an evaluation, or by all ranks alike: the loop acts on them after the step.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
         reason: why the fit came to its end; empty until it has.
     """

@@ -170,7 +170,7 @@ def _set_up(ctx: RunContext) -> None:
     _lease_folders(ctx)  # before anything is resumed from them
     heartbeat.enter("start" if ctx.ckpt_path is None and restarted is None else "load")
     path, saved = restarted or trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
-    trainer._set_loaded(path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path))
+    trainer._loaded = path and (path if restarted else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path)
     if path is not None:
         ctx.resume = run_state.begin(ctx, path, saved, restarted is not None, folder)
     ctx.saver.pass_on()

@@ -48,7 +48,7 @@ def fit(ctx: RunContext) -> None:
     agree_on_triggers(ctx)
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
     progress, beats, validation, buffer = trainer.progress, ctx.heartbeat.numbers, ctx.validation, ctx.log.buffer
-    batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
+    batch_start, batch_end, ending = hooks["on_train_batch_start"], after_batch(ctx), ctx.ending
     max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or MOST_HELD
 
     while not is_finished(ctx):
@@ -78,7 +78,7 @@ def fit(ctx: RunContext) -> None:
             if validation.has_clock:
                 check_clock(ctx)
             agreed = tick(at.global_step)
-            if agreed:
+            if agreed or ending.deferred:
                 act_on(ctx, agreed)
             if at.global_step == max_steps or (trainer._stop_agreed and is_stopping(ctx)):
                 complete = source.share.last
@@ -182,9 +182,7 @@ def resume(ctx: RunContext) -> None:
             "are, and are no part of this run."
         )
     if lr is not None:
-        now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]
-        rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
-        trainer._print(f"  learning rate: Resume(lr={lr}); after the schedules it is {rates}")
+        trainer._print(f"  learning rate: Resume(lr={lr}); after the schedules it is {learning_rates(ctx)}")
     trainer.resume_report = report
 
 
@@ -427,6 +425,12 @@ def hand_over_metrics(ctx: RunContext) -> None:
     settle(ctx)
 
 
+def learning_rates(ctx: RunContext) -> str:
+    """Format the learning rates of all parameter groups, each rate once."""
+    groups = [group for each in ctx.optimizers for group in each.param_groups]
+    return ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in groups))
+
+
 def print_why_it_ended(ctx: RunContext) -> None:
     """Record and print which limit was reached, or who asked for the stop; print which steps no checkpoint has."""
     at, s, trainer = ctx.position, ctx.settings, ctx.trainer
@@ -440,11 +444,9 @@ def print_why_it_ended(ctx: RunContext) -> None:
     trainer._print(f"fit ended at step {at.global_step}: {ctx.ending.reason}.")
     trainer.metrics.keep(ctx.log)
     if bad := trainer.metrics.describe_nan():
-        groups = [group for each in ctx.optimizers for group in each.param_groups]
-        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in groups))
         trainer._print(
-            f"{bad}. Is the learning rate ({rates}) too high? Trainer(nonfinite='stop') ends a run at the first loss "
-            "or gradient that is not finite."
+            f"{bad}. Is the learning rate ({learning_rates(ctx)}) too high? Trainer(nonfinite='stop') ends a run at "
+            "the first loss or gradient that is not finite."
         )
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
@@ -492,13 +494,11 @@ def plan_validation(ctx: RunContext) -> None:
     plan.every, plan.next_batch, plan.at_epoch_end, plan.has_clock = None, math.inf, False, False
     if not plan.enabled:
         return
-    if isinstance(s.val_check_interval, timedelta):
-        plan.has_clock = ctx.rank == 0
-        return
-    if s.check_val_every_n_epoch is not None and (at.epoch + 1) % s.check_val_every_n_epoch:
-        return
-    plan.every = validation_interval(ctx)
-    plan.at_epoch_end = plan.every is None
+    timed, every_n_epochs = isinstance(s.val_check_interval, timedelta), s.check_val_every_n_epoch
+    plan.has_clock = timed and ctx.rank == 0
+    if not timed and (every_n_epochs is None or (at.epoch + 1) % every_n_epochs == 0):
+        plan.every = validation_interval(ctx)
+        plan.at_epoch_end = plan.every is None
     plan_next_validation(ctx, due)
 
 
@@ -520,18 +520,18 @@ def validates_now(ctx: RunContext) -> bool:
 
 
 def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
-    """Set the batch after which the next validation is due, where batches are counted.
+    """Set the batch after which the next validation is due: where batches are counted, or a callback has asked for one.
 
     Args:
         ctx: the run.
         due: whether the checkpoint that it goes on from says that one is due at once; None: see by the batches.
     """
     every, at = ctx.validation.every, ctx.position
-    if every is not None:
-        before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
-        done = before + at.batch
-        due_now = at.inside and not at.validated and (done % every == 0 if due is None else due)
-        ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
+    before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
+    done = before + at.batch
+    due = (every is not None and done % every == 0) if due is None else due
+    following = math.inf if every is None else (done // every + 1) * every
+    ctx.validation.next_batch = (done if due and at.inside and not at.validated else following) - before
 
 
 def check_clock(ctx: RunContext) -> None:
@@ -598,13 +598,14 @@ class BeforeValidation:
 
 def agree_on_triggers(ctx: RunContext) -> None:
     """Blocking: agree with all ranks on what was set so far, and act."""
-    deferred, ctx.ending.deferred = ctx.ending.deferred, []
-    act_on(ctx, (*deferred, *ctx.triggers.sync()))
+    act_on(ctx, ctx.triggers.sync())
 
 
 def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
-    """Act on the triggers that the ranks agreed on, all at the same step."""
-    for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
+    """Act on the triggers that the ranks agreed on, now and in `Ending.deferred`, all at the same step."""
+    deferred, ctx.ending.deferred = ctx.ending.deferred, []
+    # A validation comes last: the others do not wait for its end.
+    for trigger in sorted((*deferred, *agreed), key=lambda one: one.name == "validate"):
         if trigger.name == "stop":
             ctx.ending.waits = is_below_minimum(ctx)
             ctx.trainer._set_stop(True, trigger.reason or ctx.trainer.stop_reason)

@@ -18,7 +18,7 @@ from instep.callbacks.base import Callback
 from instep.checkpoint.lineage import Line
 from instep.data import DataModule
 from instep.data.plan import rank_weight
-from instep.distributed import broadcast_object
+from instep.distributed import Trigger, broadcast_object
 from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.profilers import Profiler, ProfilerName, make_profiler
@@ -520,9 +520,6 @@ class Trainer:
             seed = torch.initial_seed() & (2**63 - 1)
             self._seed, self.line = broadcast_object((seed, self.line))  # any rank may save after an error
 
-    def _set_loaded(self, path: Location | None) -> None:
-        self._loaded = path
-
     def _set_stop(self, agreed: bool, reason: str = "") -> None:
         """Record that all ranks agreed to stop, or that a stop is not wanted any more."""
         self._stop_agreed, self.stop_reason = agreed, reason
@@ -638,18 +635,25 @@ class Trainer:
 
         return Trial(self._run)
 
-    def set_trigger(self, name: str, reason: str = "") -> None:
-        """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
+    def set_trigger(self, name: str, reason: str = "", agreed: bool = False) -> None:
+        """Set a trigger on any rank: "stop", "save", "preempted", "validate", or a name of your own. Local and free.
 
         All ranks see it at the same step.
 
         Args:
             name: what is asked for.
             reason: for people.
+            agreed: every rank sets it at this very step, by what all know alike, such as a sum over ranks: the loop
+                acts at the end of this step, and asks no rank. Only for the four names.
         """
         if name == "stop":
             self._own_stops.add(reason)
-        self._run.triggers.set(name, reason)
+        if agreed and name == "validate":
+            self._run.validation.next_batch = 0 if self._run.validation.enabled else math.inf
+        elif agreed:
+            self._run.ending.deferred.append(Trigger(name, reason, self._run.rank))
+        else:
+            self._run.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
         """Reset a trigger, and return whether any rank had set it. Collective and blocking: call it on all ranks.

@@ -1,0 +1,18 @@
+"""Tokens and samples as units of a run: where it ends, validates, saves, and what its learning rate follows.
+
+`Tokens` and `Samples` are callbacks that count over all ranks, each batch once, and `by_tokens` and `by_samples` turn a
+schedule of `instep.schedules` into one of their count. A name is loaded when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from instep.utils.imports import loads
+
+if TYPE_CHECKING:
+    from instep.units.counting import Samples as Samples
+    from instep.units.counting import Tokens as Tokens
+    from instep.units.schedule import CountedSchedule as CountedSchedule
+    from instep.units.schedule import by_samples as by_samples
+    from instep.units.schedule import by_tokens as by_tokens
+
+__all__, __getattr__, __dir__ = loads(__name__)

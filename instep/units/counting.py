@@ -1,0 +1,395 @@
+"""`Tokens` and `Samples`: callbacks that count over all ranks, and act when the count reaches what they were given.
+
+A batch is counted before its step. Where ranks have to be asked, the sum over them is started then, on the CPU, and
+read when the step has been done; so nothing waits for it but a rank that is ahead of the others. All ranks know the
+same total after the same optimizer step, and set the Trainer's triggers as agreed ones: the loop acts at that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from instep.callbacks.base import Callback
+from instep.checkpoint.edge import check, count
+from instep.distributed import find_batch_size, gather_object
+from instep.distributed.collectives import all_reduce_
+from instep.errors import DataError, SettingError
+from instep.state import PartialState
+from instep.state.collective_checks import announce
+from instep.state.process import step_group
+from instep.state.rank_records import awaited
+from instep.utils.checks import FLAG, is_int, is_number, wrong
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+IGNORED = {"attention_mask": 0, "loss_mask": 0, "sequence_ids": 0, "labels": -100}
+"""Value of the entries that do not count, by the batch's key."""
+
+
+class UnitCount(Callback):
+    """Count of a unit over all ranks, and what it decides; `Tokens` and `Samples` are its kinds.
+
+    Args:
+        maximum: the run ends at the first optimizer step that reaches it; None for no limit.
+        val_every: a validation after each step that passes a multiple of it; None for none.
+        save_every: a checkpoint after each step that passes a multiple of it; None for none.
+        log: give the total to the loggers.
+
+    Attributes:
+        total: of all ranks, up to the last optimizer step, in earlier processes too.
+    """
+
+    runs_first = True  # what saves and reads metrics at the same step finds the new total
+    unit = ""
+    on_host = False
+    """Whether no count needs what is on the device."""
+
+    def __init__(self, maximum: float | None, val_every: float | None, save_every: float | None, log: bool) -> None:
+        self.maximum = self._whole(f"max_{self.unit}", maximum)
+        self.val_every = self._whole(f"val_check_{self.unit}", val_every)
+        self.save_every = self._whole(f"save_every_{self.unit}", save_every)
+        self.asks_to_validate = val_every is not None
+        self._logs = bool(FLAG("log", log))
+        self.total = 0
+        self._loaded = False
+        self._world, self._counts, self._early, self._takes_own = 1, True, False, False
+        self._log_every, self._logged_step = 0, -1
+        self._begin()
+
+    def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
+        """Count this rank's part of a batch; a tensor of the device is read when its step has been started.
+
+        Args:
+            batch: as `training_step` gets it.
+            samples: those in it that count; None where they are not known.
+        """
+        raise NotImplementedError
+
+    def per_sample(self) -> int | None:
+        """Return the units of each sample; None where they differ."""
+        return None
+
+    def settle(self) -> int:
+        """Add the batches that were begun since the last step to the total, and return it. Collective."""
+        if self._begun:
+            mine = self._mine + sum(value.read() for value in self._on_device)
+            if self._world == 1:
+                self._all += mine
+            elif self._asks:
+                self._all += int(all_reduce_(torch.tensor([mine]))[0])
+            for work, summed in self._sums:
+                if not work.is_completed():
+                    group = PartialState().control_group
+                    assert group is not None
+                    with awaited(group, f"{type(self).__name__}: the sum over ranks"):
+                        work.wait()
+                self._all += int(summed[0])
+            self.total += self._all
+            self._begin()
+        return self.total
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the total over all ranks, at the end of the last optimizer step."""
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the total, on any number of ranks."""
+        check(state_dict, {"total": count}, "the state")
+        self.total, self._loaded = state_dict["total"], True
+
+    # ---- the run
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:
+            self.total = 0  # the object may have served another Trainer
+        self._loaded = False
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Find out who counts, and end a run at once that has had enough."""
+        self._world = trainer.world_size
+        # Of ranks that read the same data, as those of tp, cp and pp, the first one counts.
+        self._counts = (
+            gather_object(trainer.strategy.data_rank).index(trainer.strategy.data_rank) == trainer.global_rank
+        )
+        self._log_every, self._logged_step = (trainer.log_every_n_steps if self._logs else 0), trainer.global_step
+        self._plan()
+        if trainer.resumed_from is not None and not self._loaded and trainer.global_step and trainer.is_global_zero:
+            warn_user(
+                f"the checkpoint at step {trainer.global_step} has no count of {type(self).__name__}, which begins at 0"
+            )
+        if self.save_every is not None and trainer.checkpoint_callback is None and not trainer.fast_dev_run:
+            raise SettingError(
+                f"save_every_{self.unit}={self.save_every}: the run has no ModelCheckpoint that saves. Add one to the "
+                f"callbacks, such as ModelCheckpoint(every_n_epochs=0), or leave save_every_{self.unit} out.",
+                field=f"save_every_{self.unit}",
+                got=self.save_every,
+            )
+        if self.val_every is not None and not trainer.enable_validation and trainer.is_global_zero:
+            warn_user(f"val_check_{self.unit}={self.val_every} is not used: the run has nothing to validate")
+        self._stop_at_maximum(trainer, agreed=False)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        host = self.on_host or trainer.strategy.root_device.type == "cpu"
+        self._early = host and trainer.accumulate_grad_batches == 1
+        self._source = trainer._run.source
+        self._begin()
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        self._takes_own = batch is None  # training_step(dataloader_iter)
+        if not self._takes_own:
+            self._add(batch, self._source.share.all)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._takes_own:
+            self._add(None, None, trainer.batch_weight)
+        at = trainer.position
+        if at.batch != at.window_batch:
+            return  # in the middle of an optimizer window
+        if self.settle() >= self._next:
+            self._act(trainer)
+        step = at.global_step
+        if self._log_every and step % self._log_every == 0 and step != self._logged_step:
+            self._logged_step = step
+            for logger in trainer.loggers:
+                logger.log_metrics({self.unit: self.total}, step=step)
+
+    # ---- one optimizer window
+
+    def _begin(self) -> None:
+        self._all = self._mine = 0
+        self._begun = self._asks = False
+        self._on_device: list[_OnDevice] = []
+        self._sums: list[tuple[Any, Tensor]] = []
+
+    def _add(self, batch: Any, of_all: int | None, samples: float | None = None) -> None:
+        """Count a batch.
+
+        Args:
+            batch: None where the step has taken several.
+            of_all: its samples on all ranks; None where they are not known.
+            samples: this rank's; None: as the source of the data says.
+        """
+        self._begun, each = True, self.per_sample()
+        if each is not None and of_all is not None:
+            self._all += each * of_all
+            return
+        samples = self._source.share.mine if samples is None else samples
+        mine: int | Tensor = 0
+        if self._counts and samples != 0:  # 0: a batch that is run again, to keep step with ranks that have more
+            mine = self.count_batch(batch, samples)
+        if isinstance(mine, Tensor) and mine.device.type != "cpu":
+            self._on_device.append(_OnDevice(mine))
+            mine = 0
+        if self._early and self._world > 1:
+            self._sums.append(_start_sum(int(mine)))
+        else:
+            self._mine += int(mine)
+            self._asks = True
+
+    # ---- what the total decides
+
+    def _plan(self) -> None:
+        """Set the total at which there is something to do."""
+        every = [each for each in (self.val_every, self.save_every) if each is not None]
+        marks = [(self.total // each + 1) * each for each in every]
+        self._acted, self._next = self.total, min((*marks, math.inf if self.maximum is None else self.maximum))
+
+    def _act(self, trainer: Trainer) -> None:
+        for name, every in (("validate", self.val_every), ("save", self.save_every)):
+            if every is not None and self.total // every > self._acted // every:
+                trainer.set_trigger(name, f"{self.total} {self.unit}", agreed=True)
+        self._stop_at_maximum(trainer, agreed=True)
+        self._plan()
+
+    def _stop_at_maximum(self, trainer: Trainer, agreed: bool) -> None:
+        if self.maximum is not None and self.total >= self.maximum and not trainer.should_stop:
+            trainer.set_trigger("stop", f"max_{self.unit}={self.maximum} reached", agreed=agreed)
+
+    def _whole(self, name: str, value: float | None) -> int | None:
+        """Return a number of units as an integer; 2e9 is one."""
+        if value is None:
+            return None
+        if not is_number(value) or value < 1 or not math.isfinite(value) or int(value) != value:
+            raise wrong(name, value, f"a whole number of {self.unit} of at least 1, or None")
+        return int(value)
+
+
+class _OnDevice:
+    """Number on a device, on its way to the host behind what the device does by now."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event, self._value = None, value
+        if value.device.type == "cuda":
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> int:
+        """Wait for the number, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._value)
+
+
+def _start_sum(mine: int) -> tuple[Any, Tensor]:
+    """Start the sum over all ranks of one number; it is in the tensor when the work is done."""
+    summed = torch.tensor([mine], dtype=torch.int64)
+    announce(PartialState().control_group, "a count over ranks")
+    return dist.all_reduce(summed, group=step_group(), async_op=True), summed
+
+
+class Samples(UnitCount):
+    """End, validate, save and log by the samples that all ranks have trained on.
+
+    Each sample counts once: a batch that a rank runs again to keep step with the others counts nothing, and ranks of
+    tp, cp and pp that read the same data count it once. A count belongs to an optimizer step: what is due comes at the
+    first step that reaches it, the same on all ranks. A checkpoint holds the total, and a run may go on with it on
+    another number of ranks. Where instep spreads the data, no rank has to be asked for it.
+
+    Args:
+        max_samples: end the run, as `max_steps` does; 2e9 and such are whole numbers. None for no limit.
+        val_check_samples: validate after each step that passes a multiple of it, besides what the Trainer's
+            `val_check_interval` asks for. Callbacks that read a metric act after each validation.
+        save_every_samples: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
+            multiple of it. Where a validation is due at the same step it comes first.
+        log: give the total to the loggers as `samples` every `log_every_n_steps` steps, which `x_axis="samples"` of a
+            logger needs.
+
+    Attributes:
+        total: samples of all ranks up to the last optimizer step, in earlier processes too.
+
+    Raises:
+        SettingError: an argument is wrong.
+
+    Example:
+        >>> from instep import Trainer
+        >>> samples = Samples(max_samples=1_000_000, val_check_samples=50_000)
+        >>> trainer = Trainer(max_epochs=-1, callbacks=[samples], logger=False, enable_checkpointing=False)
+        >>> samples.total
+        0
+    """
+
+    unit = "samples"
+    on_host = True
+
+    def __init__(
+        self,
+        *,
+        max_samples: float | None = None,
+        val_check_samples: float | None = None,
+        save_every_samples: float | None = None,
+        log: bool = True,
+    ) -> None:
+        super().__init__(max_samples, val_check_samples, save_every_samples, log)
+
+    def per_sample(self) -> int:
+        """Return 1."""
+        return 1
+
+    def count_batch(self, batch: Any, samples: float | None) -> int:
+        """Return the samples of a batch."""
+        return _size(self, batch, samples)
+
+
+class Tokens(UnitCount):
+    """End, validate, save and log by the tokens that all ranks have trained on.
+
+    What a token is, `count` says. Else it is as with `Samples`: each batch that a step takes counts once, with the step
+    that it is part of, under accumulation too; a step that `Trainer(nonfinite="skip")` leaves out counts, as it does in
+    `global_step`.
+
+    Args:
+        count: a key of the batch, or an attribute: its entries are counted, less those that `ignore` names. Or a
+            function of the batch as `training_step` gets it, which returns an integer, or a 0-dim integer tensor. Or an
+            integer: tokens of each sample, for windows of one length; then the batch is not looked at.
+        max_tokens: end the run, as `max_steps` does; 2e9 and such are whole numbers. None for no limit.
+        val_check_tokens: validate after each step that passes a multiple of it, besides what the Trainer's
+            `val_check_interval` asks for. Callbacks that read a metric act after each validation.
+        save_every_tokens: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
+            multiple of it. Where a validation is due at the same step it comes first.
+        log: give the total to the loggers as `tokens` every `log_every_n_steps` steps, which `x_axis="tokens"` of a
+            logger needs.
+        ignore: value of the entries that do not count. None: 0 of `attention_mask`, `loss_mask` and `sequence_ids`,
+            -100 of `labels`; of any other key all entries count.
+
+    Attributes:
+        total: tokens of all ranks up to the last optimizer step, in earlier processes too.
+
+    Raises:
+        SettingError: an argument is wrong.
+
+    Example:
+        >>> tokens = Tokens("attention_mask", max_tokens=2e9, val_check_tokens=100e6, save_every_tokens=500e6)
+        >>> tokens.maximum
+        2000000000
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        count: str | int | Callable[[Any], int | Tensor],
+        *,
+        max_tokens: float | None = None,
+        val_check_tokens: float | None = None,
+        save_every_tokens: float | None = None,
+        log: bool = True,
+        ignore: int | None = None,
+    ) -> None:
+        if not (callable(count) or is_int(count, 1) or (isinstance(count, str) and count)):
+            expected = 'a key of the batch such as "attention_mask", a function of the batch, or tokens of each sample'
+            raise wrong("count", count, expected)
+        if ignore is not None and not (is_int(ignore) and isinstance(count, str)):
+            raise wrong("ignore", ignore, "a token's number, where count is a key of the batch; else None")
+        super().__init__(max_tokens, val_check_tokens, save_every_tokens, log)
+        self.count = count
+        self.ignore = IGNORED.get(count) if ignore is None and isinstance(count, str) else ignore
+        self.on_host = is_int(count) or (isinstance(count, str) and self.ignore is None)
+
+    def per_sample(self) -> int | None:
+        """Return the tokens of a sample, where they are given."""
+        return self.count if isinstance(self.count, int) else None
+
+    def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
+        """Return the tokens of a batch."""
+        if isinstance(self.count, int):
+            return self.count * _size(self, batch, samples)
+        if batch is None:
+            raise SettingError(
+                "Tokens: training_step(dataloader_iter) takes its batches itself, and nobody sees them all. Give the "
+                "tokens of each sample, Tokens(count=2048), or take the batch as an argument.",
+                field="count",
+                got=self.count,
+            )
+        if callable(self.count):
+            return self.count(batch)
+        values = batch.get(self.count) if isinstance(batch, Mapping) else getattr(batch, self.count, None)
+        if not isinstance(values, Tensor):
+            there = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise DataError(
+                f"Tokens(count={self.count!r}): the batch has no tensor of that name; it is {there}. Give another key, "
+                "or a function of the batch."
+            )
+        return values.numel() if self.ignore is None else torch.count_nonzero(values != self.ignore)
+
+
+def _size(counter: UnitCount, batch: Any, samples: float | None) -> int:
+    size = find_batch_size(batch) if samples is None else int(samples)
+    if size is None:
+        raise DataError(
+            f"{type(counter).__name__} cannot tell how many samples a batch has (a {type(batch).__name__} without "
+            "tensors). Use Tokens(count=...) with a function of the batch."
+        )
+    return size
