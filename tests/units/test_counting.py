@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep.callbacks import EarlyStopping, ModelCheckpoint
+from instep.data import PackedStream, StreamDataset
 from instep.errors import DataError, SettingError
 from instep.strategies import MeshStrategy
-from instep.streams import PackedStream, StreamDataset
 from instep.units import Samples, Tokens
 from tests.callbacks.fakes import RecordingLogger
 from tests.helpers.spawn import run_ranks
@@ -37,22 +39,24 @@ def units(kind: str, samples: list[int]) -> int:
     return sum(length(index) if one is None else one for index in samples)
 
 
-def hold(kind: str, seen: Seen, samples: dict[int, list[int]], limits: dict[str, int], before: int = 0) -> None:
+def hold(kind: str, seen: Seen, samples: dict[int, list[int]], limits: dict[str, int], epoch_ended: bool) -> None:
     """Compare the totals, the validations and the end with those of a count by hand."""
     steps = list(samples)
-    totals = list(itertools.accumulate((units(kind, samples[step]) for step in steps), initial=before))
+    totals = list(itertools.accumulate((units(kind, samples[step]) for step in steps), initial=0))
     assert seen.totals == dict(zip(steps, totals[1:], strict=True))
     assert totals[-2] < limits["max_tokens"] <= totals[-1]
     every = limits.get("val_check_tokens", 10**9)
     due = [step for step, a, b in zip(steps, totals, totals[1:], strict=False) if b // every > a // every]
-    assert seen.validated == sorted({*due, steps[-1]})  # a run that is stopped validates at its end, once
+    at_end = () if epoch_ended else steps[-1:]  # a run that is stopped within an epoch validates, once
+    assert seen.validated == sorted({*due, *at_end})
 
 
 def counted(kind: str, data: Any, limits: dict[str, int], **settings: Any) -> None:
     counter = COUNTS[kind](**limits)
     seen = Seen(counter)
-    trainer_for(seen, counter, check_val_every_n_epoch=10**6, **settings).fit(Model(), data, batches(3, shuffle=False))
-    hold(kind, seen, seen.of_all_ranks(), limits)
+    trainer = trainer_for(seen, counter, check_val_every_n_epoch=10**6, **settings)
+    trainer.fit(Model(), data, batches(3, shuffle=False))
+    hold(kind, seen, seen.of_all_ranks(), limits, trainer.position.epoch_ended)
 
 
 def settings_of_ranks() -> list[tuple[str, Any, dict[str, Any]]]:
@@ -108,7 +112,7 @@ def test_ranks_that_share_their_data_count_it_once(mesh: dict[str, int]) -> None
 
 
 def saves(path: Path) -> list[int]:
-    return sorted(int(folder.name.split("-")[1]) for folder in path.glob("step-*"))
+    return sorted({int(folder.name.split("-")[1]) for folder in path.glob("step-*")})
 
 
 def goes_on(folder: str, first: bool) -> list[int]:
@@ -202,7 +206,7 @@ def test_validations_come_beside_those_of_the_trainer_and_rank_checkpoints(tmp_p
     samples = Samples(max_samples=30, val_check_samples=8, save_every_samples=8)
     best, seen = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1), Seen(samples)
     trainer = trainer_for(seen, samples, best, enable_checkpointing=True, val_check_interval=5)
-    trainer.fit(Model(), batches(), batches(3))
+    trainer.fit(Model(), batches(24), batches(3))
     assert seen.validated == [4, 5, 8, 10, 12, 15]
     assert saves(tmp_path) == seen.validated  # one each, with a rank, though a save was asked for too
     assert len(best.best_k_models) == 6
@@ -214,12 +218,8 @@ def test_validations_come_beside_those_of_the_trainer_and_rank_checkpoints(tmp_p
 # ---- data
 
 
-def test_packed_streams(tmp_path: Path) -> None:
-    import json
-
-    lines = [json.dumps({"tokens": [1] * length(index)}) for index in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    stream = StreamDataset(str(tmp_path / "a.jsonl"), transform=lambda record: record["tokens"])
+def packed_totals(path: str) -> tuple[int, int]:
+    stream = StreamDataset(path, decode=lambda record: record["tokens"])
     packed = PackedStream(stream, [length(index) for index in range(40)], size=16, block=20)
 
     class Packed(Model):
@@ -228,9 +228,18 @@ def test_packed_streams(tmp_path: Path) -> None:
 
     tokens, places = Tokens("sequence_ids"), Tokens("input_ids")
     for counter in (tokens, places):
-        trainer_for(counter, max_epochs=2).fit(Packed(), DataLoader(packed, batch_size=3))
-    assert tokens.total == 2 * sum(map(length, range(40)))
+        trainer_for(counter, max_epochs=2).fit(Packed(), DataLoader(packed, batch_size=3, shuffle=True))
     assert places.total == 2 * 16 * len(packed)
+    return tokens.total, len(packed)
+
+
+@pytest.mark.dist
+def test_padding_of_packed_streams_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"tokens": [1] * length(index)}) for index in range(40)))
+    alone = packed_totals(str(path))
+    assert alone[0] == 2 * sum(map(length, range(40)))
+    assert run_ranks(packed_totals, 3, str(path)) == [alone] * 3
 
 
 def test_steps_that_take_their_batches_themselves() -> None:
@@ -265,8 +274,7 @@ def test_manual_optimization_counts_each_batch() -> None:
 def test_the_total_is_logged() -> None:
     logger = RecordingLogger()
     trainer_for(Samples(), logger=logger, log_every_n_steps=3, max_steps=7).fit(Model(), batches())
-    rows = [(step, values["samples"]) for values, step in logger.metrics if "samples" in values]
-    assert rows == [(3, 6), (6, 12)]
+    assert logger.of("samples") == {3: 6, 6: 12}
 
 
 # ---- mistakes
@@ -293,13 +301,19 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     trainer_for(saver, max_steps=2, enable_checkpointing=True).fit(Model(), batches())
     samples = Samples()
+    again = trainer_for(saver, samples, max_steps=4, enable_checkpointing=True)
     with pytest.warns(UserWarning, match="has no count of Samples"):
-        trainer_for(samples, max_steps=4).fit(Model(), batches(), ckpt_path=saver.last_model_path)
+        again.fit(Model(), batches(), ckpt_path=saver.last_model_path)
     assert samples.total == 4
 
 
+class WordStream(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        yield from ("a", "bc", "def")
+
+
 def test_a_batch_without_tensors_needs_a_function() -> None:
-    data = [["a", "bc"], ["def"]]
+    data = DataLoader(["a", "bc", "def"], batch_size=2, collate_fn=list)  # pyright: ignore[reportArgumentType]
 
     class Words(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -308,5 +322,6 @@ def test_a_batch_without_tensors_needs_a_function() -> None:
     tokens = Tokens(lambda words: sum(map(len, words)))
     trainer_for(tokens, max_epochs=1).fit(Words(), data)
     assert tokens.total == 6
+    stream = DataLoader(WordStream(), batch_size=2, collate_fn=list)
     with pytest.raises(DataError, match="how many samples"):
-        trainer_for(Samples(), max_epochs=1).fit(Words(), data)
+        trainer_for(Samples(), max_epochs=1).fit(Words(), stream)
