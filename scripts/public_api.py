@@ -31,6 +31,7 @@ ROOMS = {  # the public modules, in the reference's order: what each is about
     "instep.optim": "Parameter groups for optimizers.",
     "instep.losses": "Losses over a large vocabulary.",
     "instep.schedules": "Learning-rate schedules by name.",
+    "instep.units": "Tokens and samples as units of a run: limits, validation, saves, schedules.",
     "instep.tuner": "Searches for a learning rate and a batch size.",
     "instep.compile": "Settings of `torch.compile`.",
     "instep.strategies": "Strategies, which spread a module over devices, and precision.",

@@ -352,6 +352,7 @@ PUBLIC = {
         "one_cycle",
         "wsd",
     ],
+    "instep.units": ["CountedSchedule", "Samples", "Tokens", "by_samples", "by_tokens"],
     "instep.runs": ["Curve", "Label", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
 }
 

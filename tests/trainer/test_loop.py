@@ -295,6 +295,26 @@ def test_validation_by_time():
     assert len(at) >= 4
 
 
+def test_what_all_ranks_ask_for_alike_comes_at_that_very_step(tmp_path: Any) -> None:
+    class Asks(Validations):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            at = trainer.position
+            if at.batch == at.window_batch and trainer.global_step in (1, 3):
+                for name in ("stop", "save", "validate")[trainer.global_step // 3 :]:
+                    trainer.set_trigger(name, "all know", agreed=True)
+
+    for settings in ({}, {"accumulate_grad_batches": 2}, {"min_steps": 5}, {"val_check_interval": timedelta(hours=1)}):
+        asks, saver = Asks(), ModelCheckpoint(tmp_path, save_top_k=-1, every_n_epochs=0)
+        how = {"min_steps": 3, "trigger_every": 1_000, "enable_checkpointing": True, **settings}
+        trainer = quiet(max_epochs=1, callbacks=[asks, saver], **how)
+        trainer.fit(Toy(), loader(48, 2), loader(3))
+        batches = settings.get("accumulate_grad_batches", 1)
+        assert trainer.global_step == how["min_steps"], settings
+        assert trainer.stop_reason == "all know"
+        assert [place for place in asks.at if place[1] <= 3 * batches] == [(0, batches), (0, 3 * batches)]
+        assert {1, 3} <= {saved.step for saved in saver.saved}
+
+
 def test_no_validation_that_is_due_by_time_delays_a_preemption(tmp_path: Any):
     class Asks(Validations):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

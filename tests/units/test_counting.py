@@ -95,7 +95,7 @@ def test_ranks_count_each_sample_once_and_act_at_one_step(world: int) -> None:
 # ---- ranks that read the same data
 
 
-def on_mesh(mesh: dict[str, int]) -> tuple[int, int]:
+def on_mesh(mesh: dict[str, Any]) -> tuple[int, int]:
     tokens, samples = Tokens(lambda batch: batch[0].numel(), max_tokens=3 * GLOBAL_BATCH * LENGTH), Samples()
     losses = train(MeshStrategy(**mesh), steps=9, callbacks=[tokens, samples], batch_size=2).losses
     assert len(losses) == 3
@@ -244,7 +244,7 @@ def test_padding_of_packed_streams_does_not_count(tmp_path: Path) -> None:
 
 def test_steps_that_take_their_batches_themselves() -> None:
     class Takes(Model):
-        def training_step(self, dataloader_iter: Any) -> Any:
+        def training_step(self, dataloader_iter: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             two = [next(dataloader_iter)[0], next(dataloader_iter)[0]]
             return sum(self.layer(batch["x"]).square().mean() for batch in two)
 
