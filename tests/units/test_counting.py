@@ -80,7 +80,7 @@ def on_ranks() -> None:
         counted(kind, data, {"max_tokens": most, "val_check_tokens": most // 4}, **settings)
 
 
-def test_alone() -> None:
+def test_one_process_counts_and_acts_as_by_hand() -> None:
     for kind in COUNTS:
         for settings in ({}, {"accumulate_grad_batches": 4}, {"max_epochs": 50}):
             counted(kind, batches(), {"max_tokens": 250, "val_check_tokens": 70}, **settings)
@@ -271,7 +271,7 @@ def test_manual_optimization_counts_each_batch() -> None:
     assert (samples.total, trainer.position.batch, trainer.global_step) == (10, 5, 2)
 
 
-def test_the_total_is_logged() -> None:
+def test_the_total_goes_to_the_loggers_when_they_are_due() -> None:
     logger = RecordingLogger()
     trainer_for(Samples(), logger=logger, log_every_n_steps=3, max_steps=7).fit(Model(), batches())
     assert logger.of("samples") == {3: 6, 6: 12}

@@ -52,7 +52,7 @@ def test_each_step_has_the_rate_of_the_tokens_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_on_ranks_and_resumed_on_others(tmp_path: Path) -> None:
+def test_ranks_and_resumes_on_others_have_the_same_rates(tmp_path: Path) -> None:
     run_ranks(both_parts, 2, str(tmp_path), 300, None)
     run_ranks(both_parts, 3, str(tmp_path), 700, "last")
 
