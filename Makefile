@@ -143,7 +143,7 @@ bench: $(VENV)/.bench  ## all benchmarks, for hours, and docs/reference/benchmar
 bench-quick: $(VENV)/.bench  ## whether all benchmarks run; some minutes, the figures mean nothing
 	$(BIN)/python benchmarks/suite.py --quick
 
-gpu: $(if $(filter cpu,$(DEVICE)),$(VENV)/.test)  ## rows on one GPU, 8 minutes a part: make gpu PART=tests|speed|precision|saves|faults|all; DEVICE=cpu rehearses
+gpu: $(if $(filter cpu,$(DEVICE)),$(VENV)/.test)  ## rows on one GPU, 8 minutes a part: make gpu PART=tests|speed|memory|precision|saves|faults|all; DEVICE=cpu rehearses
 	$(GPU_PYTHON) benchmarks/gpu/suite.py $(PART) --device $(DEVICE) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine

@@ -61,8 +61,11 @@ class GPT2(nn.Module):
         x = self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.norm(x) @ self.embedding.weight.T
-        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        return self.loss(self.norm(x), text[:, 1:])
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of hidden states of shape (batch, tokens, width)."""
+        return F.cross_entropy((hidden @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
 
     def texts(self, batch_size: int, device: str, seed: int = 0) -> Tensor:
         """Return drawn ids of shape (batch, tokens + 1) on the device."""

@@ -1,6 +1,6 @@
 """Tests and benchmarks on one GPU, in parts of at most eight minutes, installing nothing.
 
-    make gpu PART=tests                                  # or speed, precision, saves, faults, all
+    make gpu PART=tests                                  # or speed, memory, precision, saves, faults, all
     make gpu PART=speed PYTHON=python3 WHEELS=folder     # what is missing comes out of pure-Python wheels
     make gpu DEVICE=cpu                                  # a rehearsal: every row, small, without a device
 
@@ -57,6 +57,7 @@ PARTS: dict[str, dict[str, int]] = {
         "gpt2_step": 70,
         "data_path": 35,
     },
+    "memory": {"recomputation": 180, "loss": 70, "muon": 110},
     "precision": {"bf16_mixed": 70, "float16": 100, "bf16_true": 70, "fp8": 120},
     "saves": {"gb1": 60, "gb8": 140, "gb20": 260},
     "faults": {
