@@ -52,6 +52,7 @@ PAGES = (
     "README.md",
     "AGENTS.md",
     "CONTRIBUTING.md",
+    *(f"instep/{room}/README.md" for room in ("callbacks", "loggers", "strategies")),
     *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md"))),
 )
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")

@@ -117,7 +117,7 @@ def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_pa
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
     """Raise where a record still waits on the disk, which a hook that raises leaves behind."""
-    waiting = [file for file in folder.glob("**/loggers/*") if file.name.startswith(name)]
+    waiting = [file for file in folder.glob("**/loggers/*.jsonl") if file.name.startswith(name)]
     said = list(dict.fromkeys(str(each.message) for each in caught if str(each.message).startswith(name)))
     if waiting or said:
         listed = "\n  ".join(said) or ", ".join(file.name for file in waiting)
