@@ -749,7 +749,7 @@ class Accelerator(ProcessMethods):
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
         samples = share.mine
-        if samples is None and share.last and per_sample:  # of a stream, whose last batch may be shorter
+        if samples is None and share.last and per_sample:  # the last batch of a stream may be shorter
             data = cut_last(data, share.all, size)
         samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
         return gather_samples(data, samples, size, use_gather_object, per_sample)

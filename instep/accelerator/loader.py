@@ -309,7 +309,7 @@ class AcceleratedLoader:
         """Make the next pass go on where the state says."""
         source, epoch, batches = self.source, int(state["epoch"]), 0
         if state["source"] is None:
-            source.set_epoch(epoch + 1)  # what another state had set is void
+            source.set_epoch(epoch + 1)  # drops what an earlier state had set
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)

@@ -13,7 +13,7 @@ from instep.utils.checks import at_least, check_fields
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ORDER = ("dp_replicate", "dp_shard", "cp", "tp")  # of a mesh's dimensions
+_ORDER = ("dp_replicate", "dp_shard", "cp", "tp")  # order of a mesh's dimensions
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class PreparedRun:
         self.models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
-        self._given: list[Optimizer] = []  # those of the `prepare` that is under way
+        self._given: list[Optimizer] = []  # optimizers given to the `prepare` that runs now
         self._ask_again()
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []

@@ -437,7 +437,7 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            wrong = " ".join(str(error).split()).rstrip(".")  # in one line: the first is what most readers show
+            wrong = " ".join(str(error).split()).rstrip(".")  # one line: most readers show only the first
             raise CheckpointError(
                 f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "
                 "what fits by load_state(..., resume=Resume(strict=False)).",

@@ -53,7 +53,7 @@ class Window:
         """Micro-batches of the open window so far, or of the one that ended last."""
         self.begin = 0
         """The number of its first batch."""
-        self._places: dict[int, tuple[int, int]] = {}  # of the loaders that run, when they were looked at last
+        self._places: dict[int, tuple[int, int]] = {}  # last seen place of each loader that runs
         self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}  # the same, of steps
         self._calls = 0  # micro-batches of windows that do not end with a loader
         self._entered = self._inside = False
@@ -220,7 +220,7 @@ class Window:
     def weigh_plainly(self) -> float:
         """Return the factor of a loss that came without a number of items."""
         if not self._inside:
-            self._items = None  # of a loop before this one
+            self._items = None  # the count belonged to an earlier loop
         elif self._items is not None:
             raise _mixed()
         if not self._inside and self._gradient.num_steps > 1 and not self._warned:

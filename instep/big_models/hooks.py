@@ -25,7 +25,7 @@ from instep.utils.dtypes import cast_module
 Device = torch.device | int | str
 _META = torch.device("meta")
 _READ_WITHIN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-_counting = threading.Lock()  # of forwards that use a hook's weights, in all threads
+_counting = threading.Lock()  # guards the count of forwards that use a hook's weights
 
 
 class ModelHook:
@@ -259,11 +259,11 @@ class _Slot:
         self.requires_grad: bool = holder[leaf].requires_grad
         self.empty: Tensor = placeholder_of(holder[leaf], self)
         if self.original == _META and not isinstance(holder[leaf], Placeholder):
-            with suppress(RuntimeError):  # of a tensor that is in a graph or has weak references
+            with suppress(RuntimeError):  # a tensor in a graph, or with weak references, cannot be swapped
                 # Whoever holds the weight without values, as a list of the module may, has the placeholder too.
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
-        self._there: Tensor | None = None  # what a forward has in the module
+        self._there: Tensor | None = None  # the weight that stands in the module during a forward
         self._value: Tensor | None = None  # what the tensor below was made of
         self._kept: Tensor | None = None
         self._seen: ref[Tensor] | None = None  # what it was before
@@ -503,7 +503,7 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
     else:  # not the constructor: those of subclasses, such as bitsandbytes' parameters, do much
         new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
-    new.__dict__.pop("offloaded_source", None)  # of a placeholder
+    new.__dict__.pop("offloaded_source", None)  # a placeholder has this attribute
     return new
 
 

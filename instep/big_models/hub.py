@@ -54,7 +54,8 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
         except errors.LocalEntryNotFoundError as error:  # not in the cache, and nobody may be asked, or nobody answers
             silent.append(error)
-            options["local_files_only"] = True  # who does not answer is not asked again: that takes 25 s for each file
+            # A hub that did not answer is not asked again: each file would take 25 s.
+            options["local_files_only"] = True
             return None
         except errors.EntryNotFoundError:
             return None

@@ -15,7 +15,7 @@ from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
 Memory = Mapping[Any, int | str]  # bytes by device; a mapping's type of keys is invariant
-_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # whose devices are called 0, 1, ... in a map
+_NUMBERED = ("cuda", "xpu", "hpu", "npu")  # kinds whose devices are called 0, 1, ... in a map
 _NAMED = ("mps", "cpu", "disk")
 _CGROUPS = Path("/sys/fs/cgroup")
 # By version: below the mount, the files of limits, the use, and the names in memory.stat of what can be let go.

@@ -31,7 +31,7 @@ from instep.utils.untrusted_files import open_regular, parse_object
 
 FILE = "offloaded_weights.safetensors"
 _NOTE = "instep.offload"
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file of a checkpoint, which tell two of the same sizes apart
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file tell two checkpoints of the same sizes apart
 Stored: TypeAlias = "Tensor | StoredTensor"
 
 
@@ -138,7 +138,7 @@ def offload_weights(
             return {name: there[name] for name in weights}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, sync=False) as part:  # who maps the old file keeps it
+        with replacing(path, sync=False) as part:  # a process that maps the old file keeps it
             write_plain(weights, part, metadata={_NOTE: json.dumps(note)})
     except OSError as error:
         raise CheckpointError(

@@ -173,11 +173,11 @@ class _Pipeline:
         self.model, self.cut, self.chunks, self.gathers, self.state = model, cut, chunks, gathers, PartialState()
         self._places = deferred_weights(model)
         self._traces: dict[Any, _Trace] = {}
-        self._first_names: dict[str, str] = {}  # of tied weights
+        self._first_names: dict[str, str] = {}  # first name of each tied weight
         first: dict[int, str] = {}
         for name, tensor in _tensors_of(model, tied=True):
             self._first_names[name] = first.setdefault(id(tensor), name)
-        self._weights: dict[str, Tensor] = {}  # of this rank's stage, on its device
+        self._weights: dict[str, Tensor] = {}  # weights of this rank's stage, on its device
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for such inputs. Collective."""

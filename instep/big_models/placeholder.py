@@ -139,7 +139,7 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-_forwards = threading.local()  # of models with placeholders, in this thread
+_forwards = threading.local()  # forwards of models with placeholders that run in this thread
 
 
 def count_forwards(more: int) -> None:
@@ -211,7 +211,7 @@ def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     """Return what a function would write to."""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, tuple | list) else [out]
-    name = name.partition(".")[0]  # of an operator its overload follows
+    name = name.partition(".")[0]  # cuts off the overload of an operator
     special = name.startswith("__")
     changes = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     if changes if special else name.endswith("_") or kwargs.get("inplace") is True:

@@ -33,7 +33,7 @@ from instep.utils.warn import warn_user
 
 M = TypeVar("M", bound=nn.Module)
 
-_MOST_NAMES = 5  # in an error
+_MOST_NAMES = 5  # names that an error lists at most
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE = Check(
@@ -324,7 +324,8 @@ def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
 def _kept_by_default(model: nn.Module) -> list[str]:
     """Return the modules with tied weights, and the last one: the output layer of a model that has a head."""
     tied = [name.rpartition(".")[0] for names in find_tied_parameters(model) for name in names]
-    prefix = getattr(model, "base_model_prefix", None)  # of transformers: a model without a head has none of itself
+    # Transformers sets it; a model without a head does not have itself in it.
+    prefix = getattr(model, "base_model_prefix", None)
     if not tied and prefix is not None and not hasattr(model, prefix):
         return []
     return [*tied, *[name for name, _ in model.named_children()][-1:]]

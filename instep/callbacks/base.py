@@ -55,7 +55,7 @@ class Callback:
     """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
 
     _module: TrainModule | None = None  # the one that runs
-    _origin = ""  # who added it, where that was not the user by the Trainer's argument
+    _origin = ""  # name of the package that added it; "" where the user passed it to the Trainer
 
     @property
     def state_key(self) -> str:

@@ -65,7 +65,8 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_step = -1
-        if logging_interval != "epoch":  # of this object, not of the class: others have no call at every step
+        # Set on this object, not on the class: other monitors need no call at every step.
+        if logging_interval != "epoch":
             self.on_train_batch_start = self._before_batch
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -202,7 +202,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = self._last_step_judged = -1  # judged: ranked, or kept without a rank
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
-        self._top_k_before = 0  # of the run that this one goes on with
+        self._top_k_before = 0  # top checkpoints of the run that this one continues
         self._deferred = False  # a save by steps waits for the validation that gives its metric
         self._run_folder: Any = None  # the Trainer's
 
@@ -410,7 +410,7 @@ class ModelCheckpoint(Callback):
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = trainer.position
         if at.batch != at.window_batch:
-            return  # in the middle of an optimizer window, where a run cannot go on
+            return  # a run cannot continue in the middle of an optimizer window
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:

@@ -248,7 +248,7 @@ def _measure(
                 given = (*args, *kwargs.values())
                 sizes.setdefault(name, (_shape(given[0] if len(given) == 1 else given), _shape(output)))
 
-            if not isinstance(child, torch.jit.ScriptModule):  # those take no such hooks
+            if not isinstance(child, torch.jit.ScriptModule):  # a ScriptModule takes no such hooks
                 stack.callback(child.register_forward_pre_hook(begin).remove)
                 stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())

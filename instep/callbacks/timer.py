@@ -47,7 +47,7 @@ class Timer(Callback):
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )
         self.interval = choice("step", "epoch")("interval", interval)
-        if interval == "step":  # of this object, not of the class: others have no call at every step
+        if interval == "step":  # set on this object, not on the class: other timers need no call at every step
             self.on_train_batch_end = self._after_batch
         self.verbose = verbose
         self._start: dict[str, float] = {}

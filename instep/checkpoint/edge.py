@@ -35,7 +35,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (InstepError, BrokenPipeError):  # who reads what a command prints has had enough
+    except (InstepError, BrokenPipeError):  # the program that reads the output, such as `head`, has closed it
         raise
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error

@@ -64,7 +64,7 @@ class Lease:
         self._id, self._owner = uuid.uuid4().hex, this_process()
         self._since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._users, self._counter = 1, 0
-        self.serial: int | None = None  # of the last save in the folder, once that is known
+        self.serial: int | None = None  # serial number of the last save in the folder; None until it is known
         self.before: str | None = None  # run that held the folder before
         self._writing = threading.Lock()
         self._stop = threading.Event()

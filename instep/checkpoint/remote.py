@@ -24,9 +24,9 @@ from instep.utils.untrusted_files import LEASE_BYTES
 from instep.utils.warn import warn_user
 
 _OWNER = ".owner"
-_PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory
+_PART_BYTES = 32 * 2**20  # part of an upload; about three parts are in memory at most
 _MOST_PARTS = 9_000  # S3 allows 10,000
-_RANGE_BYTES = 16 * 2**20  # of a download
+_RANGE_BYTES = 16 * 2**20  # part of a download
 _AHEAD = 4  # ranges
 
 
@@ -59,7 +59,7 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
         except OSError:
-            if self.size(path) == 0:  # of which some stores have no range
+            if self.size(path) == 0:  # some stores have no range of an empty file
                 return bytearray()
             raise
 

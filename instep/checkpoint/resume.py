@@ -283,7 +283,7 @@ def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
     """Return dtype and content sum of a part of a tensor, in the dtype of a saved one where that has fewer bits."""
     local = value.local if isinstance(value, Shard) else value
     if cast is not None:
-        with suppress(ValueError):  # of no dtype that this torch has; the digests differ then
+        with suppress(ValueError):  # this torch does not have the dtype; the digests differ then
             dtype = dtype_from_name(cast[0])
             if dtype.is_floating_point and local.is_floating_point() and dtype.itemsize < local.dtype.itemsize:
                 local = local.to(dtype)

@@ -176,8 +176,8 @@ class Facts:
     serial: int = 0
 
 
-_Stamp = tuple[int, int, int]  # of a manifest: when it was changed, its bytes, its inode
-_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # of the folders that were listed last
+_Stamp = tuple[int, int, int]  # a manifest's time of change, bytes and inode
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # facts of the folders that were listed last
 _INDEXED = 16
 
 

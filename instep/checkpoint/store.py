@@ -379,7 +379,7 @@ class CheckpointStore:
                 final = self.root / f"{base}-{attempt}"
                 try:
                     return self.files.begin(final), final, attempt
-                except FileExistsError:  # of another save that began just now
+                except FileExistsError:  # another save that began just now made it
                     attempt += 1
         except OSError as error:
             raise CheckpointError(
@@ -435,7 +435,7 @@ class CheckpointStore:
         """Return a number above those of all saves in the folder, which its owner reads once, and of the run."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # of copied ones too
+            known = max((other.serial for other in facts(self.root)), default=0)  # copied checkpoints count too
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:

@@ -29,7 +29,7 @@ from instep.utils.untrusted_files import parse_object
 ALIASES = "instep.aliases"
 DTYPES = "instep.dtypes"
 SHARDS = "instep.shards"
-OFFSETS = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint's HuggingFaceStorageWriter
+OFFSETS = "DCP_SHARDING_INFO"  # key that torch.distributed.checkpoint's HuggingFaceStorageWriter writes
 _RESERVED = "__metadata__"
 
 # By name: an older torch lacks some of them.

@@ -29,7 +29,7 @@ from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".json"  # of the files of a model
+_INDEX = ".json"  # ending of an index of a model's files
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 _HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it

@@ -195,7 +195,8 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30),
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # who reads this has found it
+    # Hidden: whoever reads the help has found it.
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
     if parser.usage is None and parser.format_usage().count("\n") > 2:  # the options are listed below anyway
         short = parser._get_formatter()

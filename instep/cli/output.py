@@ -15,7 +15,7 @@ from typing import Any
 from instep.errors import UsageError
 from instep.utils.untrusted_files import clean
 
-_LONG_BITS = 256  # of a number that is written in full
+_LONG_BITS = 256  # bits of the largest number that is written in full
 _FEW = 8  # elements of a tensor that are worth printing
 
 

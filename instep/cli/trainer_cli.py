@@ -213,7 +213,7 @@ class TrainerCLI:
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
         if is_worker():
-            report_failures()  # of the user's constructors too, which run before the Trainer does it
+            report_failures()  # the user's constructors, which run before the Trainer is there, may fail too
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))

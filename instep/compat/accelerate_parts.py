@@ -183,7 +183,7 @@ class _Order(Sequence[int]):
         return repr(self[:])
 
 
-_END = object()  # of a pass
+_END = object()  # marks the end of a pass
 
 
 class _Loader(AcceleratedLoader):

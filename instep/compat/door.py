@@ -189,7 +189,7 @@ def defined(name: str) -> Any:
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):
-        return lambda *args, **kwargs: False  # of a package or device that instep has no part for
+        return lambda *args, **kwargs: False  # instep has no part for this package or device
     if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
         return name.startswith("_TORCH_GREATER")  # instep needs a torch that is newer than those asked for
     return None

@@ -165,7 +165,7 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
-        added[variable_of("strategy_options")] = ""  # those are of another strategy
+        added[variable_of("strategy_options")] = ""  # the options were given for another strategy
     # What a rank launches itself has the same settings: those of a file that was declined are not found again.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:

@@ -20,7 +20,7 @@ from instep.runs.table import search
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 2.0
-_ROWS = 12  # of the list: what is sent does not grow with the number of runs
+_ROWS = 12  # rows of the list: what is sent does not grow with the number of runs
 _MOST_PICKED, _MOST_METRICS = 8, 6
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 

@@ -66,7 +66,7 @@ class BatchSource(ABC):
         self._given = 0  # batches of the epoch so far, where they are counted
         self._seen = array("q")  # samples of all ranks in each of the last ones, or UNKNOWN
         self._pending = False  # a position was loaded that no pass has used yet
-        self._plan: Plan | None = None  # of the position that the source stands at
+        self._plan: Plan | None = None  # plan of the position that the source stands at
 
     @property
     @abstractmethod

@@ -83,7 +83,7 @@ class DispatchLoader(PreparedLoader):
         DataError: a batch cannot be sliced.
     """
 
-    history: int = 2  # its batches' samples are remembered, if nobody says that windows have one batch
+    history: int = 2  # number of batches whose samples are remembered, unless windows have one batch
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class DispatchLoader(PreparedLoader):
         """The reader's batches in a step."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        self._ranks = gather_object(self.rank)  # of each process: more than one may share a rank
+        self._ranks = gather_object(self.rank)  # rank of each process: several processes may share one
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None

@@ -293,7 +293,7 @@ class IndexLoader(PreparedLoader):
         if self._workers is None:
             self._workers = self._with_workers()
         if not self.loader.persistent_workers:
-            end_workers(self._started)  # of a pass that was left, and is still held by somebody
+            end_workers(self._started)  # a pass that was left, and is still referenced, has workers
         self._generator.manual_seed(derive_seed(self.seed, "workers", self.epoch, self.cycle, self.rank))
         batches, started = start_workers(self._workers)
         if started is not None:

@@ -245,7 +245,7 @@ def _partitioning(
         own = _is_plain_order(inner)
         drawn = None if own else ForeignOrder(inner)
         shuffle = own and shuffle_allowed and type(inner) is RandomSampler
-        order_of = getattr(loader.dataset, "_instep_order_of", None)  # of a data set that has its own way to shuffle
+        order_of = getattr(loader.dataset, "_instep_order_of", None)  # the data set has its own way to shuffle
         sampler: ShardedSampler = ShardedBatchSampler(
             len(inner),
             batch_size or batch_sampler.batch_size,
@@ -360,7 +360,7 @@ _Claim = tuple[int | None, int | None]  # the number of batches: one that can be
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
     """Prepare a loader that is iterated; `divide` says how its stream is divided, None that it is not."""
     stateful, rewinds = _stateful_part(loader), None
-    if not resumable:  # its state would be copied at every batch, for a position that nobody saves
+    if not resumable:  # its state would be copied at every batch, although nobody saves the position
         rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")

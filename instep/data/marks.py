@@ -30,7 +30,7 @@ def mark_of(batch: Any) -> int:
 def marks_of_ends(dataset: Any) -> tuple[int, ...]:
     """Hash the first and the last sample of data that is read without transforms; nothing of other data."""
     if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
-        dataset = dataset.with_format(None)  # of Hugging Face's datasets, whose transforms may be random
+        dataset = dataset.with_format(None)  # transforms of Hugging Face's datasets may be random
     elif type(dataset) not in (list, tuple, TensorDataset, torch.Tensor):
         return ()
     return tuple(mark_of(dataset[place]) for place in (0, len(dataset) - 1)) if len(dataset) else ()

@@ -188,7 +188,7 @@ def add_note(error: BaseException, text: str) -> None:
     if add is not None:
         add(text)
     else:
-        with suppress(AttributeError):  # of a class with slots
+        with suppress(AttributeError):  # the class has slots
             error.__notes__ = [*getattr(error, "__notes__", ()), text]  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -54,7 +54,7 @@ class BatchAgreement:
     def __init__(self, have: bool, size: int | None, world_size: int) -> None:
         group = step_group()
         assert group is not None
-        self._processes = group.size() // world_size  # of each rank
+        self._processes = group.size() // world_size  # processes of each rank
         self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
         self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
         self._read: tuple[int, int | None] | None = None
@@ -346,7 +346,7 @@ class StreamLoader(PreparedLoader):
         if self._rewinds is not None and self._first_state is None:
             self._first_state = copy.deepcopy(self._rewinds.state_dict())
         if not getattr(self.loader, "persistent_workers", False):
-            end_workers(self._started)  # of a pass that was left, and is still held by somebody
+            end_workers(self._started)  # a pass that was left, and is still referenced, has workers
         self._start(resume, position)
         if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
             if own:

@@ -16,7 +16,7 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least, is_number, wrong
 
 SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")  # arguments of a `DataLoader`
-_SAME = 0.05  # of the speed: so much is noise, and fewer workers win
+_SAME = 0.05  # a difference in speed below this is noise, and fewer workers win
 
 
 @dataclass(frozen=True)

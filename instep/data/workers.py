@@ -146,7 +146,7 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
         part = getattr(loader, name, None)
         part = part.then if isinstance(part, SignalSafeWorkerInit) else part
         if type(part).__module__.startswith("instep."):
-            part = getattr(part, "__dict__", {}).get("_dataset", part)  # of a wrapper of ours
+            part = getattr(part, "__dict__", {}).get("_dataset", part)  # the part may be a wrapper of ours
         try:
             ForkingPickler.dumps(part)
         except Exception:  # noqa: BLE001  whatever it is, the workers cannot get it
@@ -198,7 +198,7 @@ def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
             ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
             for worker in started._workers:
                 if worker.sentinel in ended:
-                    BaseProcess.join(worker, _DYING_S)  # its pipes are closed before it has an exit code
+                    BaseProcess.join(worker, _DYING_S)  # a worker's pipes are closed before it has an exit code
             break
     dead = {worker.pid: worker.exitcode for worker in started._workers if worker.exitcode}
     if not dead:

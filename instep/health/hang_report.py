@@ -177,7 +177,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
             f"All ranks of this node wait for another node, or for each other, at one place: {_at(beats, waiting[0])}."
         )
     most = by_size[-1]
-    if len(by_size[-2]) == len(most):  # of two ranks, say: nobody knows which one is wrong
+    if len(by_size[-2]) == len(most):  # two groups are equally large: nobody knows which one is wrong
         each = "; ".join(_at(beats, found[0]) for found in by_size)
         return f"The ranks wait for each other in different places: {each}. All must make the same calls in one order."
     each = "; ".join(_at(beats, beat) for found in by_size[:-1] for beat in found)

@@ -16,7 +16,7 @@ from instep.utils.atomic import replace
 
 EVERY_S = 2.0
 _FIRST_S = 0.5  # a run that is over by then has said how it ended
-_MOST_BYTES = 16384  # of metrics: a reader takes 64 KiB of all
+_MOST_BYTES = 16384  # limit of the metrics: a reader takes 64 KiB of the whole file
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

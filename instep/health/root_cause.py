@@ -113,7 +113,7 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
         killed: a rank did not end in its time and was killed.
         early: that first rank had started shortly before.
     """
-    if EXIT_HUNG in first:  # who reports a hang comes first; what the others then die of is a consequence
+    if EXIT_HUNG in first:  # a rank that reports a hang comes first; what ends the others is a consequence
         return EXIT_HUNG
     if early and not {-signal.SIGUSR1, -signal.SIGUSR2}.isdisjoint(first):
         return EXIT_PREEMPTED  # the limit was announced before a rank had a handler for it: nothing is lost

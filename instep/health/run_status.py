@@ -31,7 +31,7 @@ PROGRESS = "progress.json"
 FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CHARACTERS = 4000  # of an error: each has 12 bytes at most, and readers take LEASE_BYTES of all
+_MOST_CHARACTERS = 4000  # limit of an error's text: 12 bytes a character at most, and readers take LEASE_BYTES
 _SHORT = 300
 _TRACEBACK = "Traceback (most recent call last):"
 _FROM_WORKER = f"Original {_TRACEBACK}"
@@ -99,7 +99,8 @@ def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
 
 def _use_spare(spare: Path, data: bytes) -> bool:
     try:
-        with open(spare, "r+b") as file:  # its blocks are there already, and are not freed before they are written
+        # The spare file's blocks are there already, and are not freed before the write.
+        with open(spare, "r+b") as file:
             file.write(data)
             file.truncate()
     except OSError:

@@ -261,7 +261,7 @@ class NodeAgent:
         told = 0
         failed = growing = False
         if self._hung:
-            deadline = time.monotonic()  # who could say where it is has ended
+            deadline = time.monotonic()  # the process that could say where the store is has ended
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
@@ -397,7 +397,8 @@ class NodeAgent:
         if cause is None or not mine:
             return
         if self._forked is not None and last:
-            self._forked.failure = Failure(cause.rank, cause.how, cause.report)  # its caller raises it
+            # The program that forked the ranks raises it.
+            self._forked.failure = Failure(cause.rank, cause.how, cause.report)
         elif cause.report is None:
             file = self._ranks.processes.stderr_of(cause.rank)
             spoke = f"what it said is in {file}" if file else "anything it said stands above"

@@ -65,7 +65,7 @@ class Forked:
             yield
         except BaseException:
             for here, _ in self._pipes:
-                here.close()  # those that were forked end
+                here.close()  # the forked processes end
             raise
         self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):

@@ -75,7 +75,7 @@ class Ranks:
             beats: tells how far they were.
         """
         slots, host = beats.read(), socket.gethostname()
-        alone = self._note_ends()  # who was killed may become known after those whose connections broke
+        alone = self._note_ends()  # a killed rank may become known after the ranks whose connections broke
         return [
             RankEnd(
                 rank,

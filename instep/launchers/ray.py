@@ -98,7 +98,7 @@ class RayLauncher:
             UsageError: there is no such cluster, or it has no room for the ranks.
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
-        name = uuid.uuid4().hex  # of this job alone, which a run_id need not be
+        name = uuid.uuid4().hex  # name of this job alone; a run_id may be that of several
         secret = given_secret(file=spec.secret_file) or make_secret()
         spec = replace(spec, run_id=spec.run_id or f"instep-{name}", secret_file=None)
         with ExitStack() as stack:

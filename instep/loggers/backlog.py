@@ -258,7 +258,7 @@ class Backlog:
                             self.refuse(record)
                 if is_ours:
                     shutil.copyfileobj(source, out)
-                    self._next_row = None  # its lines were written when nobody knew the rows before them
+                    self._next_row = None  # the lines were written when nobody knew the rows before them
             if self._file is not None:
                 self._file.close()
                 self._file = None

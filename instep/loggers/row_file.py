@@ -82,7 +82,7 @@ class RowFileLogger(Logger):
     """Logger whose records become rows of one file in the run folder, beside `hparams.yaml`."""
 
     NAME_HPARAMS_FILE = NAME
-    _rows: RowFile  # the subclass's, and its `_file`
+    _rows: RowFile  # set by the subclass, which sets `_file` to it too
     _keep: tuple[int | None, float] = None, -1  # rows, and the checkpoint's step; a user's axis has others
 
     @property

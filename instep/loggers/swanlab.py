@@ -162,6 +162,6 @@ class SwanLabLogger(Logger):
             self._tracker._core._store.ensure_flushed()
 
     def _finalize(self, status: str) -> None:
-        if self._ours and self._tracker.alive:  # its own hook ends it where the program fails
+        if self._ours and self._tracker.alive:  # SwanLab's own hook ends a run whose program fails
             state = {"success": "success", "interrupted": "aborted"}.get(status, "crashed")
             self._tracker.finish(state, error=None if status == "success" else status)

@@ -186,7 +186,7 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
                 f"{kind.__name__}({name}={arguments[name]!r:.200}), as a note says that you did not write, leads out "
                 f"of {run}"
             )
-    if not known:  # a class of others may not list which arguments are places
+    if not known:  # a logger of another package may not list which arguments are places
         hosts |= arguments.keys() - {"name", *kind._PATHS}
     return bool(hosts)
 

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.errors import SettingError
 from instep.strategies.dtensors import box_of, with_local
 
-BUCKET_BYTES = 64 * 2**20  # of whole weights; a larger matrix is a bucket of its own
+BUCKET_BYTES = 64 * 2**20  # whole weights in a bucket; a larger matrix is a bucket of its own
 _AHEAD = 2  # buckets under way to their owners
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNSAFE = re.compile(r"[\\/:*?\"<>|\s]+")
 
-_MOST_LINES = 60  # of a report that are printed
+_MOST_LINES = 60  # lines of a report that are printed
 
 
 class Profiler(ABC):

@@ -30,8 +30,8 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 Plain = bool | int | float | str
 _VERSION = 1
-_MOST_FILES = 64  # of the cache: one for each folder that was searched
-_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # of a run; one with more is read each time
+_MOST_FILES = 64  # files in the cache: one for each folder that was searched
+_MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits of a run in the cache; a run with more is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
 _LIVE = ("starting", "running")
 
@@ -156,7 +156,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         if entry is None:
             entry = _read(look_at(path, root, stamp))
             rows[key] = _row(entry)
-        elif entry.run.status.state in _LIVE:  # its process may have gone
+        elif entry.run.status.state in _LIVE:  # the run's process may have gone
             entry = replace(entry, run=look_at(path, root, stamp))
         found.append(entry)
     rows = {key: row for key, row in rows.items() if row is not None}

@@ -13,7 +13,7 @@ from instep.runs.metrics import Metrics
 from instep.runs.status import RunStatus
 from instep.utils.redact import HIDDEN
 
-_FEW_LINES = 12  # of a traceback
+_FEW_LINES = 12  # lines of a traceback that are shown
 _TIMES = ("start", "data", "forward", "backward", "optimizer", "validation", "saving", "other")
 
 

@@ -13,7 +13,7 @@ from instep.health.run_status import NAME as STATUS
 from instep.loggers.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
 from instep.runs.status import own
 
-MOST_NAMES = 2000  # of a run where no names are asked for
+MOST_NAMES = 2000  # most names that are read of a run where none are asked for
 _OF_RANK = re.compile(r"rank-\d+").fullmatch
 _Point = tuple[float, float, float | None]  # step, value, time
 _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (  # the exact ones first: TensorBoard keeps float32
@@ -211,7 +211,8 @@ class MetricsReader:
             files.update({path: make(path) for path in files})
         lines, names = self._curves[kind], self._names
         for path in sorted(files, key=_age):
-            prefix = f"{path.parent.name}/" if _OF_RANK(path.parent.name) else ""  # of a logger with per_rank=True
+            # The folder of a logger with per_rank=True.
+            prefix = f"{path.parent.name}/" if _OF_RANK(path.parent.name) else ""
             for row in files[path].read():
                 if isinstance(row, Forget):
                     for name, line in lines.items():

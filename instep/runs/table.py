@@ -190,7 +190,7 @@ class Table:
             Column("run", [entry.name for entry in entries], rank=0, cut=True),
             Column("state", self._facts("state"), rank=1),
         ]
-        said = all(not entry.run.label.name and "=" in entry.name for entry in entries)  # in the names already
+        said = all(not entry.run.label.name and "=" in entry.name for entry in entries)  # the names say it already
         for place, key in enumerate(self.params):
             cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]
             title = naming.short(key, self.params)

@@ -82,7 +82,8 @@ def remove(folder: Path) -> Path:
         if own(saved, folder) and saved.is_dir():
             from instep.checkpoint.lease import Lease  # late: loads torch
 
-            run_id = (read_status(folder) or {}).get("run_id")  # its own: where it comes back, it held the folder last
+            # The run's own id: if the run is put back, it held the folder last.
+            run_id = (read_status(folder) or {}).get("run_id")
             lease = Lease.take(saved, str(run_id))
             stack.callback(lease.release)
         check_removable(folder)  # it may have begun meanwhile

@@ -243,7 +243,8 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
     if _store is None:
         path = meeting_file()
         if path:
-            _store = dist.FileStore(path, -1)  # of no fixed number: the first ranks to end would remove the file
+            # -1 is no fixed number of ranks: with one the first ranks that end would remove the file.
+            _store = dist.FileStore(path, -1)
             _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]

@@ -62,7 +62,7 @@ class RankRecords:
         below: Any = store
         while isinstance(below, dist.PrefixStore):
             below = below.underlying_store
-        file_store: Any = dist.FileStore  # whose stub lacks the path
+        file_store: Any = dist.FileStore  # the stub of FileStore lacks the path
         if isinstance(below, file_store):
             mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this records
             store = _Folder(Path(f"{below.path}.{kind}-{mine}"))

@@ -44,7 +44,7 @@ HOW_TO_GIVE = (
 NO_SECRET = f"this job has no secret: whoever reaches its ports can run code in it. To close them, {HOW_TO_GIVE}."
 MAC_BYTES = 32
 _LEAST_CHARACTERS = 16
-_MOST_BYTES = 16 << 20  # of a value in a store
+_MOST_BYTES = 16 << 20  # limit of a value in a store
 _HEX = 2 * MAC_BYTES
 
 

@@ -75,7 +75,7 @@ def total_norm(
     skipped = {id(p) for p in skip}
     pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}  # gradients by who has the rest of them
     device: torch.device | None = None
-    dtype = torch.float32  # of all sums, at least
+    dtype = torch.float32  # least precision of all sums
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)

@@ -24,7 +24,7 @@ from instep.errors import DataError, HookError, SettingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_active: ContextParallel | None = None  # of the step that this process runs
+_active: ContextParallel | None = None  # context of the step that this process runs
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:

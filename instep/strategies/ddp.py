@@ -287,7 +287,8 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        broadcast_weights(module, skip=dispatched_weights(module).__contains__)  # of the same files on each rank
+        # Each rank has read these from the same files.
+        broadcast_weights(module, skip=dispatched_weights(module).__contains__)
         return False
 
     def _distribute(

@@ -132,7 +132,7 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 def take_state(value: Any, parameter: Tensor) -> Any:
     """Return one value of a parameter's whole optimizer state, cut as the parameter is. Local."""
-    if isinstance(value, list | tuple):  # of L-BFGS
+    if isinstance(value, list | tuple):  # L-BFGS keeps lists
         return type(value)([take_state(one, parameter) for one in value])
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
         return whole(value)

@@ -290,7 +290,7 @@ class FSDPStrategy(Strategy):
         yield
         for part in self._sharded:
             for group in _param_groups(part):
-                group._init_mp_dtypes()  # in which gradients are reduced: of a frozen group torch has noted none
+                group._init_mp_dtypes()  # dtypes of the reduction: torch has none of a group that was frozen
 
     def _read_shards(self, module: nn.Module) -> None:
         """Read the values that were noted for what is left on the meta device: each rank its own shards."""
@@ -438,7 +438,7 @@ class FSDPStrategy(Strategy):
             elif state._training_state.name != "IDLE":
                 raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
         gradients: Any = self.gradients
-        for entry in gradients.gathered():  # of micro-batches whose gradients were not reduced yet
+        for entry in gradients.gathered():  # gradients of micro-batches that were not reduced yet
             entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
         self._reshard()
 

@@ -51,7 +51,8 @@ class Gradients:
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
-        self._finished: set[int] = set()  # those that have stepped since the scaler was updated, or forgot gradients
+        # Optimizers that have stepped since the scaler was updated, or dropped their gradients.
+        self._finished: set[int] = set()
         self._ones: dict[torch.device, Tensor] = {}
 
     @property
@@ -184,7 +185,7 @@ class Gradients:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one looks at the gradients itself
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused optimizer checks the gradients itself
             found = scaler._found_inf_per_device(optimizer).values()
             self.step_was_skipped = any(bool(value.item()) for value in found)
         else:

@@ -401,5 +401,6 @@ def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
-                if not skip(tensor) and not is_of_torchao(tensor):  # whose parts come by themselves
+                # The parts of a torchao tensor are sent by themselves.
+                if not skip(tensor) and not is_of_torchao(tensor):
                     tensor.copy_(broadcast(tensor))

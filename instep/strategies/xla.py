@@ -181,7 +181,7 @@ class XLAStrategy(Strategy):
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # of another strategy's run
+            self._spmd.clear_sharding(tensor)  # another strategy's run may have left it
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):
@@ -237,7 +237,7 @@ class XLAStrategy(Strategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        ends = name != "training_step"  # whose graph ends with the backward or the optimizer
+        ends = name != "training_step"  # the graph of a training step ends with the backward or the optimizer
 
         def run(*args: Any) -> Any:
             if self._mesh is not None:

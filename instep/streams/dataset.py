@@ -25,7 +25,7 @@ from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
 
 _OPEN_SHARDS = 16
-_WORKERS = 64  # of which each counts what it left out by itself
+_WORKERS = 64  # most workers; each counts by itself what it left out
 _NAMED = 255  # samples that were left out, of which a worker keeps the index
 
 

@@ -42,14 +42,14 @@ from instep.utils.warn import warn_user
 
 AT_FIRST, COMPARED = 16, 256  # samples that are read to see whether readers read alike, and if not, what they share
 _PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # a slow stream is compared by fewer
-_MOST_BYTES = 64 << 20  # of samples that are kept meanwhile
-_SHARED = 20  # of so many samples more than one in common is no chance
+_MOST_BYTES = 64 << 20  # limit of the samples that are kept meanwhile
+_SHARED = 20  # among so many samples, more than one in common is no chance
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # as in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
 _COSTS, _COSTS_S = 0.05, 1.0  # the part of a pass, and the seconds, from which the reading for others is told of
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
-_PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # of a reader's row
+_PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # columns of a reader's row
 _WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands; to read first samples it is their number, `_GO + n` is a pattern
 _ASKED = (_WAIT, AT_FIRST, COMPARED)
 

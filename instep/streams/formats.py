@@ -24,13 +24,13 @@ import numpy as np
 from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
-_SCANNED_BYTES = 8 * 2**20  # of a file of lines at once
+_SCANNED_BYTES = 8 * 2**20  # read at once from a file of lines
 _AHEAD_BYTES = 4 * 2**20  # that the system is asked to read around a record that is wanted
-_PIECE_BYTES = 2**20  # of a column of a Parquet file at once
-_BLOCK = 512  # of a tar file
+_PIECE_BYTES = 2**20  # read at once from a column of a Parquet file
+_BLOCK = 512  # block of a tar file
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # members that are a name and its content
 _TURNS = 16  # of all kept groups, after which one that none of them asked for is past: by chance 1 in 10 million
-_GROUP_BYTES = 2**31 - 1  # of a group of rows: what one array of texts can hold
+_GROUP_BYTES = 2**31 - 1  # limit of a group of rows: what one array of texts can hold
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ class Reader(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
-        weakref.finalize(self, self._file.close)  # of a reader that nobody closes: those of a worker that ends
+        weakref.finalize(self, self._file.close)  # closes a reader that nobody closes, such as a worker's at its end
 
     @abstractmethod
     def read(self, rows: Sequence[int]) -> list[Any]:

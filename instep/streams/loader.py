@@ -159,7 +159,7 @@ class DividedLoader(StreamLoader):
         self.seed = state["seed"]
         self._enter(state["epoch"], state["cycle"])
         inner = state.get("state")
-        if inner is not None and state["divided"] is None:  # of a process that read alone
+        if inner is not None and state["divided"] is None:  # the state is that of a process that read alone
             inner = {"read": position, "inner": inner, "at": position}
         self._resume_at({**state, "batches": -(-position // self._step), "own": None, "state": inner})
         self._origin = position
@@ -189,7 +189,7 @@ class DividedLoader(StreamLoader):
         if by_loader:
             division.loader.load_state_dict(copy.deepcopy(state))
             state = None
-        elif state is not None and "read" not in state:  # of an earlier version
+        elif state is not None and "read" not in state:  # the state is of an earlier version
             state = {"read": position * self._unit, "inner": state, "at": position * self._unit}
 
         def begin(pattern: Pattern) -> int:

@@ -132,7 +132,7 @@ def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
     try:
         with replacing(path, sync=False) as part, open(part, "wb") as copy:
             copy.writelines(_pieces(shard, options))
-    except OSError as error:  # of this machine's disk: those of `_pieces` are none
+    except OSError as error:  # an error of this machine's disk; `_pieces` raises no OSError
         raise DataError(f"its copy in {path.parent} cannot be written: {error}. Make room, or change cache=") from error
 
 

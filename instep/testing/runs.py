@@ -33,7 +33,7 @@ OF_THE_MACHINE = r"^DeviceStats|(^|/)device/|(^|[/_])time(_m?s)?$|throughput|_pe
 TIMED = ("time_elapsed", "time_s")
 """Keys of states that hold seconds, which differ between two runs."""
 
-EPOCHS, SAVED_EVERY = 3, 7  # of four and twelve batches: saved within the second of two epochs, and of three
+EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches: the save is within the second epoch
 
 
 class ContractError(InstepError, AssertionError):

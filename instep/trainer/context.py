@@ -176,7 +176,7 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for entry in fields(self):
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
-        if "closed_step" not in state_dict:  # of an earlier instep, which did not say it
+        if "closed_step" not in state_dict:  # an earlier instep did not write it
             self.closed_step = self.global_step
         self.epoch_over = self.epoch_ended
 

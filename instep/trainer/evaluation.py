@@ -322,7 +322,7 @@ def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any])
         before_batch: called before each batch: whether the batch counts, or is replayed to keep ranks in step.
     """
     ctx = trainer._run
-    log = MetricLog("sanity_check", ctx.world_size)  # whose values nobody gets
+    log = MetricLog("sanity_check", ctx.world_size)  # nobody gets the values of a sanity check
     rng, counted = rng_state(), copy.deepcopy(metric_states_module().metric_states(ctx.module))
     outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
     source = ctx.loaders.prepare_train()

@@ -108,7 +108,7 @@ def _explained(error: BaseException, ctx: RunContext) -> BaseException:
         return error
     from instep.trainer.error_notes import explain  # late: only an error needs it
 
-    with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
+    with suppress(Exception):  # a user's class may fail to be described: the error itself matters
         if (cause := explain(error, ctx)) is not None:
             return cause.with_traceback(error.__traceback__)  # which says how far the step had come
     return error
@@ -267,7 +267,8 @@ def _prepare_data(ctx: RunContext) -> None:
     process = PartialState()
     per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
     mine = process.is_local_main_process if per_node else process.is_main_process
-    with process.local_main_process_first() if per_node else process.main_process_first():  # its error is every rank's
+    # An error there is raised on all ranks.
+    with process.local_main_process_first() if per_node else process.main_process_first():
         if mine and ctx.datamodule is not None:
             ctx.datamodule.prepare_data()
         if mine and is_overridden(ctx.module, "prepare_data", ModuleHooks):
@@ -296,7 +297,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         elif hasattr(ctx, "device"):
             from instep.trainer.error_notes import add_notes  # late: only an error needs it
 
-            with suppress(Exception):  # of a user's class that cannot be described: the error itself matters
+            with suppress(Exception):  # a user's class may fail to be described: the error itself matters
                 add_notes(error, ctx)
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),

@@ -690,7 +690,8 @@ class MetricLog:
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
                 if name in ours:  # else of a group of ranks that this one is not in
-                    metrics[name] = ours[name].last = sum(values) / len(values)  # shown, and saved, from now on
+                    # The mean is shown and saved from now on.
+                    metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
             return []
         for key, value in metrics.items():  # a value sent late leaves the epoch's; a mean of ranks is always shown
@@ -748,7 +749,7 @@ class MetricLog:
             self._of_loaders.clear()
             for one in self._all():
                 one.clear()
-        # A name that only other ranks logged is still one decision for all.
+        # Names that only other ranks logged come too: all ranks decide by the same values.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]

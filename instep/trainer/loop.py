@@ -70,7 +70,7 @@ def fit(ctx: RunContext) -> None:
                 for hook in batch_end:
                     hook(outputs, batch, batch_idx)
             if at.window_batch != at.batch:
-                continue  # in the middle of an optimizer window
+                continue  # this batch is in the middle of an optimizer window
             if at.global_step % hand_over_every == 0 or at.batch % MOST_HELD == 0:
                 hand_over_metrics(ctx)
             if at.batch >= validation.next_batch:
@@ -405,7 +405,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     else:
         at.closed_step = at.global_step
         if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-            save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
+            save_now(ctx, "the run ended within an epoch")  # there are no metrics yet to rank this save by
     at.epoch_over = True
     agree_on_triggers(ctx)
 

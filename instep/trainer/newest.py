@@ -36,7 +36,7 @@ class NewestState(ModelCheckpoint):
         super().__init__(first.own_folder, every_n_epochs=0, background=first.background, on_error=first.on_error)
         self._beside = beside
         self.due = False  # a ModelCheckpoint has judged since the last look
-        self._holder: ModelCheckpoint = self  # who saved the newest full state, at this step and position
+        self._holder: ModelCheckpoint = self  # the callback that saved the newest full state, at this step and position
         self._step = -1
         self._position: dict[str, Any] | None = None
         if any("on_train_batch_end" in vars(each) for each in beside):

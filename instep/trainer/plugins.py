@@ -36,7 +36,7 @@ def check_module(model: Any) -> TrainModule:
     Raises:
         UsageError: it is something else.
     """
-    inner = getattr(model, "_orig_mod", None)  # of torch's OptimizedModule, whose import takes a second
+    inner = getattr(model, "_orig_mod", None)  # attribute of torch's OptimizedModule, whose import takes a second
     if isinstance(inner, TrainModule):
         inner.compile_by(model.dynamo_ctx)
         return inner
@@ -272,7 +272,7 @@ def _check_files(loggers: Sequence[Any]) -> None:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return bool(one is other or plain_values(one) == plain_values(other))
-    except (RuntimeError, ValueError):  # of tensors and arrays
+    except (RuntimeError, ValueError):  # tensors and arrays do not compare to one bool
         return True
 
 

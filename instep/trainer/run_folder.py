@@ -77,7 +77,8 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.base = self._plain_base = root / folders.RUNS
         self.path: Path | None = None
-        self._decider: Delivery | None = None  # of the first logger with a `save_dir`: run folders are its folders
+        # Delivery of the first logger with a `save_dir`, whose folders are the run folders.
+        self._decider: Delivery | None = None
         self._visits = False  # an evaluation logs into the folder of a run that may be another's
         self._made = False  # the folder is new
         self._evaluated = False  # evaluations have taken it, and no fit
@@ -424,10 +425,10 @@ class RunFolder:
         remote = text is not None and trainer.world_size > 1 and not signal and is_remote(error or text)
         if remote and (cause := find_failure(self.path)):
             text = cause
-            if trainer.run_summary is not None:  # its own error is a consequence
+            if trainer.run_summary is not None:  # an error of this process is a consequence
                 trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
-        if signal:  # in its handler, or with little time left: nothing is looked for
+        if signal:  # a signal's handler has little time: nothing is looked for
             path = self.last_saved
         elif status != "preempted":
             path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)

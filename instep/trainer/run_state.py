@@ -285,7 +285,7 @@ class TrainerSaver(RunSaver):
         here = ctx.position.global_step, ctx.trainer.run_id
         for found in store.scan():
             if (found.step, found.manifest.run_id) == here:
-                return found.path  # of a rank that failed before, with the same state
+                return found.path  # a rank that failed before has saved the same state
         restore_rest(ctx)
         with self._saving():
             step, write, info = self._collect(False, {"kind": "full" if whole else "exception"}, alone=True)

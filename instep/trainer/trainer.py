@@ -239,8 +239,8 @@ class Trainer:
         self._stop_agreed = False
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
-        self._data: dict[str, StageData] = {}  # of the last runs
-        self._ctx: RunContext | None = None  # of the call that runs
+        self._data: dict[str, StageData] = {}  # data of the last runs, by stage
+        self._ctx: RunContext | None = None  # context of the call that runs
         self._last_ctx: RunContext | None = None
         self._log: MetricLog | None = None  # that `self.log` writes into
 

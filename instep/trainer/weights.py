@@ -128,7 +128,7 @@ def load_into(
             shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
-        wrong = " ".join(str(error).split()).rstrip(".")  # in one line: the first is what most readers show
+        wrong = " ".join(str(error).split()).rstrip(".")  # one line: most readers show only the first
         raise CheckpointError(
             f"the weights of {report.path} do not fit {type(module).__name__}: {wrong}. Set strict_loading = False on "
             "the module, or pass fit(resume=Resume(strict=False)), to load what fits by name and shape. If "

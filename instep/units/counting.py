@@ -156,7 +156,7 @@ class UnitCount(Callback):
             self._add(None, None, trainer.batch_weight)
         at = trainer.position
         if at.batch != at.window_batch:
-            return  # in the middle of an optimizer window
+            return  # this batch is in the middle of an optimizer window
         if self.settle() >= self._next:
             self._act(trainer)
         step = at.global_step

@@ -35,7 +35,7 @@ def constructor_call(cls: type) -> str:
     """
     try:
         parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin may have no signature
         parameters = []
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return f"{cls.__name__}({', '.join(f'{p.name}=...' for p in needed)})"

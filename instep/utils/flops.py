@@ -152,7 +152,8 @@ def peak_of(name: str, dtype: str) -> float | None:
 def _column(precision: str) -> str:
     if precision == "32-true":
         matmul = torch.backends.cuda.matmul
-        mode = getattr(matmul, "fp32_precision", None)  # of torch from 2.9 on, where asking the older switch may raise
+        # Torch 2.9 and newer have it, and there the older switch may raise.
+        mode = getattr(matmul, "fp32_precision", None)
         return "tf32" if (matmul.allow_tf32 if mode is None else mode == "tf32") else "float32"
     kind = precision.partition("-")[0]
     return {"64": "float64", "bf16": "bfloat16", "16": "float16", "fp8": "float8"}[kind]

@@ -95,7 +95,7 @@ def plain_values(value: Any) -> Any:
 
 def as_container(value: Any) -> Any:
     """Return the fields of a configuration object as a dict, or its items as a list; another value stays as it is."""
-    omegaconf = sys.modules.get("omegaconf")  # its values exist only where it is loaded
+    omegaconf = sys.modules.get("omegaconf")  # values of OmegaConf exist only where it is loaded
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):

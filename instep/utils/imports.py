@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.errors import MissingPackageError
 
-_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # of modules that are not called as what pip installs
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # modules whose name differs from that of the package
 _ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)  # as ruff formats it
 
 

@@ -47,7 +47,7 @@ def to_path(value: Location, like: Any = None) -> Path:
             return Path(unquote(parts.path))
     elif isinstance(value, (str, os.PathLike)):
         return local_path(value)
-    elif not hasattr(value, "protocol"):  # of a UPath
+    elif not hasattr(value, "protocol"):  # only a UPath has one
         raise SettingError(f"{value!r} is no path. Give a text, a pathlib.Path or a URL.", got=value)
     upath = require("upath", extra="remote", purpose=str(value))  # late, as fsspec: optional
     fsspec = require("fsspec", extra="remote", purpose=str(value))

@@ -17,7 +17,7 @@ from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_ITEMS = 4_000  # of one list or mapping: parsers above this take time by the square of it
+MAX_ITEMS = 4_000  # items of one list or mapping: above this the time of parsers grows by the square
 MAX_VALUES = 10_000  # keys and values, those that an alias stands for again each time
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"

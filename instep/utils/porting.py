@@ -363,7 +363,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "tensor_parallel": "MeshStrategy(tp=...) has tensor parallelism",
         "sequence_parallel_size": "MeshStrategy(tp=..., cp=...) has sequence and context parallelism",
     },
-    "QuantizationAwareTraining": {  # of Lightning 1, by torch.quantization
+    "QuantizationAwareTraining": {  # a class of Lightning 1 over torch.quantization
         "qconfig": "use config=...: torchao's configuration of the quantized model, which has its own default",
         "observer_type": "leave it out: torchao rounds weights and inputs in training as the quantized model does",
         "collect_quantization": "use start_epoch=...",

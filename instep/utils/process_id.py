@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,9})-(?P<life>[0-9a-f]{8})")
 
-_UNKNOWN = "00000000"  # of a system without /proc, or one that hides the processes of others
+_UNKNOWN = "00000000"  # boot id of a system without /proc, or one that hides other users' processes
 
 
 def this_process() -> str:

@@ -224,7 +224,7 @@ def _is_of_package(kind: type) -> bool:
     They are never made of a checkpoint: they may import what a text says, or read the environment.
     """
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))  # its dataclasses
+    of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))  # dataclasses of pydantic have such a name
     return of_pydantic or not homes.isdisjoint(("omegaconf", "pydantic", "pydantic_core"))
 
 

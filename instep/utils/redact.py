@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # of a variable or setting
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # name of a variable or setting
 # In an option's name only as a word of its own: --tokenizer and --num_tokens are no secrets.
 _WORD = (
     r"(?<![a-z])(?:(?:api|access|secret|private|auth)?(?:key|token)|secret|pass|passwd|password|passphrase|pwd"
@@ -52,7 +52,7 @@ def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ..
     """
     shown: list[str] = []
     left_out: list[str] = []
-    option = ""  # whose value the next word is
+    option = ""  # the option whose value is the next word
     for word in words:
         name, equals, value = word.partition("=")
         if option and not word.startswith("--"):

@@ -17,7 +17,7 @@ from instep.errors import CorruptCheckpointError, SettingError
 
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
-_WORDS = 624  # of a Mersenne Twister
+_WORDS = 624  # words in the state of a Mersenne Twister
 _TORCH_HEAD = struct.Struct("<QiiQ")  # torch's: seed, words left, whether it was seeded, the next word
 
 

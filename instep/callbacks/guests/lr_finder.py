@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _MODES = ("linear", "exponential")
 _NAMES = ("lr", "learning_rate")
-_BETA = 0.98  # of the running mean of losses
+_BETA = 0.98  # decay of the running mean of losses
 _SKIP_BEGIN, _SKIP_END = 10, 1  # points that a suggestion leaves out
 _FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # a slope needs two
 

@@ -172,7 +172,7 @@ class PredictionWriter(BasePredictionWriter):
         self._written = {}
         if trainer.is_global_zero:
             for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
-                _clear(folder)  # of a prediction that was cut short, or longer
+                _clear(folder)  # remove the files of an earlier prediction that was cut short, or longer
         readers: list[int] = gather_object(trainer.strategy.data_rank)
         self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank  # others have the same data
 

@@ -131,8 +131,8 @@ class ModelPruning(Callback):
         self._verbose = verbose
         self._prune_on_train_epoch_end = FLAG("prune_on_train_epoch_end", prune_on_train_epoch_end)
         self._original_layers: dict[int, dict[str, Any]] | None = None
-        self._module_names: dict[int, str] = {}  # of modules, by id
-        self._masks: dict[str, Tensor] = {}  # of a checkpoint, to be put back
+        self._module_names: dict[int, str] = {}  # name of each module, by its id
+        self._masks: dict[str, Tensor] = {}  # masks of a checkpoint, to be put back
         self._first: dict[str, Tensor] = {}
         self._world_size = 1
         self._rank = 0

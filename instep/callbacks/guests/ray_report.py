@@ -16,7 +16,7 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
-_NAME = "checkpoint"  # of the folder within Ray's
+_NAME = "checkpoint"  # name of the folder within Ray's checkpoint
 
 
 class RayReport(Reporting):

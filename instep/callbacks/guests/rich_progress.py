@@ -266,7 +266,7 @@ class RichProgressBar(LiveProgressBar):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # of the last loader
+        done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # the last loader's counts
         self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)
 

@@ -89,7 +89,7 @@ class SpikeDetection(Callback):
         self._means: deque[float] = deque(maxlen=window)
         self._judged = 0
         self._waiting: list[_Batch] = []
-        self._older = 0  # of the waiting ones, those that were there at the last look
+        self._older = 0  # number of waiting batches that were there at the last look
         self._last_look = 0
         self._at_once = False
         self._every = 50

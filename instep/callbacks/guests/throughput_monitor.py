@@ -119,8 +119,8 @@ class ThroughputMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._before = Totals()  # of all ranks, in earlier processes
-        self._mine = Totals()  # of this rank, since
+        self._before = Totals()  # totals of all ranks in earlier processes
+        self._mine = Totals()  # totals of this rank in this process
         self._saved = Totals()
         self._flops_per_sample: float | None = None
         self._clock = 0.0
@@ -263,7 +263,7 @@ class ThroughputMonitor(Callback):
     def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
         """Add up the run's totals, and those of a part of it, over all ranks. Collective."""
         mine = self._mine
-        counts = trainer.strategy.contributes  # of ranks with the same data one does
+        counts = trainer.strategy.contributes  # of several ranks that read the same data, one counts
         sums = torch.tensor(
             [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
             dtype=torch.float64,

@@ -100,7 +100,7 @@ class WeightAveraging(Callback):
         self._untrained: list[str] = []  # names of buffers and of integers
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
-        self._updates: int | None = None  # of a checkpoint's average, until that is loaded
+        self._updates: int | None = None  # number of updates in a checkpoint's average, until the average is loaded
         self._latest_update_step = 0
         self._latest_update_epoch = -1
         self._asked_step = 0
@@ -165,7 +165,7 @@ class WeightAveraging(Callback):
     ) -> None:
         step = trainer.global_step
         if step <= self._asked_step:
-            return  # in the middle of an optimizer window
+            return  # this batch is in the middle of an optimizer window
         self._asked_step = step
         if self.should_update(step_idx=step - 1):
             self._update(trainer.strategy)

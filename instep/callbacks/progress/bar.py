@@ -69,7 +69,7 @@ class LiveProgressBar(ProgressBar, default=True):
         ...         return {name: value for name, value in shown.items() if not name.endswith("_step")}
     """
 
-    _console_options: Mapping[str, Any] = MappingProxyType({})  # of rich's console
+    _console_options: Mapping[str, Any] = MappingProxyType({})  # options of rich's console
     _screen: Lines | None = None
     _thread: threading.Thread | None = None
 
@@ -357,7 +357,8 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
             else {}
         )
         tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
-        facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]  # of all processes, where there are several
+        # Sum over all processes, where there are several.
+        facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]
         facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
 

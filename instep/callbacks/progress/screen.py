@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from instep.callbacks.progress.view import View
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-_COLUMNS = 100  # of a notebook's cell
+_COLUMNS = 100  # width of a notebook's cell
 _PRE = (
     '<pre style="white-space: pre; overflow-x: auto; font-size: 13px; line-height: 1.3; margin: 0; '
     "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace\">{code}</pre>"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WINDOW = 40  # readings: sixteen seconds at 2.5 a second
-_POINTS = 64  # of a curve
+_POINTS = 64  # most points of a curve
 _BAR = (8, 40)  # columns: the shortest and the longest bar
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STAGES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
@@ -242,7 +242,7 @@ class View:
             if sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= room:
                 break
             texts = columns.pop(name)
-            below += texts[-1:] if name != "elapsed" else []  # of the loop that runs
+            below += texts[-1:] if name != "elapsed" else []  # the count of the loop that runs
         padded = [[text.ljust(max(map(len, column))) for text in column] for column in columns.values() if any(column)]
         return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)], below
 

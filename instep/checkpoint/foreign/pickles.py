@@ -47,7 +47,7 @@ class Record:
         return Record(self.name if self.args is None else f"{self.name}()", args)
 
     def __setstate__(self, state: Any) -> None:
-        if self.args is None or self.state is not None:  # of two states a check would see one
+        if self.args is None or self.state is not None:  # of two states a check would see only one
             raise ValueError(f"a state of {self.name}, which is a name or has one")
         self.state = state
 

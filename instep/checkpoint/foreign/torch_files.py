@@ -24,8 +24,8 @@ from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-_SMALL_BYTES = 2**16  # of the version, the byte order and the like
-_PICKLE_BYTES = 2**29  # of the part without tensors
+_SMALL_BYTES = 2**16  # limit of small entries, such as the version and the byte order
+_PICKLE_BYTES = 2**29  # limit of the part without tensors
 _ITEM_BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     **dict.fromkeys(("Float", "Int", "QInt32"), 4),
@@ -37,7 +37,7 @@ _MODULES = ("torch", "torch.storage", "torch.cuda")
 _WITH_ATTRIBUTES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
 _MAKES_TENSORS = ("torch", "torch._tensor", "torch._utils", "torch.cuda", "torch.nn.parameter", "torch.sparse")
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_END = struct.Struct("<4s4H2LH")  # of a zip file: the place of its directory, last in the file
+_END = struct.Struct("<4s4H2LH")  # last record of a zip file, which says where its directory is
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 

@@ -52,7 +52,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = part  # of float32, whatever the precision
+        own = part  # float32, whatever the precision is
         kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
         most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))

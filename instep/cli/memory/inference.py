@@ -13,7 +13,7 @@ from instep.cli.memory.simulate import users_code
 from instep.cli.memory.subject import Subject
 from instep.errors import SettingError
 
-_REST = "bfloat16"  # of what is not quantized
+_REST = "bfloat16"  # dtype of weights that are not quantized
 
 
 @dataclass(frozen=True)

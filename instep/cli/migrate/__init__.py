@@ -72,7 +72,7 @@ def _skipped(part: str) -> bool:
 def _migrate(path: Path) -> dict[str, Any]:
     import libcst  # late: an extra, and slow
 
-    from instep.cli.migrate.rewrite import migrate  # late: needs it
+    from instep.cli.migrate.rewrite import migrate  # late: it needs libcst
 
     try:
         with path.open(encoding="utf-8", newline="") as file:  # line ends stay what they are

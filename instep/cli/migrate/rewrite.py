@@ -41,7 +41,7 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
         self._new = plan.new
         self._comments = plan.comments
-        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # of a statement, in the same block
+        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # the statement after a statement in its block
         self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # lines of statements that are gone
 
     def _visit_block(self, node: Any) -> None:

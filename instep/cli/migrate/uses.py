@@ -29,7 +29,7 @@ _KINDS = {  # what scripts derive classes from, which may have any attribute
 }
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")  # what scripts call the batches of an earlier run
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
-_SAVED = re.compile(r"(best|last)_model_path")  # of a ModelCheckpoint
+_SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
 _SEVERAL = re.compile(  # unpacked, taken by number, or all in a loop
@@ -176,7 +176,7 @@ class Uses(cst.CSTVisitor):
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank: list[cst.If | cst.FunctionDef] = []
         self._collective: list[cst.Attribute] = []  # calls on one rank that all must make
-        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # of an `if`: its `elif` and `else`
+        self._otherwise: set[cst.BaseSuite | cst.If | cst.Else] = set()  # the `elif` and `else` parts of an `if`
         self._script = plan.module.code
         self._loads_state = ".load_state(" in self._script
         self.steps_often = False  # one function steps optimizers by hand more than once
@@ -613,7 +613,7 @@ class _Receivers(cst.CSTVisitor):
         super().__init__()
         self.uses = uses
         self._loops = 0
-        self._steps = [0]  # of optimizers, in the functions around
+        self._steps = [0]  # optimizer steps in each enclosing function
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._steps.append(0)

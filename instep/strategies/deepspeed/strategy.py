@@ -138,7 +138,7 @@ class DeepSpeedGradients(Gradients):
         if closure is not None:
             closure()
         engine, zero, factor = self.strategy._engine, self.strategy._zero, self._factor
-        if factor != 1.0:  # its step divides by the loss scale, before it clips
+        if factor != 1.0:  # DeepSpeed's step divides by the loss scale before it clips
             zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
         try:
             engine.step()
@@ -205,7 +205,7 @@ class DeepSpeedStrategy(Strategy):
     multi_process = True
     wraps_with_optimizer = True
     takes_new_groups = False
-    steps_can_be_undone = False  # its engine has weights and states of its own
+    steps_can_be_undone = False  # the engine has weights and states of its own
     gradients_class = DeepSpeedGradients
     gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -225,7 +225,7 @@ class DeepSpeedStrategy(Strategy):
         self._parts: dict[Tensor, Partition] = {}
         self._exact: dict[Tensor, Tensor] = {}  # float32 runs of weights that were cast to 16 bits before the engine
         self._groups: list[list[str]] = []  # names, by group of the optimizer
-        self._shapes: dict[str, list[int]] = {}  # of the optimizer's parameters
+        self._shapes: dict[str, list[int]] = {}  # shape of each of the optimizer's parameters
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]
         if (config is not None or configs is not None) and given:
@@ -372,7 +372,7 @@ class DeepSpeedStrategy(Strategy):
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
                 if _still(p, part, old.weights()):  # else the caller has given it others
-                    part.set_weights(old.weights())  # of this run's earlier fit, not rounded to 16 bits
+                    part.set_weights(old.weights())  # weights of this run's earlier fit, not rounded to 16 bits
             elif p in exact:
                 value = exact[p]
                 part.set_weights(value if self.stage == 3 else take_run(value, part.begin, part.count))
@@ -634,7 +634,7 @@ class DeepSpeedStrategy(Strategy):
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
             for group, group_names in zip(optimizer.param_groups, all_groups, strict=True)
         ]
-        dtypes = dict.fromkeys(shapes, torch.float32)  # of the master weights
+        dtypes = dict.fromkeys(shapes, torch.float32)  # dtype of the master weights
         return {
             "optimizer": kind_of(optimizer),
             "shapes": shapes,
@@ -693,7 +693,7 @@ class DeepSpeedStrategy(Strategy):
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None or key not in state:  # those on a disk are known by their tensor
+                if parts[0][1].fetch is None or key not in state:  # parts on a disk are known by their tensor
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:

@@ -201,7 +201,7 @@ class Cut:
             for index, run in enumerate(runs)
             if index % ranks == rank
         }
-        homes: dict[int, list[int]] = {}  # of tensors and of modules, by id
+        homes: dict[int, list[int]] = {}  # stages of each tensor and module, by id
         for index, run in enumerate(runs):
             for item in (item for i in run for item in (*parts[i].tensors, *parts[i].modules)):
                 home = homes.setdefault(id(item), [])
@@ -217,7 +217,8 @@ class Cut:
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)
-            owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])  # of a get_extra_state
+            # Else the value of a get_extra_state.
+            owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])
             self.shapes[name] = value.shape if is_tensor else None
             self.homes[name] = homes.get(id(owner), everywhere)
             self.first_names[name] = first.setdefault(id(value), name) if is_tensor else name

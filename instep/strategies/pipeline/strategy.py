@@ -155,11 +155,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # of an earlier run
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # the module may be cut by an earlier run
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # of shards, only those of one stage are made alike
+            self.share_weights(module)  # only shards of one stage are made alike
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -247,7 +247,7 @@ class PipelinedStrategy(FSDPStrategy):
             alone=self.dp_mesh.size() == 1,
         )
         here = pipe.get_local_rank()
-        self._parameters = list(module.parameters())  # those that the optimizer has: gathered ones are others
+        self._parameters = list(module.parameters())  # the optimizer's parameters; gathered ones are other objects
         self._shared = cut.shared(module)
         self._copies = [p for p, ranks in self._shared if ranks[0] != here]
         self._returned = None

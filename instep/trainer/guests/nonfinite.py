@@ -115,7 +115,7 @@ class NonFiniteGuard(StepGuest):
 
     def take(self, parts: StepParts) -> None:
         """Keep each loss, and check the gradients before they are clipped."""
-        self._losses = []  # those of a window that the last epoch left unfinished
+        self._losses = []  # drop the losses of a window that the last epoch left unfinished
         parts.on_loss.append(self.keep_loss)
         parts.before_clip.append(self.check_step)
         parts.needs_loss = True
@@ -332,7 +332,8 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Compute the norm of each tensor, not finite where the tensor is not (or is near overflow)."""
     if not tensors:
         return None
-    tensors = [getattr(t, "_local_tensor", t) for t in tensors]  # of a sharded one this rank's part; all are asked
+    # This rank's part of a sharded tensor; all ranks are asked.
+    tensors = [getattr(t, "_local_tensor", t) for t in tensors]
     norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])  # one kernel on a GPU
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [(norm * 0).to(device, torch.float32) for norm in norms]

@@ -61,7 +61,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         self._batches, self._source, self._dataloader_idx, self._limit = batches, source, dataloader_idx, limit
         self._progress, self._log = progress, log
         self._ahead: list[Any] = []  # the first batch of the next step
-        self._shares: list[Share] = []  # of the step in hand
+        self._shares: list[Share] = []  # shares of the current step
 
     def __next__(self) -> tuple[Any, int, int]:
         if self.done:
@@ -164,7 +164,7 @@ class OwnBatches(StepGuest):
         try:
             yield from taker.steps()
         finally:
-            self._taker = outer  # of the training, where this was an evaluation
+            self._taker = outer  # after an evaluation, the taker of the training
 
     def step_method(self, name: str, step: Step) -> Step:
         """Return the step that is given the iterator of the moment."""

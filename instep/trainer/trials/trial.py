@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-_HOOKS = {  # in which a trial may be made: no batch is under way
+_HOOKS = {  # hooks in which a trial may be made: no batch is under way
     "fit": ("on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start"),
     "validate": ("on_validation_start", "on_validation_epoch_start"),
     "test": ("on_test_start", "on_test_epoch_start"),
