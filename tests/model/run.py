@@ -309,7 +309,7 @@ class Run:
             return
         limit = limit_in_batches(wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
         self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
-        if train.kind != "map" and not self.over:
+        if train.kind != "map" and not self.over and not self.is_finished():
             raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
         if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
             size = train.batch_size * self.ranks

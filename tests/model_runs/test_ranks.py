@@ -258,6 +258,15 @@ CHOSEN = {
         ),
         (Process(place=0.5), Process()),
     ),
+    "a finished run within an epoch of a stream, on other ranks": (
+        Case(
+            Settings(max_steps=1),
+            Data(9, 4, drop_last=True, kind="iterable"),
+            VAL,
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(), Process(ranks=2)),
+    ),
 }
 
 
