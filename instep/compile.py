@@ -243,9 +243,7 @@ class Recompiles:
         try:
             yield
         finally:
-            if (
-                self._look in callback_handler.end_callbacks
-            ):  # else torch.compiler.reset() was called, which clears them
+            if self._look in callback_handler.end_callbacks:  # otherwise torch.compiler.reset() has cleared them
                 callback_handler.remove_end_callback(self._look)
             self.report()
 

@@ -89,7 +89,7 @@ class CudaRecorder:
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
-        with suppress(RuntimeError):  # which torch has done where the recording itself was sound
+        with suppress(RuntimeError):  # torch has done it already where the recording succeeded
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()
@@ -185,7 +185,7 @@ class CapturedStep:
 
             def run() -> tuple[Any, list[Any], list[Tensor | None]]:
                 for p in parameters:
-                    p.grad = None  # so that the backward writes gradients, and adds to none
+                    p.grad = None  # without gradients the backward writes new ones, and adds to none
                 output = self._training_step(static, batch_idx)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -874,7 +874,7 @@ class Accelerator(ProcessMethods):
             As many Nones.
         """
         self._prepared.end()
-        if self._states.pending is None:  # what still saves there owns the folders
+        if self._states.pending is None:  # a save that still runs owns the folders
             self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)

@@ -125,7 +125,7 @@ class AcceleratedLoader:
             self._restored = None  # the script goes elsewhere
         self._next_epoch = epoch
         if self._pass is None:
-            self.source.set_epoch(epoch)  # what of the user's wants to know is told at once
+            self.source.set_epoch(epoch)  # samplers and data sets of the user that have a set_epoch are called at once
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)
@@ -477,7 +477,7 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
-    tensor_leaves(data, "gather_for_metrics")  # what is no tensor is named by the call that the user wrote
+    tensor_leaves(data, "gather_for_metrics")  # an error names the call that the user wrote
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)
     return gather_ragged(data, 0 if samples == 0 else None)

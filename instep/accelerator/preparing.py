@@ -133,7 +133,7 @@ class PreparedRun:
         for strategy in getattr(self, "_strategies", {}).values():
             strategy.teardown()
         self.models: dict[str, nn.Module] = {}  # unwrapped, by name
-        self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
+        self._strategies: dict[int, Strategy] = {}  # strategy by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
         self._given: list[Optimizer] = []  # optimizers given to the `prepare` that runs now
         self._ask_again()

@@ -176,7 +176,7 @@ class Opening:
         self._offers = offers and self._goes_on
         self._warns = offers and goes_on and place is not None
         self._given: list[list[weakref.ref[Any]]] = []
-        self._before: list[list[weakref.ref[Any]]] = []  # what was given until all that is done was passed over
+        self._before: list[list[weakref.ref[Any]]] = []  # batches given before all finished ones were passed over
         self._skipped = False
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
@@ -314,7 +314,7 @@ class Opening:
             while kept:
                 raw, source.share = kept.pop(0)
                 batch = self._give(self._moved(raw))
-                del raw  # what the script passes over is held by nobody
+                del raw  # a batch that the script passes over is kept by nobody
                 yield number, batch
                 number += 1
                 self._ask()
@@ -400,7 +400,7 @@ class _ForwardWatch:
         self._loader, self._uses = loader, uses
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # what is compiled would stay
+        if not torch.compiler.is_compiling():  # a compiled branch would stay
             self._uses.report_forward(self._loader.active)
 
     def __reduce__(self) -> Any:

@@ -107,7 +107,7 @@ class States(RunSaver):
         weights = {name: dict(self.prepared.strategy_of(model).model_state()) for name, model in models.items()}
         optimizers, seed = _optimizers(self), self.prepared.seed
 
-        def write(writer: BaseWriter) -> None:  # what waits for no other rank
+        def write(writer: BaseWriter) -> None:  # this function waits for no other rank
             kept = _run_save_hooks(self, weights, writer.folder) if isinstance(writer, Writer) else weights
             _collect(self, kept, optimizers, seed).write(writer)
 
@@ -384,7 +384,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
-    if kept or not models:  # what hooks took out of the list they load
+    if kept or not models:  # models that hooks took out of the list are loaded by the hooks
         _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
         _restore_optimizers_and_schedulers(states, saved, parts, report)

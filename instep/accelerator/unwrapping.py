@@ -103,7 +103,7 @@ class _Forward:
     """
 
     def __init__(self, own: Callable[..., Any] | None, precision: Precision) -> None:
-        self.own = own  # what the module itself had in place of its class's
+        self.own = own  # attribute of the module itself that hid its class's
         self.precision = precision
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -475,7 +475,7 @@ def disk_offload(
     Source: the function of this name in Hugging Face Accelerate.
     """
     _check_model(model, None)
-    values = model.state_dict(keep_vars=True)  # so that tied weights are the same object
+    values = model.state_dict(keep_vars=True)  # with keep_vars tied weights are the same object
     _check_values(model, [name for name, value in values.items() if value.is_meta])
     weights = WeightsMap(_write(offload_dir, {name: value.shape for name, value in values.items()}, values))
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)

@@ -264,9 +264,9 @@ class _Slot:
                 swap_tensors(holder[leaf], self.empty)
                 self.empty = holder[leaf]
         self._there: Tensor | None = None  # the weight that stands in the module during a forward
-        self._value: Tensor | None = None  # what the tensor below was made of
+        self._value: Tensor | None = None  # tensor that `_kept` was made of
         self._kept: Tensor | None = None
-        self._seen: ref[Tensor] | None = None  # what it was before
+        self._seen: ref[Tensor] | None = None  # tensor that it was before
 
     @property
     def device(self) -> torch.device:
@@ -465,7 +465,7 @@ class AlignDevicesHook(ModelHook):
             value = self.weights_map[slot.name]
             slot.load(value, device)
             made = slot.holder[slot.leaf]
-            if isinstance(made, nn.Parameter) and value.numel():  # what was tied is one parameter again
+            if isinstance(made, nn.Parameter) and value.numel():  # tied weights are one parameter again
                 place = (value.data_ptr(), value.shape, value.dtype, made.device)
                 slot.holder[slot.leaf] = self.tied_params_map.setdefault(place, made)
         self._slots = []

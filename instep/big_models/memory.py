@@ -80,7 +80,7 @@ def _free_memory() -> dict[int | str, int]:
         except RuntimeError as error:  # another process has it for itself, or it is broken
             warn_user(f"{name}:{index} is left out, its memory cannot be asked for: {error}")
             continue
-        if hasattr(module, "memory_reserved"):  # what torch keeps for this process's next tensors is free too
+        if hasattr(module, "memory_reserved"):  # memory that torch keeps for this process's next tensors is free too
             free[index] += module.memory_reserved(index) - module.memory_allocated(index)
         shared |= bool(getattr(module.get_device_properties(index), "is_integrated", False))
     if DEVICE_KINDS["mps"].count():

@@ -30,7 +30,7 @@ from instep.strategies.materialize import deferred_weights, read_values
 from instep.strategies.pipeline.split import even_cuts
 from instep.utils.imports import check_torch
 
-_ROOT = "model."  # what the model's names begin with in a trace
+_ROOT = "model."  # beginning of the model's names in a trace
 _SLOT = object()  # where a tensor was
 
 
@@ -468,7 +468,7 @@ class _Cut:
                 if weight.op == "get_attr" and (len(sizes), weight.target) not in counted:
                     counted.add((len(sizes), weight.target))
                     sizes[-1] += attrgetter(str(weight.target))(traced).nbytes
-        if not sizes[0]:  # what comes before the first module goes with it
+        if not sizes[0]:  # code before the first module goes with that module
             del begun[0], sizes[0]
         if len(begun) < self.stages:
             raise SettingError(

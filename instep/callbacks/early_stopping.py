@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
-WORD = "EarlyStopping: "  # that the reasons of its stops begin with
+WORD = "EarlyStopping: "  # beginning of the reasons of its stops
 _THRESHOLD = or_none(Check(is_number, "a number, or None"))
 _CHECKS = {
     "monitor": METRIC,

@@ -121,7 +121,8 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.logging_interval != "step" and not trainer.position.inside:  # else it is resumed within the epoch
+        # A run resumed within the epoch has logged already.
+        if self.logging_interval != "step" and not trainer.position.inside:
             self._log(trainer, "epoch")
 
     def _log(self, trainer: Trainer, interval: str) -> None:

@@ -325,9 +325,10 @@ class ModelCheckpoint(Callback):
             self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
-            if about.get("saver") == self.state_key:  # else its own may still be due
+            if about.get("saver") == self.state_key:  # if another callback saved it, this one's save may still be due
                 self._last_step_saved = trainer.global_step
-                if self.monitor is None or about.get("ranked"):  # else it was saved before the validation that ranks it
+                # An unranked one was saved before the validation that ranks it.
+                if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
 
@@ -560,9 +561,10 @@ class ModelCheckpoint(Callback):
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  as above
-            if pending.path is not None:  # what could not be deleted stays in the list
+            if pending.path is not None:  # checkpoints that could not be deleted stay in the list
                 self._record(trainer, pending.path, new)
-                self._drop_deleted(trainer, () if pending.error else pending.dropped)  # else a logger failed after it
+                # With a path and an error, a logger failed after the save.
+                self._drop_deleted(trainer, () if pending.error else pending.dropped)
             self._fail(trainer, error, must)
         else:
             self._record(trainer, path, new)

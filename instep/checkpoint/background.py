@@ -208,7 +208,7 @@ class BackgroundSaver:
         if ranks is not None:
             self._jobs.put(None)
             ranks.close(abort=not done)
-        if pending is None or done or pending.wait(_ABORT_S):  # else the thread still reads them
+        if pending is None or done or pending.wait(_ABORT_S):  # otherwise the thread still reads the buffers
             self._buffers.close()
         if pending is not None and not pending._seen:
             if not done:

@@ -278,7 +278,7 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTe
         return _decode(json_tree, tensors)
     except InstepError:
         raise
-    except Exception as error:  # what a node of the wrong kind makes of the code behind it may be any
+    except Exception as error:  # a node of the wrong kind may raise anything in the code behind it
         raise CorruptCheckpointError(
             f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
             "it is damaged, or a newer instep wrote it"

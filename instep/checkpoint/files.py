@@ -243,12 +243,12 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)  # which refuses a larger file before it reads any of it
+        return read_regular(path, most)  # refuses a larger file before it reads any of it
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            data = bytearray(max(0, min(end, size) - begin))  # what a damaged header asks for may be any number
+            data = bytearray(max(0, min(end, size) - begin))  # a damaged header may ask for any number of bytes
             file.seek(begin)
             done = 0
             while count := file.readinto(memoryview(data)[done:]):  # one call reads 2 GiB at most
@@ -258,7 +258,7 @@ class LocalFiles(Files):
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        open_regular(path).close()  # what follows may open it by its name
+        open_regular(path).close()  # the code that follows may open the file by its name
         yield path, hash_file(path) if check else None
 
     def entries(self, folder: Path) -> dict[str, bool]:

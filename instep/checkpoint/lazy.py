@@ -32,7 +32,7 @@ from instep.utils.untrusted_files import open_regular, parse_object
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)  # a name from 3.13 on
-_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # by what opened which file, while it is used
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each open file, while it is used
 _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
 
 

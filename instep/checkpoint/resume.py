@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from instep.strategies import Strategy
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
-_MOST_NAMES = 8  # that a report says of a kind
+_MOST_NAMES = 8  # names of a kind that a report lists
 
 
 @dataclass(frozen=True)

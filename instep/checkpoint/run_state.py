@@ -163,7 +163,7 @@ class SavedRun:
         """
         for rank in range(self.shared["world_size"]):
             state = self.rank(rank)
-            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # which says that it is missing
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises where the state is missing
 
     def forget(self) -> None:
         """Release what was read: it may hold tensors as large as the model's."""

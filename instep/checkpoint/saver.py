@@ -112,7 +112,7 @@ class RunSaver(ABC):
             if self._background is not None:
                 self._background.wait()
             store = self.store(folder)
-            if store.root not in self._swept:  # what killed processes left, before this run's first save there
+            if store.root not in self._swept:  # before this run's first save there, remove what killed processes left
                 self._swept.add(store.root)
                 store.clean_stale()
             if background and self._background is None:

@@ -239,7 +239,7 @@ def _complete() -> None:
         names = parser.add_subparsers()
         for name, text in inner.items():
             names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
-    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # what is parsed starts after them
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words to parse start after these
     made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
     argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
 

@@ -36,7 +36,7 @@ from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
 from instep.utils.private_files import is_own
 from instep.utils.redact import HIDDEN
 
-_FEW_SAMPLES = 8  # that the table names; --json has all
+_FEW_SAMPLES = 8  # samples that the table names; --json has all
 # Options of the interpreter that name no code: -W may import a class, -X and the environment say where code lies.
 _FLAGS = re.compile(r"-(?:[bBdEIOPqsSuv]+)")
 _VALUES = re.compile(

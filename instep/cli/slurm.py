@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         sys.stdout.write(job.script())
         return 0
-    if not (args.setup or any("chdir" in option for option in args.sbatch)):  # which may change what is found
+    # Setup and chdir may change which program is found.
+    if not (args.setup or any("chdir" in option for option in args.sbatch)):
         check_program((args.script,), module=args.module)
     answer = submit(job, args.test_only)
     if args.test_only:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from instep.launch.engine import is_worker  # late: loads torch
 
     if is_worker():
-        from instep.cli import setup_check  # late: the same
+        from instep.cli import setup_check  # late: it loads torch
 
         return setup_check.run(args.timeout, args.json)
     if not 0 < args.timeout < _LONGEST_S:

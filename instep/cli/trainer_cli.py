@@ -306,7 +306,7 @@ class TrainerCLI:
             parser = self.init_parser(**{"description": about, **own_kwargs[name]})
             self._add_arguments(parser)
             method = parser.add_method_arguments(cls, name, skip=set(commands[name]))
-            for other in _OF_METHODS.difference(method):  # so that one configuration serves all commands
+            for other in _OF_METHODS.difference(method):  # one configuration serves all commands
                 parser.add_argument(f"--{other}", type=Any, help=SUPPRESS)
             self._method_arguments[name] = method
             self._parsers[name] = parser
@@ -571,6 +571,6 @@ def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
     try:
         folder = find_checkpoint(ckpt_path)
         state = CheckpointStore(folder.parent).read(folder, verify=False).state("trainer")
-    except (CheckpointError, KeyError):  # what is wrong with it, fit or test will say
+    except (CheckpointError, KeyError):  # fit or test will say what is wrong with the checkpoint
         return {}
     return state.get("hyper_parameters", {})

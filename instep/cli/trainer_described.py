@@ -50,7 +50,7 @@ class _Describing(Building):
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}
-        self._secret = uuid.uuid4().hex  # so that no text of the checkpoint has the name of a stand-in in it
+        self._secret = uuid.uuid4().hex  # drawn, so that no text of the checkpoint contains a stand-in's name
 
     def _stand_in(self, value: Any, is_text: bool) -> str:
         name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"

@@ -402,7 +402,7 @@ def import_named(args: Any, env_prefix: str) -> None:
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
         for path in paths:
-            with suppress(SettingError, ValueError):  # which the parser tells; ValueError: a NUL in a word
+            with suppress(SettingError, ValueError):  # the parser reports these; ValueError: a NUL in a word
                 texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:

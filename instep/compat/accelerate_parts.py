@@ -179,7 +179,7 @@ class _Order(Sequence[int]):
             self._items = self._draw()
         return self._items[index]
 
-    def __repr__(self) -> str:  # by which ranks compare their orders
+    def __repr__(self) -> str:  # ranks compare their orders by this text
         return repr(self[:])
 
 

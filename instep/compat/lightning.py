@@ -28,7 +28,7 @@ from instep.utils.warn import warn_user
 __path__: list[str] = []  # a package, whose modules the finder makes
 
 _warned: set[str] = set()
-_adapted: dict[tuple[str, str], Any] = {}  # by Lightning's name, and instep's with its module
+_adapted: dict[tuple[str, str], Any] = {}  # adapted classes, by Lightning's name and by instep's name with its module
 
 
 def __getattr__(name: str) -> Any:

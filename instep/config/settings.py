@@ -255,7 +255,7 @@ def _object(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return load(text, "the value")  # which needs fewer quotes
+        return load(text, "the value")  # YAML needs fewer quotes than JSON
 
 
 def schema() -> dict[str, Any]:

@@ -148,7 +148,8 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
     }
     for why, names in unused.items():
         given = [f"{name} ({launch.sources[name]})" for name in names if name in launch.sources]
-        given = [text for text in given if "(environment" not in text]  # which is of other jobs too
+        # The environment's variables may be meant for other jobs.
+        given = [text for text in given if "(environment" not in text]
         if given:
             warn_user(f"without effect, since {why}: {', '.join(given)}")
             return

@@ -141,7 +141,8 @@ class View:
 
     def _select(self, run: Run) -> Any:
         self._open, self._panel = run, None
-        ui.navigate.history.replace(f"/?{urlencode({'run': run.name})}")  # what is opened again shows the same run
+        # A page that is opened again shows the same run.
+        ui.navigate.history.replace(f"/?{urlencode({'run': run.name})}")
         ui.run_javascript("if (innerWidth < 900) document.querySelectorAll('section')[2].scrollIntoView()")
         self._show_list()
         return self._show_details()

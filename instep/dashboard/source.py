@@ -23,7 +23,7 @@ FRESH_S = 1.5
 """How old the list of runs may be: pages that are open at the same time read the folders once."""
 POINTS = 600
 """Of a curve: as many as a plot has pixels."""
-_CURVES = 2000  # that are kept in memory, of the runs that were looked at last: at most 0.2 GB
+_CURVES = 2000  # curves kept in memory of the runs looked at last: at most 0.2 GB
 
 
 @dataclass

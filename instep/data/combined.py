@@ -136,7 +136,7 @@ class CombinedLoader(BatchSource):
         """Use no more than that many batches of an epoch, or a fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        claimed = not self.plan.total_is_final  # so that there may be more, or fewer
+        claimed = not self.plan.total_is_final  # an estimate: there may be more batches, or fewer
         length = None if claimed and isinstance(limit, int) else self.num_batches
         batches = resolve_limit(limit, length, name)
         self._limit = None if batches in (math.inf, length) else int(batches)

@@ -112,7 +112,7 @@ class DispatchLoader(PreparedLoader):
         self._totals: _BatchSizes | None = None
         self._first = 0  # the reader's batch that the pass begins with
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
-        self._parts: list[Any] = []  # by rank: the step's structure, with a _TensorSpec for each tensor
+        self._parts: list[Any] = []  # structure of each rank's step, with a _TensorSpec for each tensor
         self._sent = b""
 
         def make(_: None) -> None:

@@ -338,7 +338,7 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # else the iterator's start would draw from the training's generator
+            generator=self._generator,  # without it the iterator's start would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )

@@ -76,7 +76,7 @@ def prefetch(
             current.wait_stream(side)
             for _, leaf in iter_leaves(moved):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    leaf.record_stream(current)  # else the next copy could get its memory too early
+                    leaf.record_stream(current)  # otherwise the next copy could reuse its memory too early
         else:
             moved = transfer(batch)
         yield moved if after is None else after(moved)

@@ -115,7 +115,7 @@ class StreamLoader(PreparedLoader):
         self._rewinds = rewinds
         self._first_state: StateDict | None = None
         self.stateful = stateful
-        self._loaded: StateDict | None = None  # what it has got, until it reads on
+        self._loaded: StateDict | None = None  # loaded state, until the source reads on
         self._length = _least(length, limit) if length is not None else None
         self._set_ends(estimate, limit)
         self._generators = _generators(loader)
@@ -125,7 +125,7 @@ class StreamLoader(PreparedLoader):
         self._ever_gave = False
         self._was_over = getattr(loader, "gi_frame", self) is None  # a generator that was used up by others
         self._looked_at_sizes = False
-        self._counted = False  # what uneven="stop" leaves out
+        self._counted = False  # whether the batches that uneven="stop" leaves out were counted
         self._end_is_unread = False  # the last pass gave all that was asked for, or was left
         self._reset()
 

@@ -40,7 +40,7 @@ from instep.errors import DataError, LoaderWorkerError
 INIT_RAISED = "The loader's worker_init_fn raised this."
 
 _LOOK_EVERY_S = 1.0
-_TO_END_S = 2.0  # what all workers of an iterator get to end by themselves; one may be in the middle of a sample
+_TO_END_S = 2.0  # time for all workers of an iterator to end by themselves; one may be in a sample
 _KILLED_S = 5.0  # until the kernel has ended a process that was killed
 
 _DYING_S = 1.0  # until a worker whose pipe is closed has ended
@@ -93,7 +93,8 @@ def _end_with_main() -> None:
 def _is_orphan() -> bool:
     main, own = multiprocessing.parent_process(), multiprocessing.current_process()
     method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()
-    return main is not None and method != "forkserver" and main.pid != os.getppid()  # that server ends with main
+    # The fork server ends with the main process.
+    return main is not None and method != "forkserver" and main.pid != os.getppid()
 
 
 def _once(number: int, frame: FrameType | None) -> None:
@@ -169,7 +170,7 @@ def end_workers(started: Any) -> None:
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    if started._worker_pids_set:  # else torch takes the end of one that is killed for a failure, and raises anywhere
+    if started._worker_pids_set:  # otherwise torch takes a killed worker's end for a failure, and raises anywhere
         started._worker_pids_set = False
         _utils.signal_handling._remove_worker_pids(id(started))
     deadline = time.monotonic() + _TO_END_S

@@ -168,7 +168,7 @@ class Heartbeat:
             return
         self._name = f"hang-{ranks[0][3]}"
         self.set_folder(folder)
-        self._run_folder = None  # that was the program's
+        self._run_folder = None  # the folder was the parent program's
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None

@@ -51,7 +51,7 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
     for metric in metrics.values():  # all of them first: a composition resets its parts
-        metric.reset()  # what a hook has counted since the start is in the state already
+        metric.reset()  # the state already has what a hook counted since the start
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
@@ -62,7 +62,7 @@ def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Restore the metric objects from a copy of `metric_states`."""
-    with torch.inference_mode(False):  # what is reset must serve the next fit too
+    with torch.inference_mode(False):  # tensors made by the reset must serve the next fit too
         reset_others(module, before)
         load_metric_states(module, before)
 

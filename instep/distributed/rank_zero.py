@@ -140,7 +140,7 @@ class Together:
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:
-            if raised is not error:  # else it is on its way already
+            if raised is not error:  # otherwise the error is raised already
                 raise
 
 

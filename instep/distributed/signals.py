@@ -28,7 +28,7 @@ from instep.errors import EXIT_FAILED
 from instep.utils.untrusted_files import clean
 
 SAME_S = 1.0  # repeats of a signal within this time are duplicates: launcher and scheduler both forward it
-AT_ONCE_S = 5.0  # what is left after a second signal, for the main thread to end by itself
+AT_ONCE_S = 5.0  # time after a second signal for the main thread to end by itself
 _open = 0
 
 

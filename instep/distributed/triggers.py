@@ -216,7 +216,7 @@ class Triggers:
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
-        self._last = None  # what follows (validation, a save) is no step time
+        self._last = None  # a validation or a save that follows is no step time
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()

@@ -20,7 +20,7 @@ from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
 
-_TO_SAY_S = 10.0  # what ranks that can run get to write their reports, on a busy machine
+_TO_SAY_S = 10.0  # time for ranks that can run to write their reports, on a busy machine
 _TO_WRITE_S = 5.0
 _TO_END_S = 1.0
 _POLL_S = 0.05

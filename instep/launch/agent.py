@@ -48,7 +48,7 @@ from instep.launch.torch_agent import TorchAgent, logs
 from instep.state.environment import JOB_ID, RESTART
 from instep.utils.untrusted_files import clean
 
-_PASSED_ON = {  # what the agent gets: what the ranks get
+_PASSED_ON = {  # signal that the agent gets -> signal that the ranks get
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,  # the terminal is gone

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from instep.errors import DistributedError
 from instep.health.error_report import FailureReport, write_report
 
-_READ_S = 5.0  # what is in a pipe whose writer has ended is little
+_READ_S = 5.0  # a pipe whose writer has ended holds little
 
 
 class Failure(NamedTuple):
@@ -101,7 +101,7 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # else nobody would see the end of another one
+                end.close()  # otherwise nobody would see the end of another rank
         try:
             pipe.recv_bytes()
             # As plain bytes: `send` would put each tensor into shared memory, which goes with this process.

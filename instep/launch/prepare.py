@@ -164,7 +164,8 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
     if spec.min_nodes is not None:
         added[MIN_NODES] = str(spec.min_nodes)
     added |= as_variables({"hang_timeout_s": spec.hang_timeout_s})
-    added.setdefault("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "1"))  # else Hydra keeps errors from us
+    # Otherwise Hydra hides errors from us.
+    added.setdefault("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "1"))
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         added["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc))

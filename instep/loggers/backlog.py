@@ -22,7 +22,7 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
+QUEUE_RECORDS = 2_000  # writing so many into the file holds up a step by milliseconds
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
 _LOST_BYTES = 16 * _QUEUE_BYTES  # the most in memory where the disk takes nothing either

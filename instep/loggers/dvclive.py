@@ -80,7 +80,8 @@ class DVCLiveLogger(Logger):
         if self._tracker is not None:
             return
         folder = Path(self.delivery.folder / "dvclive" if self._dir is None else self._dir)
-        resume, self._resume = self._resume or self.delivery.resumed, True  # what comes after the end goes on too
+        # Records that come after the end go on in the same files.
+        resume, self._resume = self._resume or self.delivery.resumed, True
         if resume:
             for table in folder.glob("plots/metrics/**/*.tsv"):
                 text = table.read_bytes()

@@ -162,7 +162,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # so that the number in the warning stays true
+            self._books.writer.file.stop()  # nothing is written any more: the number in the warning stays true
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -190,7 +190,7 @@ class Sender:
         if self._before is not None:
             self._before.join()
         while not self._ends:
-            waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
+            waited = list(self._tasks)  # a task added later comes after records that are put later
             hurries, self._hurries = self._hurries, False
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and (hurries or self._is_due())):
                 self._try()

@@ -138,7 +138,7 @@ class WandbLogger(Logger):
         self._given = experiment
         self._wandb: Any = None
         self._ours = False
-        self._disk: WandbFile | None = None  # what W&B has written
+        self._disk: WandbFile | None = None  # file that W&B has written
         self._there: dict[str, int] = {}  # the last step of each metric in it
         self._last: tuple[dict[str, float], int] = {}, 0
         self._config: dict[str, Any] = {}  # configuration of a run that was opened before the resumed one was known

@@ -86,7 +86,7 @@ def _json_of(value: Any, name: str) -> Any:
         return {TAG: "dict", "v": [[encode(key, name)[0], item] for key, item in items]}
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    with suppress(UnsavableStateError):  # what JSON has no form for stands there as in the states of checkpoints
+    with suppress(UnsavableStateError):  # values without a form in JSON stand there as in the states of checkpoints
         tree, tensors = encode(value, name)
         if not tensors:
             return tree

@@ -162,7 +162,7 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        name = self._kind if action_name is None else None  # by its action and ending a file has a name of its own
+        name = self._kind if action_name is None else None  # action and ending already give a file a name of its own
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension
 

@@ -203,7 +203,7 @@ class PyTorchProfiler(Profiler):
         schedule = None
         if step and not (self._own_schedule and self._expected(step) < _LEAST):
             schedule = lambda number: self._schedule(before + number)  # noqa: E731  it has a value to keep
-        options = {"acc_events": not self._own_schedule, **self._options}  # else torch warns at the second cycle
+        options = {"acc_events": not self._own_schedule, **self._options}  # without it torch warns at the second cycle
         if self._flame_graph:
             options["with_stack"] = True
             options.setdefault("experimental_config", _ExperimentalConfig(verbose=True))

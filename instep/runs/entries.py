@@ -306,7 +306,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
         _check(params.values(), (bool, int, float, str))
         status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
         run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
-        run.__dict__["label"] = label_of(label)  # what the cached property would read
+        run.__dict__["label"] = label_of(label)  # value that the cached property would read
         return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None

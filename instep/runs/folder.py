@@ -200,7 +200,7 @@ def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
         return
     if STATUS in seen or HPARAMS in seen or any(map(_IS_LOG, seen)):
         yield folder, tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in seen.items()))
-    if STATUS not in seen and depth:  # what is in a run is its own
+    if STATUS not in seen and depth:  # folders inside a run belong to it
         for name in folders:
             yield from below(folder / name, depth - 1)
 

@@ -243,6 +243,6 @@ _ALL = tuple(pattern for *_, patterns in _KINDS for pattern in patterns)
 
 def log_files(folder: Path, patterns: Iterable[str] = _ALL) -> list[Path]:
     """List the files of loggers in a run folder; those of its checkpoints, of other runs and behind links are none."""
-    is_run = os.path.lexists(folder / STATUS)  # else folders below are runs of their own
+    is_run = os.path.lexists(folder / STATUS)  # folders below one that is no run are runs of their own
     found = sorted(path for pattern in patterns if is_run or "/" not in pattern for path in folder.glob(pattern))
     return [path for path in found if own(path, folder) and "checkpoints" not in path.relative_to(folder).parts]

@@ -22,9 +22,7 @@ from instep.runs.folder import DEPTH
 from instep.runs.status import look, own
 from instep.utils.untrusted_files import clean
 
-_REMOVED = re.compile(
-    r"\d{8}-\d{6}-.+", re.DOTALL
-)  # what stands in a trash: when it was removed, and its folder's name
+_REMOVED = re.compile(r"\d{8}-\d{6}-.+", re.DOTALL)  # name in the trash: time of removal, and the folder's name
 
 
 def describe(folder: Path) -> str:

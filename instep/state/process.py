@@ -63,7 +63,7 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
-        alone = "INSTEP_AGENT_PID" not in os.environ  # else the launch has said it
+        alone = "INSTEP_AGENT_PID" not in os.environ  # a launch has said it already
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
             warn_user(misspelt)
     else:

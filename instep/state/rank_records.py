@@ -162,7 +162,7 @@ _LIBRARIES = (
 )
 _LEFT = "left"
 
-_open: dict[int, awaited] = {}  # by thread
+_open: dict[int, awaited] = {}  # open waits, by thread
 _watcher: tuple[int, threading.Thread] | None = None
 _hosts: tuple[str, ...] = ()
 

@@ -66,7 +66,7 @@ class BucketOrder:
         self.names: list[str] = []
         """The parameters in that order; empty before it is known, and where it does not matter."""
         self._ddp: DistributedDataParallel | None = ddp
-        self._parameters = _parameters(ddp)  # by their names of now, which pruning changes
+        self._parameters = _parameters(ddp)  # parameters by their current names, which pruning changes
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
@@ -405,7 +405,7 @@ class DDPStrategy(Strategy):
         if self._local_sgd is not None:
             self._local_sgd.average_replicas()  # buffers too
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
-            super().average_replicas()  # else each rank keeps its own
+            super().average_replicas()  # otherwise each rank keeps its own buffers
 
     # ---- state
 

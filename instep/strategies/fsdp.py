@@ -266,7 +266,7 @@ class FSDPStrategy(Strategy):
         refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
-        if module not in _placed:  # by an earlier run
+        if module not in _placed:  # an earlier run has placed it
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
@@ -418,7 +418,7 @@ class FSDPStrategy(Strategy):
         def evaluate(*args: Any) -> Any:
             try:
                 return step(*args)
-            finally:  # what stays gathered would be used again after weights have changed
+            finally:  # parameters that stay gathered would be used again after weights have changed
                 self._reshard()
 
         return evaluate

@@ -244,7 +244,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        if self._context is not None and name != "predict_step":  # which may generate: it gets whole sequences
+        if self._context is not None and name != "predict_step":  # predict_step may generate, and gets whole sequences
             step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type: ignore[arg-type]
         if self.sizes["tp"] == 1:
             return step

@@ -55,7 +55,7 @@ _ALIASES = {
 
 PRECISIONS = tuple(_WEIGHTS)
 """Names of precisions that `Trainer(precision=...)` takes, without the short forms."""
-_FP8_MULTIPLE = 16  # what float8 matrix products ask of both sizes of a layer
+_FP8_MULTIPLE = 16  # float8 matrix products need both sizes of a layer to be multiples of it
 
 
 class _DefaultDtype:
@@ -118,7 +118,7 @@ def check_device(name: str, device: torch.device) -> None:
                 got=name,
             )
     dtype = _compute_dtype(name)
-    if dtype is not None and device.type != "xla":  # which is not loaded yet, and computes in all of them
+    if dtype is not None and device.type != "xla":  # XLA is not loaded yet, and computes in every dtype
         try:
             one = torch.ones(2, 2, dtype=dtype, device=device)
             torch.mm(one, one)

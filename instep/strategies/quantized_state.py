@@ -96,7 +96,7 @@ def _load(
     wrong = [
         f"{prefix}{name} is {_kind(value)} in the checkpoint and {_kind(mine)} here"
         for name, value, mine in pairs
-        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # which is stored in parts
+        if _kind(value) != _kind(mine) or is_of_torchao(mine)  # a torchao tensor is stored in parts
     ]
     offset = None
     if about in saved:

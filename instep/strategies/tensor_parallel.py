@@ -62,7 +62,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
         HookError: there is no plan, or the plan fits no part, or cuts only one of two tied parameters.
     """
     if _cuts(module):
-        return  # by an earlier run, or by its own configure_model
+        return  # an earlier run, or its own configure_model, has divided it
     size = mesh["tp"].size()
     check_heads(module, size, "tp", key_heads=True)
     tied = _tied(module)
@@ -100,7 +100,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     from torch.distributed.tensor.parallel import parallelize_module  # late: only who cuts tensors pays for it
 
     names = [name.split(".") for name, _ in module.named_modules()]
-    styles: dict[str, ParallelStyle] = {}  # by whole names: torch warns of each module in which it looks in vain
+    # Styles by whole names: torch warns of a module where a pattern finds nothing.
+    styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         wanted = pattern.split(".")
         found = [name for name in names if len(name) == len(wanted) and all(map(fnmatch, name, wanted))]

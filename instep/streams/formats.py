@@ -25,7 +25,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
 _SCANNED_BYTES = 8 * 2**20  # read at once from a file of lines
-_AHEAD_BYTES = 4 * 2**20  # that the system is asked to read around a record that is wanted
+_AHEAD_BYTES = 4 * 2**20  # bytes that the system is asked to read around a record
 _PIECE_BYTES = 2**20  # read at once from a column of a Parquet file
 _BLOCK = 512  # block of a tar file
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # members that are a name and its content
@@ -363,7 +363,7 @@ class Arrow(Table):
 
     def load(self, number: int) -> Any:
         batch = self._get(number)
-        batch.validate(full=True)  # else offsets of a stranger's file would be followed anywhere
+        batch.validate(full=True)  # without it offsets of a stranger's file would be followed anywhere
         return batch if self.columns is None else batch.select(list(self.columns))
 
     def close(self) -> None:

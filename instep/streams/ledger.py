@@ -107,7 +107,7 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
-        return True  # what is not known once is not known in any epoch
+        return True  # a division unknown in one epoch is unknown in all
     epochs = line["epoch"] - last["epoch"]
     if line["batch"] or epochs < 1:
         return all(last[key] == line[key] for key in _PLACE)

@@ -13,8 +13,8 @@ import torch
 from instep.utils.seed import derive_seed
 
 BLOCK = 1024  # samples of a mixture that have an exact proportion
-MOST_SOURCES = 20  # so that a block has room for what is left over of each
-_WINDOWS = 4  # that are kept: ranks that are simulated in one process, and a batch over an edge
+MOST_SOURCES = 20  # with more sources a block has no room for the rest of each
+_WINDOWS = 4  # windows kept for ranks simulated in one process, and for a batch over an edge
 
 
 class LazyOrder(Sequence[Any]):

@@ -22,7 +22,7 @@ from instep.utils.env import as_variables, from_env
 from instep.utils.warn import warn_user
 
 TORCHRUN_GRACE_S = 25.0
-CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
+CHOSEN = "INSTEP_DEVICES"  # variable with the devices that the ranks of a launch were given
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
@@ -74,7 +74,7 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
     command, told = hydra.join_job(command or this_command())
     if (folder := hydra.started_in()) is not None:
         os.chdir(folder)
-    env = told | as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there
+    env = told | as_variables({"grace_period_s": settings.grace_period_s})  # `grace_period` reads it in the ranks
     if isinstance(settings.devices, tuple):
         env |= {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
     sys.exit(run(spec_for_nodes(count, settings.num_nodes, command, env, settings.grace_period_s)))

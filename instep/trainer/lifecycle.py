@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from instep.loggers.base import Logger
 
 _WORDS = ("last", "best", "auto")  # for `ckpt_path`, in place of a path
-LAST_SAVE_S = 30.0  # what a background save gets to end after an error
+LAST_SAVE_S = 30.0  # time for a background save to end after an error
 _TOGETHER_S = 86400.0  # without a limit to the grace period: torch takes no infinite one
 
 
@@ -110,7 +110,7 @@ def _explained(error: BaseException, ctx: RunContext) -> BaseException:
 
     with suppress(Exception):  # a user's class may fail to be described: the error itself matters
         if (cause := explain(error, ctx)) is not None:
-            return cause.with_traceback(error.__traceback__)  # which says how far the step had come
+            return cause.with_traceback(error.__traceback__)  # the traceback says how far the step had come
     return error
 
 
@@ -326,7 +326,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
             if first is None:
                 first = another
-            elif another is not first and not (failed and is_device_error(another)):  # which only says the same
+            elif another is not first and not (failed and is_device_error(another)):  # it only says the same
                 with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
                     sys.stderr.write(clean("".join(format_exception(another))))
     if first is not None and error is None:
@@ -373,7 +373,7 @@ def _abandon(ctx: RunContext, error: BaseException) -> None:
         ctx.trainer.run_folder.leave_failure(ctx, error)  # before it is behind the others, which may end it
         ctx.heartbeat.end()
     if ctx.trainer._log is not None:
-        ctx.trainer._log.buffer.clear()  # what raised is not collected a second time
+        ctx.trainer._log.buffer.clear()  # the entry that raised is not collected a second time
         ctx.trainer._log.step_values.clear()  # nor is a device asked that may have failed
 
 

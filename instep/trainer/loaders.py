@@ -140,7 +140,7 @@ class Loaders:
         self.in_epoch = False
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
-        self._gave_validation = False  # else the loaders were asked for early, and are the first validation's
+        self._gave_validation = False  # if not False, the loaders were asked for early and serve the first validation
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
@@ -346,7 +346,7 @@ class Loaders:
         that did. A resumed run asks as that one did. A sanity check before the first one asks for its own.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
-        if not every or self.given.get("val") is not None:  # what is given is not asked for
+        if not every or self.given.get("val") is not None:  # loaders that were passed in are not asked for
             return self.evaluation("val")
         at = self._trainer.position
         if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):

@@ -153,7 +153,7 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
-    counts: Counts | None = None  # what the metric object counted with the batches of one loader of several
+    counts: Counts | None = None  # counts of the metric object for one loader of several
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
@@ -689,7 +689,7 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # else of a group of ranks that this one is not in
+                if name in ours:  # a name that is not ours belongs to a group of ranks without this one
                     # The mean is shown and saved from now on.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
@@ -716,7 +716,7 @@ class MetricLog:
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
         counted = [metric_states_module().counted(accumulators)]
-        if self._world_size > 1:  # what a rank without a sample must know of metric objects goes along
+        if self._world_size > 1:  # a rank without a sample learns here of the others' metric objects
             objects = [
                 one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
             ]
@@ -826,7 +826,7 @@ class MetricLog:
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.from_checkpoint = known is None or known.from_checkpoint
-            accumulator.clear()  # what was logged since the start is in the sums already
+            accumulator.clear()  # the restored sums have what was logged since the start
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:

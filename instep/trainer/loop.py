@@ -62,7 +62,7 @@ def fit(ctx: RunContext) -> None:
                 complete = at.skipped_rest = True
                 break
             output = step(batch, batch_idx)
-            if buffer:  # what was logged after the forward
+            if buffer:  # values logged after the forward
                 log.drain()
             beats[BATCH], beats[STEP] = batch_idx, at.global_step
             if batch_end:

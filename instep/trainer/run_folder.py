@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from instep.loggers.base import Logger
     from instep.loggers.delivery import Delivery
 
-EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
+EXIT_INTERRUPTED = 130  # exit code that shells report for a process ended by SIGINT
 
 _fits = itertools.count(1)
 
@@ -82,8 +82,8 @@ class RunFolder:
         self._visits = False  # an evaluation logs into the folder of a run that may be another's
         self._made = False  # the folder is new
         self._evaluated = False  # evaluations have taken it, and no fit
-        self._status: dict[str, Any] = {}  # what `status.json` has
-        self._facts: dict[str, Any] = {}  # what it has of the start
+        self._status: dict[str, Any] = {}  # content of `status.json`
+        self._facts: dict[str, Any] = {}  # its part about the start
         self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
 
@@ -486,7 +486,7 @@ class RunFolder:
         """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "own_folder", None) or self.checkpoints
-        with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
+        with suppress(CheckpointError):  # a folder that cannot be listed is not what ended the run
             return next(
                 (
                     info.path

@@ -194,7 +194,7 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
-ARRIVE_S = 10.0  # that the others get to come to a save after an error
+ARRIVE_S = 10.0  # time for other ranks to come to a save after an error
 
 
 class TrainerSaver(RunSaver):

@@ -222,13 +222,15 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     hooks, checks, clip = ctx.hooks["on_before_optimizer_step"], tuple(parts.before_clip), _clip_function(ctx)
     step_optimizer, step_plain = optimizer_step(ctx), parts.step_plain
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
-    must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)  # which look at all before one steps
+    # The checks look at all optimizers before one steps.
+    must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
     # Where all batches of a window were skipped, the optimizers step without a gradient; these cannot.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
         if needs_loss and not counts.in_window:
-            for each in optimizers:  # which the module steps nevertheless, and a scaler refuses zeros of no loss
+            # The module steps each one all the same, and a scaler refuses to step without a loss.
+            for each in optimizers:
                 each.zero_grad()
             return
         strategy.gradients.unscale_together(optimizers)
@@ -281,7 +283,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
             outputs.append(output)
             prepare()
             found = None if output is None else loss_of(output, ctx)
-            if searches and found is not None:  # by its own loss each rank would evaluate another number of times
+            if searches and found is not None:  # with its own loss each rank would evaluate a different number of times
                 weight = ctx.strategy.loss_weight()
                 found = reduce(found.detach() * weight if weight else torch.zeros_like(found.detach()))
             return found

@@ -242,7 +242,7 @@ class Trainer:
         self._data: dict[str, StageData] = {}  # data of the last runs, by stage
         self._ctx: RunContext | None = None  # context of the call that runs
         self._last_ctx: RunContext | None = None
-        self._log: MetricLog | None = None  # that `self.log` writes into
+        self._log: MetricLog | None = None  # log that `self.log` writes into
 
     # ------------------------------------------------------------------ the train loop
 
@@ -707,7 +707,7 @@ class Trainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
         if self._log is not None and self._log.buffer:
-            self._log.drain()  # what the hook that asks has logged itself
+            self._log.drain()  # includes what the asking hook has logged itself
         return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(

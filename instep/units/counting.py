@@ -47,7 +47,7 @@ class UnitCount(Callback):
         total: of all ranks, up to the last optimizer step, in earlier processes too.
     """
 
-    runs_first = True  # what saves and reads metrics at the same step finds the new total
+    runs_first = True  # callbacks that save or read metrics at this step find the new total
     unit = ""
     on_host = False
     """Whether no count needs what is on the device."""

@@ -76,7 +76,7 @@ def plain_values(value: Any) -> Any:
     """
     from instep.utils.named import Named, is_code, name_of  # late: importing the Trainer does not pay for it
 
-    def as_key(key: Any) -> Any:  # which must have a hash, so a dataclass stays as it is
+    def as_key(key: Any) -> Any:  # a key must be hashable, so a dataclass stays as it is
         return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
 
     if isinstance(value, functools.partial) and is_code(value.func):

@@ -125,7 +125,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "groups": [{**group, "params": [by_index[i] for i in group["params"]]} for group in packed["param_groups"]],
     }
     common = {key: value for key, value in packed["state"].items() if key not in by_index}
-    if common:  # what an optimizer keeps for all parameters together
+    if common:  # state that an optimizer keeps for all parameters together
         tree["common"] = common
     return tree
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.utils.optimizer_state import check_alike
 
-RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers keep of rates in the optimizer's groups
+# Keys under which schedulers keep rates in the optimizer's groups.
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 @dataclass

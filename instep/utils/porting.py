@@ -352,7 +352,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "limit_all_gathers": "leave it out",
         "fsdp_version": "leave it out; it is FSDP2",
     },
-    "DeepSpeed's config": {  # what the Trainer does, or what would change who reads which data or what is saved
+    "DeepSpeed's config": {  # keys that the Trainer sets, or that would change which data is read or what is saved
         "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
         "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
         "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
@@ -381,7 +381,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "monitor_interval": "nothing: the ranks are looked at ten times a second",
         "log_line_prefix_template": "log_dir and tee=True",
     },
-    "launch": {  # by the beginning of a name
+    "launch": {  # keyed by the beginning of a name
         "zero_stage": "use --strategy deepspeed_stage_2 (0 to 3)",
         "offload_": "use --strategy deepspeed_stage_3 --strategy-options offload_optimizer=cpu,offload_parameters=cpu",
         "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",

@@ -22,7 +22,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
-_MOMENTA = ("base_momentum", "max_momentum")  # what schedulers keep of momenta in the optimizer's groups
+_MOMENTA = ("base_momentum", "max_momentum")  # keys under which schedulers keep momenta in the optimizer's groups
 _RATES_PER_GROUP = ("base_lrs", "max_lrs")
 _PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 

@@ -98,7 +98,7 @@ class GradientMonitor(Callback):
         self._names, self._waiting = {}, []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        step = trainer.global_step + 1  # that of the values which the loop hands over after this one
+        step = trainer.global_step + 1  # step of the values that the loop hands over after this one
         if self._every and step % self._every == 0:
             self._deliver(trainer, only_ready=True)
             self._look(trainer, module, optimizer, step)

@@ -165,7 +165,7 @@ class PredictionWriter(BasePredictionWriter):
         super().__init__(write_interval)
         self.output_dir = Path(output_dir)
         self.file_format = choice("safetensors", "jsonl")("file_format", file_format)
-        self._written: dict[int, list[str]] = {}  # by loader, the names of this rank's files
+        self._written: dict[int, list[str]] = {}  # names of this rank's files, by loader
         self._writes = True
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -313,7 +313,7 @@ def _join_tensors(path: Path, parts: list[Path]) -> None:
 
     from instep.checkpoint.tensors import framing
 
-    rows: dict[str, Tensor] = {}  # by column, its first row
+    rows: dict[str, Tensor] = {}  # first row of each column
     counts: list[int] = []
     indices: list[Any] = []
     for part in parts:

@@ -253,7 +253,7 @@ class ModelPruning(Callback):
         places = self._parameters_to_prune
         before = [self._pruned(part, name) for part, name in places] if self._verbose else []
         for part, _ in places:
-            _refresh(part)  # what the last step changed counts too
+            _refresh(part)  # changes of the last step count too
         if self._use_global_unstructured:
             taken = set(inspect.signature(self.pruning_fn).parameters) - {"self"}
             options = {key: value for key, value in {**self._options, "amount": amount}.items() if key in taken}
@@ -424,7 +424,7 @@ class ModelPruning(Callback):
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Bring the weights into the form that the module has: masked by this callback later, or masked already."""
         own = {clean_name(name) for name in module.state_dict()}
-        applied = trainer.state.fn != "fit"  # else the masks come back, and what they hide is kept
+        applied = trainer.state.fn != "fit"  # in fit the masks come back, and the values that they hide are kept
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):
             state = dict(_without_masks(state, own, applied))

@@ -150,7 +150,7 @@ class RichProgressBar(LiveProgressBar):
         self._refresh_rate = refresh_rate
         self._console_options = dict(console_kwargs or {})
         self._metrics: Mapping[str, Any] = {}
-        self._tasks: dict[str, TaskID] = {}  # by stage, as `trainer.progress` names it
+        self._tasks: dict[str, TaskID] = {}  # task of each stage, as `trainer.progress` names it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "progress": None}
@@ -234,7 +234,7 @@ class RichProgressBar(LiveProgressBar):
         if self.progress is None or self._thread is None:
             return
         text = f"[{self.theme.description}]{text}" if self.theme.description else text
-        total = batches if math.isfinite(batches) else None  # which rich takes for no end
+        total = batches if math.isfinite(batches) else None  # rich takes None for a bar without an end
         if stage in self._tasks:
             self.progress.reset(self._tasks[stage], total=total, description=text, visible=True)
         else:

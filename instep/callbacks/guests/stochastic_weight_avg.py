@@ -98,7 +98,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self._scheduled = False  # by an earlier run; that of a checkpoint is loaded after this
+            self._scheduled = False  # an earlier run may have set it; a checkpoint's state is loaded after this
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         name = type(self).__name__
@@ -146,7 +146,7 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         super().on_fit_start(trainer, module)
         self._fresh = False
-        if self._scheduled:  # by the checkpoint; its state is loaded after this
+        if self._scheduled:  # the checkpoint's run had scheduled it; its state is loaded after this
             self._schedule(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -301,7 +301,7 @@ class WeightAveraging(Callback):
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
-            strategy.average_replicas()  # that is, buffers
+            strategy.average_replicas()  # only buffers differ here
         else:
             _write(self._live, held)
             self._live = None

@@ -32,7 +32,7 @@ class ProgressBar(Callback):
     goes_with: ClassVar[str] = "ModelSummary"
     """The model summary that a Trainer with this bar shows by default: a name of `instep.callbacks`."""
 
-    _default: ClassVar[type[ProgressBar] | None] = None  # what `ProgressBar()` makes
+    _default: ClassVar[type[ProgressBar] | None] = None  # class that `ProgressBar()` makes
     # Of the class, for a subclass that does not call `__init__`.
     _trainer: Trainer | None = None
     _current_eval_dataloader_idx: int | None = None

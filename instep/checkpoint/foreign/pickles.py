@@ -74,7 +74,7 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    except pickle.UnpicklingError as error:  # which says of a file of torch.save that it would run code
+    except pickle.UnpicklingError as error:  # the error says that loading the file would run code
         raise ValueError(str(error)) from error
 
 

@@ -75,7 +75,7 @@ class _Lifting:
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
         """Split a block into what one rank does and what all do; return None where that is not safe."""
         made: list[cst.BaseStatement] = []
-        waiting: list[cst.BaseStatement] = []  # what one rank does, until the next call
+        waiting: list[cst.BaseStatement] = []  # statements that one rank runs, until the next call
         for statement in statements:
             if not self._has_call(statement):
                 waiting.append(statement)

@@ -98,7 +98,7 @@ class Names(cst.CSTVisitor):
         self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep, by the module's name in the script
         self.kept: set[str] = set()  # names of modules that are still used
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
-        self.extra: dict[str, set[str]] = defaultdict(set)  # what else is imported beside a name
+        self.extra: dict[str, set[str]] = defaultdict(set)  # other names imported beside a name
         self.defined: set[str] = set()
         self.have: set[str] = set()  # what is imported at the top level: `import a` as "a", `from a import b` as "a b"
         self._top: set[cst.CSTNode] = set()  # the imports of the top level
@@ -280,7 +280,7 @@ class Names(cst.CSTVisitor):
             return None
         stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # by module and name
+        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # import to move, by module and name
         for alias in node.names:
             local = _local(alias)
             name = porting.canonical(f"{module}.{code(alias.name)}") or ""

@@ -21,13 +21,14 @@ from instep.errors import InstepError, MissingPackageError
 from instep.types import ReadOnly
 from instep.utils import porting
 
-_KINDS = {  # what scripts derive classes from, which may have any attribute
+_KINDS = {  # base classes of scripts, which may have any attribute
     "TrainModule": "instep.TrainModule",
     "DataModule": "instep.DataModule",
     "Callback": "instep.callbacks.Callback",
     "Logger": "instep.Logger",
 }
-_DONE = re.compile(r"resume|start|first_|skip|done|completed")  # what scripts call the batches of an earlier run
+# Names that scripts give to the batches of an earlier run.
+_DONE = re.compile(r"resume|start|first_|skip|done|completed")
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
@@ -123,7 +124,7 @@ def refused(function: Any, argument: str) -> str | None:
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
-    if others != "unknown":  # what it takes beside its own goes to somebody else
+    if others != "unknown":  # arguments beside its own are passed on
         return None
     try:
         function(**{argument: None})  # our classes refuse it before anything else, and say what to do
@@ -166,9 +167,9 @@ class Uses(cst.CSTVisitor):
         self.assigned: set[str] = set()  # attributes that the script sets
         self.dicts: dict[str, cst.BaseExpression] = {}  # variables that hold a dict, and how it is written
         self.accumulates = ""  # "by hand" or "in contexts", for scripts with accumulation of gradients
-        self._parameters: list[dict[str, str]] = []  # what those of the functions around hold
+        self._parameters: list[dict[str, str]] = []  # kinds of the parameters of each enclosing function
         self._inside: list[str] = []  # the kinds of the classes around
-        self._bases: list[str] = []  # what they directly derive from
+        self._bases: list[str] = []  # base class of each enclosing class
         self._own: list[set[str]] = []  # their methods, also inherited ones
         self._methods: dict[str, set[str]] = {}  # the methods of the script's classes
         self._functions: list[str] = []  # the names of the functions around
@@ -239,7 +240,7 @@ class Uses(cst.CSTVisitor):
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
         elif name in porting.HOOKS_UNCALLED and name not in known:
-            if f".{name}(" not in self._script:  # else it is a method of the script's own
+            if f".{name}(" not in self._script:  # otherwise the name is a method of the script
                 self.plan.warns(method.name, f"{name} of Lightning 1 is not called: use {porting.HOOKS_UNCALLED[name]}")
         elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
@@ -373,7 +374,7 @@ class Uses(cst.CSTVisitor):
             if text is None and leaf not in _KINDS and code(node) not in self.assigned:
                 text = f"instep's {leaf} has no such attribute or method"
             if leaf == "Accelerator" and code(node) in self.assigned:
-                text = None  # what the script sets itself, such as native_amp of old versions, it may read
+                text = None  # the script may read an attribute that it sets itself, such as native_amp of old versions
             if text is not None and not (code(node.value) == "self" and name in self._own[-1]):
                 self.plan.todo(node, f"{code(node)}: {text}")
         elif known:

@@ -23,7 +23,7 @@ from instep.state import PartialState
 from instep.utils.imports import require
 
 _YOUNG_S = 5.0  # between making the lock and starting the compiler
-_REMOTE_S = 1800.0  # what a build on another machine may take
+_REMOTE_S = 1800.0  # time that a build on another machine may take
 
 
 def load_deepspeed(device: torch.device) -> Any:

@@ -74,7 +74,7 @@ class DeepSpeedGradients(Gradients):
         super().__init__(strategy)
         self.open = False
         """Whether there are gradients that no step was made with."""
-        self._factor = 1.0  # by which the next step multiplies them
+        self._factor = 1.0  # factor by which the next step multiplies the gradients
         self._unclipped: float | None = None  # at what the engine clips unless `clip` is called
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class DeepSpeedGradients(Gradients):
         zero = self.strategy._zero
         if self._unclipped is None:
             self._unclipped = float(zero.clip_grad)
-        zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
+        zero.clip_grad = float(value)  # DeepSpeed's step clips at this norm, which it computes anyway
         return None
 
     def multiply(self, optimizer: Optimizer, factor: Any) -> None:
@@ -363,7 +363,8 @@ class DeepSpeedStrategy(Strategy):
             if self.precision.dtype is not None:
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}  # outlast the cast
         self._engine = self._make_engine(module, optimizer)
-        self._engine.set_gradient_accumulation_boundary(True)  # else it counts batches until `no_sync` tells it
+        # Otherwise the engine counts batches until `no_sync` sets it.
+        self._engine.set_gradient_accumulation_boundary(True)
         self._optimizer = optimizer
         # What the loop calls where a window begins would take the gradients' memory from an offloading engine.
         optimizer.zero_grad = self.gradients.zero_grad  # type: ignore[method-assign]
@@ -371,7 +372,7 @@ class DeepSpeedStrategy(Strategy):
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # else the caller has given it others
+                if _still(p, part, old.weights()):  # if not, the caller has set other weights
                     part.set_weights(old.weights())  # weights of this run's earlier fit, not rounded to 16 bits
             elif p in exact:
                 value = exact[p]

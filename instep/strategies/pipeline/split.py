@@ -284,7 +284,8 @@ class Cut:
         """Return the part of this rank's optimizer state that it saves, under whole names."""
 
         def saves(name: str) -> bool:
-            return self.homes.get(name, [0])[0] == self.rank  # what is not the module's: the first rank
+            # A name that is not the module's belongs to the first rank.
+            return self.homes.get(name, [0])[0] == self.rank
 
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 

@@ -426,7 +426,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # else the stages have buffers of their own
+        if self._cut is None:  # the stages of a cut module have buffers of their own
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class OneGraph(StepGuest):
                 captured.replayed = False
                 return normal(batch, batch_idx)
             output = captured(batch, batch_idx, normal)
-            if captured.replayed:  # else `normal` did the rest too
+            if captured.replayed:  # if it was not replayed, `normal` did the rest too
                 if buffer:
                     log.drain()
                 ctx.counts.in_window += 1
@@ -103,7 +103,7 @@ class OneGraph(StepGuest):
         """
         ctx, log, buffer, config = self.ctx, self.ctx.log, self.ctx.log.buffer, self.ctx.settings.compile
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
-        if self._compiled is None:  # else of an earlier epoch: torch would compile a new one anew
+        if self._compiled is None:  # one of an earlier epoch is kept: torch would compile a new one again
             assert config is not None
             ctx.exit_stack.enter_context(backward_in_graph())
             self._compiled = compile_forward_backward(parts.take, config)
@@ -111,7 +111,7 @@ class OneGraph(StepGuest):
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
             weight = weigh(batch_idx)
-            if not weight:  # what a nan in it would do to the sum is for the plain way
+            if not weight:  # a nan in a batch of weight 0 would spoil the sum: the plain way handles it
                 return train(batch, batch_idx)
             if ctx.counts.in_window == 0:
                 zero_grad()

@@ -84,7 +84,7 @@ class _Recorder(Callback):
     def __init__(self, order: dict[str, Any]) -> None:
         self._left: int = order["steps"]
         self._output = Path(order["output"])
-        self._returned: Any = None  # by the training_step that runs, for a step that fails after it
+        self._returned: Any = None  # value of the current training_step, for a step that fails after it
 
     def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `training_step`, so that the recorder knows what it returned."""
@@ -148,7 +148,7 @@ class _Recorder(Callback):
         from instep.distributed.after_error import all_arrive  # late: importing the Trainer does not pay for it
 
         all_arrive(_ALL_ARRIVE_S)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch's DataLoader raises here for a worker that is killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # without it torch's DataLoader raises here for a killed worker
         for worker in multiprocessing.active_children():
             worker.kill()
         sys.stdout.flush()

@@ -23,7 +23,7 @@ from instep.state.messages import meet
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_WELL, _SHORT, _FAILED = range(3)  # what a rank says of itself
+_WELL, _SHORT, _FAILED = range(3)  # states that a rank reports of itself
 
 
 def out_of_memory(function: Callable[[], Any], doing: str) -> str:

@@ -167,7 +167,8 @@ class Trial:
         ctx.position.epoch_over = False
         ctx.hooks = HookTable(trainer, module, ())
         ctx.ending, ctx.validation = Ending(), copy.copy(run.validation)
-        ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
+        # Triggers that the module sets in a trial are not meant for the run.
+        ctx.triggers = Triggers(run.settings.trigger_every)
         ctx.counts = StepCounts(updates_at_start=run.counts.updates_at_start)
         ctx.log = MetricLog("train", run.world_size)
         ctx.log.buffer = NullBuffer()
@@ -210,7 +211,7 @@ class Trial:
         self._close_data()
         given = dict.fromkeys(run.loaders.given) if fresh else {self._stage: run.loaders.raw(self._stage)}
         ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
-        if run.settings.global_batch_size is None:  # which decides it by the loader's batch size
+        if run.settings.global_batch_size is None:  # with a global batch size the loader's batch size decides it
             ctx.loaders.accumulate = run.loaders.accumulate
         if steps is not None:
             limited = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
