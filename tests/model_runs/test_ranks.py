@@ -263,7 +263,7 @@ CHOSEN = {
             Settings(max_steps=1),
             Data(9, 4, drop_last=True, kind="iterable"),
             VAL,
-            checkpoints=EVERY_STEP,
+            checkpoints=Checkpoints(every_n_train_steps=4),
         ),
         (Process(), Process(ranks=2)),
     ),
