@@ -192,7 +192,7 @@ def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module
 
 
 class Recompiles:
-    """Count of how often what was compiled had to be compiled again, in this process since this was made.
+    """Counter of recompilations in this process since the object was made.
 
     The first reason is logged, once, when the next compilation ends or the run does.
 

@@ -387,7 +387,7 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
 
 @contextmanager
 def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Iterator[Profiler]:
-    """Record what runs inside.
+    """Record the code of the `with` block.
 
     With `output_trace_dir` every rank writes `profile_<rank>.json` there, for chrome://tracing or Perfetto; what later
     cycles of a schedule record goes to `profile_<rank>_<cycle>.json`, from 2. Traces are written after an error too;

@@ -81,7 +81,7 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        self._others = 0  # how many more batches of the epoch are done than their numbers say, by other ranks
+        self._others = 0  # batches of the epoch that other ranks have done, beyond the batches' numbers
         self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
         self._restored: RestoredPlace | None = None  # where `load_state` was, until something uses it
         self._held, self._ahead = 1, 0  # as the opening of a pass has found them
@@ -229,7 +229,7 @@ class AcceleratedLoader:
                 opening.end()
 
     def set_windows(self, num_steps: int) -> None:
-        """Prepare for windows of so many batches."""
+        """Set the number of batches in a window of accumulated gradients."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
         self.source.history = num_steps + max(read_ahead, self._held - 1)  # a checkpoint goes back to a window's begin
         plan = self.source.plan
@@ -259,7 +259,7 @@ class AcceleratedLoader:
 
     @property
     def most_kept(self) -> int:
-        """How many batches are kept while it is not known whether the script skips those that are done."""
+        """Number of batches kept until the script either skips the finished ones or does not."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints

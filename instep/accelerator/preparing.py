@@ -323,7 +323,7 @@ class PreparedRun:
         self._checked, self.uses.waits = False, True
 
     def before_backward(self) -> None:
-        """Do what is to be done before a backward that `uses.waits` for."""
+        """Check the optimizers once, and report the backward to `uses`."""
         if not self._checked:
             self._check_optimizers()
         self.uses.report_backward()
@@ -389,7 +389,7 @@ class PreparedRun:
         self.plain.gradients.unscale(optimizer.optimizer)
 
     def unscale_owners(self, parameters: Sequence[Tensor]) -> None:
-        """Unscale before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
+        """Unscale the gradients of the optimizers that own these parameters; others may have none yet."""
         if self.plain.precision.scaler is not None or self.window.corrects:
             ids = {id(parameter) for parameter in parameters}
             for optimizer in self.optimizers:

@@ -280,7 +280,7 @@ class Opening:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether it is not known which of several batches that the script holds were used."""
+        """Whether the script holds several batches, and nobody knows which ones it has used."""
         return self.used and self._group > 1 and not self._backwards and self._has_used and not self.ahead
 
     @property
@@ -339,7 +339,7 @@ class Opening:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
-        """Yield batches that the script may pass over; return those that follow, and the number of the first."""
+        """Yield batches that the script may pass over; return the later batches, and the first one's number."""
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
         source, most, passed = self._loader.source, self._loader.most_kept, 0
@@ -416,7 +416,7 @@ def _ignore(module: nn.Module, args: Any) -> None:
 
 
 def most_kept(num_steps: int, held: int) -> int:
-    """Return how many batches are kept until it is known whether the script skips those that are done."""
+    """Return how many batches are kept until the script either skips the finished ones or does not."""
     return max(held, 2 * num_steps + 2)
 
 

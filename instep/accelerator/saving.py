@@ -254,7 +254,7 @@ def _collect(
     optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
     seed: int,
 ) -> RunState:
-    """Collect this rank's state: what was collected together, and the rest, which waits for no other rank."""
+    """Collect this rank's state: first the collective part, then the rest, which waits for no rank."""
     window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
     own_loaders: dict[str, Any] = {}
@@ -309,7 +309,7 @@ def _keyed(what: str, items: Iterable[tuple[str, T]], advice: str) -> dict[str, 
 
 
 def whole(models: Mapping[str, nn.Module]) -> nn.Module:
-    """Make one module of all, whose parameter names are those of the checkpoint."""
+    """Combine all models in one module, whose parameter names are the checkpoint's."""
     if len(models) == 1:
         return next(iter(models.values()))
     module = nn.Module()
@@ -336,7 +336,7 @@ def _optimizers(states: States) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
 
 
 def _of_all(states: States) -> Strategy:
-    """Return the strategy of all models together, whose parameters an optimizer may mix."""
+    """Return one strategy for all models, since an optimizer may hold parameters of several."""
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
     main = states.prepared.main_strategy

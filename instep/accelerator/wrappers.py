@@ -125,7 +125,7 @@ class Window:
         self._inside = False
 
     def _look(self) -> bool:
-        """Find the loader that is trained on among those that run; whether its batch is another than last time.
+        """Find the running loader that is trained on, and whether it has a new batch.
 
         It stays the same as long as it gives batches. Else it is the outermost one that has: a batch of other data,
         pulled within the loop, makes no window.
@@ -291,7 +291,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._corrected = False
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raise: what was called in the place of a model is the optimizer."""
+        """Raise an error: the optimizer was called in the place of a model."""
         raise UsageError(
             f"{type(self.optimizer).__name__} was called as a model is. prepare() returns what it is given in the same "
             "order: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)."

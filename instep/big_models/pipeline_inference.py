@@ -377,7 +377,7 @@ class _Trace:
 
 
 def _filled(tensor: Tensor, rows: int) -> Tensor:
-    """Repeat the last row so often that there are so many."""
+    """Repeat the last row until there are `rows` rows."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 

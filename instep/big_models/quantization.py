@@ -440,7 +440,7 @@ class _Weights:
 
 
 def _quantized(name: str, layer: nn.Linear, weights: _Weights, config: Any, device: torch.device) -> nn.Linear:
-    """Make one quantized layer, of float weights or of what was saved of such a layer."""
+    """Make one quantized layer, from float weights or from a saved quantized layer."""
     dtype = config.torch_dtype or layer.weight.dtype
     saved = is_stored_quantized(weights.stored, name)
     weight = torch.zeros(layer.weight.shape, dtype=dtype) if saved else weights.read(f"{name}.weight").to(dtype)

@@ -153,7 +153,7 @@ class LearningRateMonitor(Callback):
             logger.log_metrics(values, step=trainer.global_step)
 
     def _groups(self, trainer: Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Give every parameter group with its name and the interval of its scheduler."""
+        """Yield every parameter group with its name and the interval of its scheduler."""
         for optimizer, name, interval in _named(trainer):
             groups = optimizer.param_groups
             for group, group_name in zip(groups, _group_names(optimizer), strict=True):

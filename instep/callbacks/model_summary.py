@@ -42,7 +42,7 @@ def _check_depth(depth: Any) -> int:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One module: its dotted name, class, parameters (elements), those that are trained, its mode, and what it does.
+    """Row of one module: dotted name, class, parameters (elements), trained ones, mode and work.
 
     Sizes and operations are known where the whole module has an `example_input_array`: the shapes of its first input
     and output, nested as the data are, and the floating-point operations of its forward pass; None where unknown.

@@ -338,7 +338,7 @@ class Recorder(BaseWriter):
         self.put(name, head, self._buffers.copy(name, list(stored.values())))
 
     def replay(self, writer: Writer) -> None:
-        """Write what was taken. From any thread."""
+        """Write the copied state. Any thread may call it."""
         self._buffers.wait()
         for name, content in self._content.items():
             writer.put(name, *content)

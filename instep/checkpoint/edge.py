@@ -20,7 +20,7 @@ Kind: TypeAlias = "Callable[[Any], bool]"
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of the block into those of a checkpoint.
+    """Turn errors of the `with` block into checkpoint errors.
 
     For code that takes values out of a file as they come: what of it is of the wrong kind shows as any error. The cause
     stays at the new one.

@@ -161,7 +161,7 @@ class Files(ABC):
 
     @abstractmethod
     def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
+        """List folders that are no checkpoints: saves in progress, dead saves, half removed folders.
 
         Returns:
             Each with whether nobody is at work there; None where that cannot be known from here.

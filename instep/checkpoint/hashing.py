@@ -133,7 +133,7 @@ class OutFile(ABC):
                 self._flush()
 
     def close(self) -> FileRecord:
-        """Write what is buffered and wait until it is safe.
+        """Write the buffered bytes, and wait until the disk has them.
 
         Returns:
             Size and checksums of what was written.
@@ -158,7 +158,7 @@ class OutFile(ABC):
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Give up what was not finished; the store removes the folder."""
+        """Abandon an unfinished file; the store removes the folder."""
 
     def _flush(self) -> None:
         if self._pending:

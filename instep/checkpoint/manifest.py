@@ -75,7 +75,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Key by which checkpoints are sorted: what was saved last has the highest."""
+        """Sort key of a checkpoint: the one saved last has the highest."""
         return self.serial, self.step, self.attempt
 
     def to_bytes(self) -> bytes:

@@ -215,7 +215,7 @@ class LeftOutWeights:
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
-        """Return what a checkpoint leaves out, with digests that do not depend on how weights are cut up. Collective.
+        """Return the names that a checkpoint leaves out, with digests that fit any sharding. Collective.
 
         That of a frozen weight is computed at the first save, before the first step. What a filter leaves out although
         it changes gets one at each save, so that a resume, which would begin with other values, is refused.

@@ -86,7 +86,7 @@ def best_first(
 
 
 def check_keyword(keyword: str) -> str:
-    """Return the keyword; SettingError where it is none of those known."""
+    """Return the keyword; raise a SettingError where it is not known."""
     if keyword not in ("last", "best", "auto"):
         raise SettingError(
             f"{keyword!r} names no checkpoint. Use a path, 'last', 'best' or 'auto'.", field="ckpt_path", got=keyword

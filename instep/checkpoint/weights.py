@@ -327,7 +327,7 @@ def write_plain(
         problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
         if problem is not None:
             raise UnsavableStateError(f"{name} is {problem}")
-    # Of the right shape and dtype, and of no size in memory.
+    # The tensor has the right shape and dtype, and takes no memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells, metadata)
     with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:

@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge, and say what was written."""
+    """Merge, and print what was written."""
     from instep.checkpoint import merge, merge_in_parts  # late: loads torch
 
     out = local_path(args.out)

@@ -98,7 +98,7 @@ class Door(NameFinder):
 
     @property
     def installed(self) -> bool:
-        """Whether it has the package's place."""
+        """Whether the door has taken the package's place."""
         return self.package in self.roots
 
     def install(self) -> None:
@@ -181,7 +181,7 @@ class _Metadata(Distribution):
 
 
 def defined(name: str) -> Any:
-    """Return the small value or function that a script can make itself, made; None where there is none."""
+    """Make a small value or function of the package that scripts define; None if it has none."""
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}

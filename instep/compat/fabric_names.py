@@ -148,7 +148,7 @@ class Logger:
         """Write hyperparameters."""
 
     def save(self) -> None:
-        """Write what waits."""
+        """Write the rows that wait."""
 
     def finalize(self, status: str = "success") -> None:
         """End the run."""

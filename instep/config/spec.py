@@ -21,7 +21,7 @@ from instep.utils.warn import warn_user
 
 
 class Node(NamedTuple):
-    """An agent's place among those of the other nodes.
+    """Place of one node's agent among the agents of all nodes.
 
     Args:
         num_nodes: nodes in the job.
@@ -156,7 +156,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """Make the variables that the ranks get: what was said for them, and nothing else.
+    """Make the ranks' variables: only the settings that were given for them.
 
     Raises:
         SettingError: options without a strategy.
@@ -164,7 +164,8 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     settings, given = launch.settings, launch.given()
     launch.check()
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
-    added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
+    # Always set: the agent kills the ranks after this time.
+    added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         added[variable_of("strategy_options")] = ""  # the options were given for another strategy
     # What a rank launches itself has the same settings: those of a file that was declined are not found again.

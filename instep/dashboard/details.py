@@ -55,13 +55,13 @@ class Panel:
         self.source, self.run = source, run
 
     def read(self) -> Any:
-        """Read what is shown, in a thread; plain values, so that a change is seen."""
+        """Read the values to show, in a thread; plain values, so that a change is noticed."""
 
     def build(self) -> None:
         """Make the elements."""
 
     def show(self, data: Any) -> None:
-        """Put what was read into the elements."""
+        """Put the values that were read into the elements."""
 
 
 _FORMAT = {":format": "value => typeof value === 'number' ? value.toLocaleString('en') : value"}

@@ -64,7 +64,7 @@ class Source:
             return self._runs
 
     def metrics(self, run: Run) -> Metrics:
-        """Read the curves of a run, each with as many points as are shown; of one that grows, what was added."""
+        """Read a run's curves, with as many points as are shown; of a growing run only what is new."""
         with self._lock:
             kept = self._kept.setdefault(run.folder, _Kept(MetricsReader(run.folder, None, POINTS)))
             self._kept.move_to_end(run.folder)

@@ -110,7 +110,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's batches."""
+        """Yield this rank's batches."""
 
     def __len__(self) -> int:
         if self.num_batches is None:

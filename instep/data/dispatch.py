@@ -164,7 +164,7 @@ class DispatchLoader(PreparedLoader):
         return self._plan
 
     def _share_of(self, rows: list[int], last: bool = False) -> Share:
-        """Return the share of a batch with so many samples by rank."""
+        """Return the share of a batch, given its number of samples on each rank."""
         mine, unknown = rows[self.rank], UNKNOWN in rows
         weights = [int(count != 0) for count in rows] if unknown else rows
         units = (weights[self.rank], sum(weights)) if any(weights) else None

@@ -200,7 +200,7 @@ class _Pass:
     uneven: str
 
     def steps(self, num_batches: int | None) -> int | None:
-        """Return the limit in batches, None where it leaves all."""
+        """Return the limit as a number of batches; None if it keeps all."""
         limit = resolve_limit(self.limit, num_batches, self.name)
         return None if limit == math.inf or limit == num_batches else int(limit)
 
@@ -392,7 +392,7 @@ def _estimate(mine: _Claim, everyone: list[_Claim], wanted: _Pass) -> int | None
 
 
 def _lengths(loader: Any, ranks: int = 1) -> _Claim:
-    """Return the number of batches: one that can be relied on, and one that is a claim, for so many ranks together."""
+    """Return a reliable and a claimed number of batches, for `ranks` together."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Sized):
             return None, None

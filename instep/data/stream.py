@@ -320,7 +320,7 @@ class StreamLoader(PreparedLoader):
         return self._started is not None and getattr(self._iterated, "_iterator", None) is self._started
 
     def _rewind(self) -> None:
-        """Bring what was left before its end to where it stood at first."""
+        """Rewind a source that was left before its end to where it began."""
         if self._end_is_unread and self._rewinds is not None:
             self._rewinds.load_state_dict(copy.deepcopy(self._first_state) or {})
         self._end_is_unread = False
@@ -356,7 +356,7 @@ class StreamLoader(PreparedLoader):
             self._own_end, self._pulled = own, batches
 
     def _start(self, resume: StateDict, position: int) -> None:
-        """Start the loader's iterator, and bring it to the batch at which it is to go on."""
+        """Start the loader's iterator, and advance it to the batch to resume at."""
         state = resume.get("state")
         with self._random.at("start"):
             if state is not None and self.stateful is not None:

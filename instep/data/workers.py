@@ -41,9 +41,9 @@ INIT_RAISED = "The loader's worker_init_fn raised this."
 
 _LOOK_EVERY_S = 1.0
 _TO_END_S = 2.0  # time for all workers of an iterator to end by themselves; one may be in a sample
-_KILLED_S = 5.0  # until the kernel has ended a process that was killed
+_KILLED_S = 5.0  # time for the kernel to end a process that was killed
 
-_DYING_S = 1.0  # until a worker whose pipe is closed has ended
+_DYING_S = 1.0  # time for a worker whose pipe is closed to end
 _WHY_DEAD = {
     "SIGKILL": "The system ends processes so when memory runs out: use fewer workers, or a smaller prefetch_factor",
     "SIGBUS": "Shared memory is full: make /dev/shm larger (docker run --shm-size), or use fewer workers",

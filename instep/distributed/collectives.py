@@ -267,7 +267,7 @@ def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Gather the rows of all ranks, so many of each."""
+    """Gather the rows of all ranks, where each rank has its own number of rows."""
     longest = max(counts)
     if min(counts) == longest:
         return _all_gather(state, tensor)

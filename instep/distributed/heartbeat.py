@@ -337,7 +337,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Return whether this rank speaks for its node: the first one that can."""
+        """Return whether this rank reports for its node: the first rank that can does."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

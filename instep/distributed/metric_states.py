@@ -122,7 +122,7 @@ class Counts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let the metric objects hold what was taken out of them within the block."""
+        """Give the metric objects the counts that were taken out, within a `with` block."""
         others = [(part, _attributes(part)) for part in self._parts.values()]
         _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:
@@ -131,7 +131,7 @@ class Counts:
             _set_attributes(others)
 
     def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
-        """Let the metric objects hold the sum of what was taken out and what they have counted since.
+        """Add the counts that were taken out to the metric objects' later ones.
 
         Args:
             others: what was taken out at other times.

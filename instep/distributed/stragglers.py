@@ -123,7 +123,7 @@ class PaceWatch:
     def close(self) -> None:
         """Stop the measuring thread."""
         self._closed.set()
-        self._thread.join(PERIOD_S + 1.0)  # the store may not answer
+        self._thread.join(PERIOD_S + 1.0)  # a time limit, since the store may not answer
 
     def _run(self) -> None:
         records = RankRecords("pace", self._group)

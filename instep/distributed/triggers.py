@@ -212,7 +212,7 @@ class Triggers:
         self._next = _NEVER
 
     def _drain(self) -> None:
-        """Wait for the agreement that is under way; what was set for it is left to the next one."""
+        """Wait for the agreement under way; triggers set since then belong to the next one."""
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None

@@ -269,7 +269,7 @@ def _wait(there: Callable[[], bool], seconds: float) -> None:
 
 
 def in_time(work: Callable[[], None]) -> str:
-    """Do it in a thread; why it was not done, or nothing."""
+    """Run the work in a thread with a time limit; return why it failed, or ""."""
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def run() -> None:

@@ -162,7 +162,7 @@ class NodeAgent:
 
     @property
     def _talk(self) -> NodeChannel:
-        """The channel of this round, which is open."""
+        """Open channel to the other nodes of this round."""
         assert self._channel is not None
         return self._channel
 
@@ -352,7 +352,7 @@ class NodeAgent:
         return RunResult(state=WorkerState.FAILED, failures=ranks.processes.failures())
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        """Exchange with the other nodes what became of each; without those that do not say so in time."""
+        """Exchange each node's outcome; nodes that do not answer in time are left out."""
         channel = self._talk
         if not (channel.alarm or channel.cut_off):
             told = channel.exchange("saved", mine, self._shutdown_s)

@@ -59,7 +59,7 @@ class Forked:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Fork so many ranks within it; then they begin, and what they return is read."""
+        """Fork the ranks; at the end of the `with` block they begin, and their results are read."""
         self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
@@ -163,7 +163,7 @@ class ForkedRank:
         return self._process.exitcode
 
     def send_signal(self, signum: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it still runs."""
         if self.poll() is None:
             assert self.pid is not None
             os.kill(self.pid, signum)

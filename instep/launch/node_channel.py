@@ -148,7 +148,7 @@ class NodeChannel:
         return self._thread is None or self._all_done
 
     def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
-        """Give a value to the other nodes and return all, by node; without those that gave nothing in time."""
+        """Exchange a value with the other nodes; nodes that send nothing in time are left out."""
         self._do(lambda: self._store.put(f"{name}-{self.node}", value))
         found: dict[int, Any] = {self.node: value}
         deadline = time.monotonic() + timeout_s
@@ -174,7 +174,7 @@ class NodeChannel:
     # ---- in the thread, where there is one
 
     def _do(self, act: Callable[[], T]) -> T | None:
-        """Run it in the thread and return what it returns; None where no answer comes."""
+        """Run a function in the thread and return its result; None where no answer comes."""
         if self._thread is None:
             return act()
         answer: Future[T] = Future()

@@ -199,7 +199,7 @@ class Backlog:
             return (self._memory[0], self._memory[-1]) if few else None
 
     def drop(self, number: int, place: int | None = None) -> None:
-        """Remove the first records of those that `peek` returned last: they have arrived.
+        """Remove the first records that `peek` returned last, since they have arrived.
 
         Args:
             number: of the records.

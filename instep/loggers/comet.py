@@ -177,7 +177,7 @@ class CometLogger(Logger):
 
 
 def _messages(archive: Path) -> bytes:
-    """Return what was logged in an archive; nothing of one that is not finished."""
+    """Return the messages in an archive; b"" if the archive is not finished."""
     if not is_zipfile(archive):
         return b""
     with ZipFile(archive) as record:

@@ -126,7 +126,7 @@ class Delivery:
         """Global step of the record that is being written, and when it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
         self._claim: Callable[[], Path] | None = None  # the Trainer's, which makes the folder of its next run
-        self._decides = False  # the Trainer's run folder is this logger's
+        self._decides = False  # whether the Trainer's run folder stands where this logger's `save_dir` says
         self._number = self._rank = 0  # among the run's loggers of this class; of a process that writes for itself
         self._began_s = 0.0
         self._x: float | None = None  # the last place on another x-axis than the steps
@@ -474,7 +474,7 @@ class Delivery:
         )
 
     def begin(self, left_over: int) -> None:
-        """Find out what the tracker of a resumed run has; so many records in front an earlier process left."""
+        """Find out what a resumed run's tracker has; `left_over` records in front are an earlier process's."""
         if self.resumed:
             writer, by_step = self.writer, self.writer.x_axis == "step"
             sent = {} if writer.is_local else sent_in(read_note(self._note))
@@ -608,7 +608,7 @@ class Marks:
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Record what the tracker has after a failure: a part of so many records in front may have arrived."""
+        """Record what the tracker has after a failure: of `number` records in front some may have arrived."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:

@@ -87,6 +87,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists() or path.is_symlink():  # a stranger's link would bring in what it leads to
         return {}
     values: Any = None
-    with suppress(SettingError):  # the folder may be another's; what is no such file of ours is written anew
+    with suppress(SettingError):  # the folder may be another program's: a file that is not ours is written anew
         values = plain_yaml.load(plain_yaml.read_text(path), path)
     return values if isinstance(values, dict) else {}

@@ -148,7 +148,7 @@ class JSONLinesFile(LogFile):
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON value as a number; None for what is none. JSON has no nan: a logger writes it as text or bare."""
+    """Return a JSON value as a number, else None. JSON has no nan: a logger writes it as text or bare."""
     if type(value) is float:
         return value
     if type(value) is int:

@@ -64,7 +64,7 @@ class Sender:
         self._failures = 0
         self._singly = 0  # records that are sent one by one, since one of them was refused
         self._next_try_s = 0.0
-        self._hurries = False  # to send what else would wait for more
+        self._hurries = False  # whether records are sent now that would wait for more records
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = backlog.is_many
         self._ends = False
@@ -123,7 +123,7 @@ class Sender:
         return future.result()
 
     def flush(self, timeout_s: float, early: bool = False) -> bool:
-        """Send what is due; what does not arrive in time is brought to the disk. Return True if all arrived.
+        """Send the records that are due; keep late ones on the disk. Return True if all arrived.
 
         Args:
             timeout_s: how long to wait.

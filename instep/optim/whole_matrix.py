@@ -253,7 +253,7 @@ def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
 
 
 def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Part matrices into those that travel together: of one group and dtype, up to `BUCKET_BYTES`."""
+    """Divide matrices into buckets of one group and dtype, of up to `BUCKET_BYTES`."""
     alike: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.place.group, matrix.parameter.dtype), []).append(matrix)

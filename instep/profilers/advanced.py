@@ -89,7 +89,7 @@ class AdvancedProfiler(Profiler):
         return "\n".join(texts) if self.profiled_actions else ""
 
     def teardown(self, stage: str | None) -> None:
-        """End a run, and forget what was recorded."""
+        """End a run, and drop its recordings."""
         for name in reversed(self._open):
             self.profiled_actions[name].disable()
         self._open.clear()

@@ -172,7 +172,7 @@ class PyTorchProfiler(Profiler):
             torch.cuda.memory._dump_snapshot(str(path))
 
     def start(self, action_name: str) -> None:
-        """Label what runs; a step begins the recording of its kind."""
+        """Label an action; the first action of a step starts the recording of that kind of step."""
         step = next((step for step in STEPS if action_name.endswith(step)), "")
         if step and step != self._step:
             self._close()
@@ -231,7 +231,7 @@ class PyTorchProfiler(Profiler):
             self._errors.append(self._ready.error)
 
     def _write(self, step: str, recorded: Recorder, number: int) -> None:
-        """Take a recording's table, and write what was asked for."""
+        """Read a recording's table, and write the files that were asked for."""
         self.function_events = recorded.events()
         averages = recorded.key_averages(group_by_input_shape=self._group_by_input_shapes)
         self._tables[step] = averages.table(sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)

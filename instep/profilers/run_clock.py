@@ -68,7 +68,7 @@ class RunSummary:
     recompile_reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the summary as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -63,7 +63,7 @@ class Ends:
     not_finite: int
 
     def describe(self) -> dict[str, float | None]:
-        """Describe them for programs, None for what there is none of."""
+        """Describe the ends for programs; None for a value that is missing."""
         return {name: None if name != "last" and math.isnan(value) else value for name, value in asdict(self).items()}
 
 
@@ -296,7 +296,7 @@ def _number(value: float) -> Any:
 
 
 def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
-    """Return a run as the index has it; None where it changed since, or what is there is none of ours."""
+    """Return a run from the index; None if the run has changed, or the entry is not ours."""
     try:
         seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor = row
         if seen != [list(each) for each in stamp] or state not in STATES:

@@ -119,7 +119,7 @@ class _Buckets:
         ]
 
     def forget(self, step: float) -> None:
-        """Drop the points from a step on; of the bucket that it cuts those that are kept stay."""
+        """Drop the points from a step on; a bucket that the step cuts keeps its earlier points."""
         before = self.points(False)
         if self.last[0] >= step:
             kept = [point for point in before if point[0] < step]
@@ -242,7 +242,7 @@ _ALL = tuple(pattern for *_, patterns in _KINDS for pattern in patterns)
 
 
 def log_files(folder: Path, patterns: Iterable[str] = _ALL) -> list[Path]:
-    """List the files of loggers in a run folder; those of its checkpoints, of other runs and behind links are none."""
+    """List the loggers' files in a run folder, not in checkpoints, in other runs or behind links."""
     is_run = os.path.lexists(folder / STATUS)  # folders below one that is no run are runs of their own
     found = sorted(path for pattern in patterns if is_run or "/" not in pattern for path in folder.glob(pattern))
     return [path for path in found if own(path, folder) and "checkpoints" not in path.relative_to(folder).parts]

@@ -108,7 +108,7 @@ def _describe(calls: list[tuple[list[str], str]]) -> str:
 
 
 class _Error(NamedTuple):
-    """Traceback of the attempt to pack an object, which arrives in its place."""
+    """Traceback of a failed pickling, which is sent in the object's place."""
 
     traceback: str
 
@@ -213,7 +213,7 @@ def share_error(
 
 
 def _packed(obj: Any) -> tuple[bytes, Exception | None]:
-    """Pack a message; one that says so where the object cannot be pickled, since the other ranks wait for it."""
+    """Pack a message; if the object cannot be pickled, pack the error, since other ranks wait."""
     if type(obj) in (type(None), bool, int, float, str):  # not isinstance: an enum of strings is to arrive as one
         return _JSON + json.dumps(obj).encode(), None
     try:

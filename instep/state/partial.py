@@ -413,7 +413,7 @@ class PartialState(ProcessMethods):
         make_current(self.device)
 
     def destroy_process_group(self, abort: bool = False) -> None:
-        """Leave the process group; the state then says so, and can be built again.
+        """Leave the process group; afterwards the state can be built again.
 
         A process alone has no group and keeps its state. A group that was there before the state is left as it is.
 

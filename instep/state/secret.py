@@ -107,7 +107,7 @@ class Secret:
 
 
 def not_ours(what: str) -> DistributedError:
-    """Make the error about something that was not signed with this job's secret."""
+    """Make the error for a message that was not signed with this job's secret."""
     return DistributedError(
         f"{what} was not signed with this job's secret, and is not read. Either the secret differs between the nodes: "
         f"{HOW_TO_GIVE}; or a stranger has written to a port of the job: run it where others cannot reach its ports."

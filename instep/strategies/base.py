@@ -343,7 +343,7 @@ class Strategy:
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def sync_local_weights(self) -> None:
-        """Let the next forward see what was written into `local_weights`. Collective."""
+        """Make the next forward use the values written into `local_weights`. Collective."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what `model_state` would if `local_weights` had other values. Collective.
@@ -384,7 +384,7 @@ class Strategy:
         return load_optimizer_state(self.module, optimizer, map_leaves(whole, tree), strict)
 
     def holds_all(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether this rank holds the whole state, and gives it without the others. Local."""
+        """Return whether this rank holds the whole state and can return it without other ranks. Local."""
         return False
 
     def local_shards(self, tree: Any) -> Any:

@@ -76,7 +76,7 @@ def deferred_weights(model: nn.Module) -> dict[str, Stored]:
 
 
 def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> dict[str, Stored]:
-    """Let weights that a checkpoint of a run brings be empty until then, so that nothing is read twice.
+    """Leave weights empty that the run's checkpoint will bring, so that nothing is read twice.
 
     Args:
         model: what it waits for and the checkpoint brings in the same shape gets memory, and no values.

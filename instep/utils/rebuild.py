@@ -178,7 +178,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Build what was saved as plain values or names among the arguments of a class, and leave the rest.
+    """Build arguments of a class that were saved as plain values or names, and leave the others.
 
     Args:
         cls: whose arguments; their annotations say which objects: dataclasses and Namespaces. Where they say another

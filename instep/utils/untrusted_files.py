@@ -25,7 +25,7 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
-MOST_DEPTH = 256  # containers within each other; who walks over the value recursively must come to its end
+MOST_DEPTH = 256  # nested containers; code that walks over the value recursively must not run out of stack
 
 
 def open_regular(path: Path | str) -> FileIO:

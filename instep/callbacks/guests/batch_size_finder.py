@@ -132,7 +132,7 @@ class BatchSizeFinder(Callback):
         print_text(trainer, f"BatchSizeFinder: {self._batch_arg_name} set to {size}")
 
     def apply(self, module: TrainModule, datamodule: Any = None) -> None:
-        """Write the size that was found, where one was, into the attribute."""
+        """Set the attribute to the batch size that was found, if one was found."""
         if self._found and self.optimal_batch_size is not None:
             _put(holders(self._batch_arg_name, module, datamodule), self.optimal_batch_size)
 

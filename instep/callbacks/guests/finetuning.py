@@ -74,7 +74,7 @@ class BaseFinetuning(Callback):
     # ---- to override
 
     def freeze_before_training(self, module: TrainModule) -> None:
-        """Freeze what is not trained at first, by `freeze`. Called before `configure_optimizers`."""
+        """Freeze the layers that are not trained at first, by `freeze`. Called before `configure_optimizers`."""
         raise HookError(f"{type(self).__name__} has no freeze_before_training(module); BaseFinetuning calls it")
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
@@ -100,7 +100,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Give the parameters that are trained, or those that are not.
+        """Yield the trainable parameters, or the frozen ones.
 
         Args:
             modules: as for `flatten_modules`.

@@ -133,7 +133,7 @@ class GradientMonitor(Callback):
         self._deliver(trainer, only_ready=True)
 
     def _deliver(self, trainer: Trainer, only_ready: bool = False) -> None:
-        """Log what has arrived, in its order; without `only_ready` wait for all of it."""
+        """Log the norms that have arrived, in order; without `only_ready` wait for all of them."""
         while self._waiting and (not only_ready or self._waiting[0].ready()):
             row = self._waiting.pop(0)
             row.wait()

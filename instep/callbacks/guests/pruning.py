@@ -271,7 +271,7 @@ class ModelPruning(Callback):
             self._log_sparsity(before, [self._pruned(part, name) for part, name in places], amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set what is not pruned back to its first values, or to new ones. Collective."""
+        """Reset the weights that are not pruned to their first values, or to new ones. Collective."""
         assert self._original_layers is not None
         for layer in self._original_layers.values():
             first = layer["data"]

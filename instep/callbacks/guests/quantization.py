@@ -106,7 +106,7 @@ class QuantizationAwareTraining(Callback):
     # ---- the module
 
     def prepare(self, module: M) -> M:
-        """Exchange layers for those with fake quantization, in place; those that have it already stay.
+        """Replace layers by ones with fake quantization, in place; a layer that has it already stays.
 
         Raises:
             SettingError: no layer is quantized, or one cannot be.

@@ -26,7 +26,7 @@ class Reporting(Callback):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Send the values of now."""
+        """Send the current values of the metrics."""
         raise NotImplementedError
 
     def _check_logged(self, trainer: Trainer, field: str, names: Iterable[str]) -> None:

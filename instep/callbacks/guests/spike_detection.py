@@ -96,7 +96,7 @@ class SpikeDetection(Callback):
         self._error: TrainingSpikeError | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of the batches judged so far: `before_save` has judged all."""
+        """Return the running means and the number of judged batches; `before_save` has judged all."""
         return {"means": list(self._means), "judged": self._judged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -247,7 +247,7 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _load(self, strategy: Strategy, saved: Mapping[str, Any], updates: int) -> None:
-        """Load a checkpoint's average of so many updates, of which this rank takes its part."""
+        """Load this rank's part of a checkpoint's average, and its number of updates."""
         assert self._averages is not None
         for name, average in self._averages.items():
             whole = saved.get(clean_name(name))
@@ -292,7 +292,7 @@ class WeightAveraging(Callback):
             self._averages[name].copy_(held[name])
 
     def _swap_models(self, trainer: Trainer) -> None:
-        """Write the average into the module, or back what was trained. Collective."""
+        """Write the average into the module, or the trained weights back. Collective."""
         if not self.n_averaged:
             return
         strategy = trainer.strategy

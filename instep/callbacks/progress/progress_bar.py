@@ -90,7 +90,7 @@ class ProgressBar(Callback):
         return "Predicting"
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """Return what is shown: the loggers' version as `v_num`, and what was logged with `prog_bar=True`.
+        """Return the values to show: the loggers' version as `v_num`, and those logged with `prog_bar=True`.
 
         Metrics that are still on a device are left out: reading them would make the training wait.
         """

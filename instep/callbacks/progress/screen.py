@@ -33,7 +33,7 @@ class Lines:
         self.lock = threading.Lock()
 
     def show(self, view: View) -> None:
-        """Show this in place of what was shown before."""
+        """Draw new content in place of the old."""
         self.print(view.plain())
 
     def print(self, text: str) -> None:
@@ -41,7 +41,7 @@ class Lines:
         print(text, file=self._err, flush=True)
 
     def close(self) -> None:
-        """End it; what was shown last stays."""
+        """Stop drawing; the last content stays on the screen."""
 
     def give_back_streams(self) -> None:
         """Undo the redirection of stdout and stderr where the thread could not: it is stuck, or in a forked process."""

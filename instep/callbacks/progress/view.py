@@ -98,7 +98,7 @@ class Curve:
 
 
 def _means(points: Sequence[float], count: int) -> list[float]:
-    """Reduce points to at most so many means of neighbors."""
+    """Reduce points to at most `count` means of neighboring points."""
     if len(points) <= count:
         return list(points)
     edges = [len(points) * i // count for i in range(count + 1)]
@@ -192,12 +192,12 @@ class View:
     curve: Curve | None = None
 
     def plain(self) -> str:
-        """Write it as one line, for a log file."""
+        """Format the view as one line, for a log file."""
         lines = " | ".join(line.plain() for line in self.lines)
         return "  ".join(filter(None, [lines, *self.facts, metric_text(self.metrics, self.best)]))
 
     def draw(self, width: int, ascii_only: bool = False) -> Text:
-        """Draw it for a terminal of that many columns."""
+        """Draw the view for a terminal of `width` columns."""
         from rich.text import Text  # slow to import, and only needed where something is drawn
 
         text = Text(no_wrap=True, overflow="ellipsis", end="")

@@ -80,7 +80,7 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Record those of the fields that hold something as left out."""
+        """Record as left out each field that holds something."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say what was left out."""
+    """Convert, and print what was left out."""
     from instep.checkpoint.edge import reading  # late: loads torch
     from instep.cli.checkpoint import contents, foreign
 

@@ -99,7 +99,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave what is made in the block out of the count."""
+        """Leave tensors made in the `with` block out of the count."""
         self._aside += 1
         try:
             yield
@@ -363,7 +363,7 @@ def _mesh_strategy() -> type[Strategy]:
 
 @contextmanager
 def _group(size: int) -> Iterator[None]:
-    """Make a process group of so many processes, of which only this one is there."""
+    """Make a process group of `size` ranks, of which only this process exists."""
     # Late: half a second. The first gives older torch the sizes of what collectives return.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore

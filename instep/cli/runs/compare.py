@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what differs."""
+    """Print the differences between runs."""
     entries = find(args.paths, max(1, args.limit))
     params = [entry.params for entry in entries]
     keys = list(dict.fromkeys(key for each in params for key in each))

@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send it."""
+    """Send the records that wait."""
     from instep.loggers.sync import sync
 
     folder = Path(args.path)

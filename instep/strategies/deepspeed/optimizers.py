@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.strategies.deepspeed.config import AUTO, offload_device
 
-# Each element is stepped by itself, so that a run of a flattened group may be.
+# These step each element by itself, so they may step a part of a flattened group.
 _ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 

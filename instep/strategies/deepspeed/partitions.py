@@ -51,7 +51,7 @@ class Partition:
         return self.of(self.flat) if self.fetch is None else self.fetch(None)[: self.count]
 
     def set_weights(self, value: Tensor) -> None:
-        """Overwrite it."""
+        """Overwrite this part of the float32 weights."""
         if self.store is None:
             self.of(self.flat).copy_(value)
         else:

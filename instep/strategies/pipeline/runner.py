@@ -28,7 +28,7 @@ from instep.strategies.pipeline.split import Stage
 
 
 class Pending:
-    """Placeholder that `self(...)` returns in a pipe's training step, for the output that `pipeline_loss` will see."""
+    """Placeholder that `self(...)` returns in a pipe's training step; `pipeline_loss` gets the real output."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs

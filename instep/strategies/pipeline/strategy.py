@@ -370,7 +370,7 @@ class PipelinedStrategy(FSDPStrategy):
             self._sum_shared()
 
     def _send_copies(self) -> None:
-        """Give ranks that have a copy of another one's weight its values: where they were made by `meta_init`."""
+        """Send a weight's values made by `meta_init` to the ranks with a copy of the weight."""
         here, group = self.mesh["pp"].get_local_rank(), self.mesh["pp"].get_group()
         for p, (first, *others) in self._shared:
             if here == first:

@@ -39,7 +39,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._puts: list[Restore] = []
-        self._known: dict[int, tuple[Any, Restore]] = {}  # with the object, whose id is no other's as long as it lives
+        self._known: dict[int, tuple[Any, Restore]] = {}  # by id; the object is kept, so that its id stays its own
 
     def restore(self) -> None:
         """Restore everything."""
