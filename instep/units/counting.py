@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from instep.callbacks.base import Callback
@@ -58,8 +57,7 @@ class UnitCount(Callback):
         self.save_every = self._whole(f"save_every_{self.unit}", save_every)
         self.asks_to_validate = val_every is not None
         self._logs = bool(FLAG("log", log))
-        self.total = 0
-        self._loaded = False
+        self.total, self._loaded = 0, False
         self._world, self._counts, self._early, self._takes_own = 1, True, False, False
         self._log_every, self._logged_step = 0, -1
         self._begin()
@@ -87,8 +85,7 @@ class UnitCount(Callback):
                 self._all += int(all_reduce_(torch.tensor([mine]))[0])
             for work, summed in self._sums:
                 if not work.is_completed():
-                    group = PartialState().control_group
-                    assert group is not None
+                    group: Any = PartialState().control_group
                     with awaited(group, f"{type(self).__name__}: the sum over ranks"):
                         work.wait()
                 self._all += int(summed[0])
@@ -139,8 +136,8 @@ class UnitCount(Callback):
         self._stop_at_maximum(trainer, agreed=False)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        host = self.on_host or trainer.strategy.root_device.type == "cpu"
-        self._early = host and trainer.accumulate_grad_batches == 1
+        # What is on a device is not known before the step, and a window's sum is not before its last batch.
+        self._early = trainer.accumulate_grad_batches == 1 and (self.on_host or module.device.type == "cpu")
         self._source = trainer._run.source
         self._begin()
 
@@ -164,6 +161,9 @@ class UnitCount(Callback):
             self._logged_step = step
             for logger in trainer.loggers:
                 logger.log_metrics({self.unit: self.total}, step=step)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._source: Any = None  # a copy of the Trainer has no data
 
     # ---- one optimizer window
 
@@ -189,7 +189,7 @@ class UnitCount(Callback):
         mine: int | Tensor = 0
         if self._counts and samples != 0:  # 0: a batch that is run again, to keep step with ranks that have more
             mine = self.count_batch(batch, samples)
-        if isinstance(mine, Tensor) and mine.device.type != "cpu":
+        if isinstance(mine, Tensor) and mine.device.type != "cpu" and not self._early:
             self._on_device.append(_OnDevice(mine))
             mine = 0
         if self._early and self._world > 1:
@@ -219,11 +219,9 @@ class UnitCount(Callback):
 
     def _whole(self, name: str, value: float | None) -> int | None:
         """Return a number of units as an integer; 2e9 is one."""
-        if value is None:
-            return None
-        if not is_number(value) or value < 1 or not math.isfinite(value) or int(value) != value:
+        if value is not None and (not is_number(value) or not 1 <= value < math.inf or int(value) != value):
             raise wrong(name, value, f"a whole number of {self.unit} of at least 1, or None")
-        return int(value)
+        return None if value is None else int(value)
 
 
 class _OnDevice:
@@ -245,9 +243,10 @@ class _OnDevice:
 
 def _start_sum(mine: int) -> tuple[Any, Tensor]:
     """Start the sum over all ranks of one number; it is in the tensor when the work is done."""
+    group: Any = step_group()
     summed = torch.tensor([mine], dtype=torch.int64)
     announce(PartialState().control_group, "a count over ranks")
-    return dist.all_reduce(summed, group=step_group(), async_op=True), summed
+    return group.allreduce([summed]), summed  # the group's own method: the function around it costs as much again
 
 
 class Samples(UnitCount):
@@ -382,7 +381,9 @@ class Tokens(UnitCount):
                 f"Tokens(count={self.count!r}): the batch has no tensor of that name; it is {there}. Give another key, "
                 "or a function of the batch."
             )
-        return values.numel() if self.ignore is None else torch.count_nonzero(values != self.ignore)
+        if self.ignore is None:
+            return values.numel()
+        return torch.count_nonzero(values != self.ignore if self.ignore else values)
 
 
 def _size(counter: UnitCount, batch: Any, samples: float | None) -> int:

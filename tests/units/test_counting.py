@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from instep.callbacks import EarlyStopping, ModelCheckpoint
+from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.data import PackedStream, StreamDataset
 from instep.errors import DataError, SettingError
+from instep.schedules import linear
 from instep.strategies import MeshStrategy
-from instep.units import Samples, Tokens
+from instep.testing import check_callback
+from instep.units import Samples, Tokens, by_tokens
 from tests.callbacks.fakes import RecordingLogger
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.strategies.tiny_gpt import GLOBAL_BATCH, LENGTH, train
 from tests.units.runs import SIZE, Model, Seen, Uneven, batches, length, trainer_for
 
@@ -89,7 +93,7 @@ def test_one_process_counts_and_acts_as_by_hand() -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_count_each_sample_once_and_act_at_one_step(world: int) -> None:
-    run_ranks(on_ranks, world)
+    run_ranks(on_ranks, world, env={"INSTEP_DEBUG": str(world - 2)})  # of three, each collective is checked
 
 
 # ---- ranks that read the same data
@@ -142,6 +146,40 @@ def test_a_run_goes_on_with_its_total_on_another_number_of_ranks(first: int, the
     for epoch in range(len(seen) // 23):
         assert sorted(seen[23 * epoch : 23 * epoch + 23]) == list(range(23))
     assert sum(map(length, seen)) >= 400
+
+
+class Kill(Callback):
+    """Kills rank 1 after its step 7."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_400(folder: str, *others: Callback) -> tuple[dict[int, int], dict[int, float], list[int], list[int]]:
+    tokens = Tokens("attention_mask", max_tokens=400, val_check_tokens=90, save_every_tokens=40)
+    path, seen, model = Path(folder) / "checkpoints", Seen(tokens), Model()
+    model.schedule = lambda optimizer, trainer: by_tokens(linear(optimizer, 500, warmup_steps=50), trainer)
+    saver = ModelCheckpoint(path, save_top_k=-1, every_n_epochs=0)
+    how = {"enable_checkpointing": True, "default_root_dir": folder, "strategy": "fsdp", "uneven": "join"}
+    trainer = trainer_for(seen, tokens, saver, *others, **how)
+    trainer.fit(model, batches(), batches(3), ckpt_path="auto")
+    return seen.totals, seen.rates, seen.validated, saves(path)
+
+
+@pytest.mark.dist
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (totals, rates, validated, saved), _ = run_ranks(until_400, 2, str(tmp_path / "whole"))
+    with pytest.raises(RanksFailed):
+        run_ranks(until_400, 2, str(tmp_path / "killed"), Kill(), others_s=5.0)
+    kept = max(saves(tmp_path / "killed" / "checkpoints"))
+    assert 0 < kept <= 7
+    after = {step: total for step, total in totals.items() if step > kept}
+    for rank in run_ranks(until_400, 2, str(tmp_path / "killed")):
+        assert rank[0] == after
+        assert rank[1] == {step: rates[step] for step in after}
+        assert rank[2] == [step for step in validated if step > kept]
+        assert rank[3] == saved
 
 
 def test_a_validation_that_was_due_when_a_run_was_killed_comes_first(tmp_path: Path) -> None:
@@ -275,6 +313,11 @@ def test_the_total_goes_to_the_loggers_when_they_are_due() -> None:
     logger = RecordingLogger()
     trainer_for(Samples(), logger=logger, log_every_n_steps=3, max_steps=7).fit(Model(), batches())
     assert logger.of("samples") == {3: 6, 6: 12}
+
+
+def test_the_callbacks_keep_the_rules_of_callbacks() -> None:
+    for make in (Samples, lambda: Tokens(lambda batch: batch[0].numel(), max_tokens=10_000)):
+        check_callback(make)
 
 
 # ---- mistakes

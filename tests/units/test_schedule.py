@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from instep.callbacks import LearningRateMonitor, ModelCheckpoint
+from instep import DataModule
+from instep.callbacks import BatchSizeFinder, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
 from instep.errors import SettingError
 from instep.schedules import cosine, linear
 from instep.units import Samples, Tokens, by_samples, by_tokens
 from tests.callbacks.fakes import RecordingLogger
 from tests.helpers.spawn import run_ranks
-from tests.units.runs import Model, Seen, batches, trainer_for
+from tests.units.runs import Model, Seen, batches, length, trainer_for
 
 TOTAL, WARMUP = 600, 100
 
@@ -79,6 +82,27 @@ def test_manual_optimization_a_second_fit_and_the_monitor_of_rates() -> None:
         expected = [0.5 * min(total / 4, (40 - total) / 36) for total in seen.totals.values()]
         assert list(seen.rates.values()) == pytest.approx(expected)
         assert list(logger.of("lr-SGD").values()) == pytest.approx([0.0, *expected[:-1]])
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_steps_that_are_tried_count_nothing(finder: Any, tmp_path: Path) -> None:
+    class Data(DataModule):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return batches(batch_size=self.batch_size)
+
+    how: dict[str, Any] = (
+        {"num_training_steps": 5, "update_attr": False} if finder is LearningRateFinder else {"max_trials": 2}
+    )
+    tokens = Tokens("attention_mask")
+    seen = Seen(tokens)
+    trainer = trainer_for(seen, tokens, finder(**how), max_steps=4, default_root_dir=tmp_path)
+    trainer.fit(scheduled(), datamodule=Data())
+    totals = list(accumulate(sum(map(length, samples)) for samples in seen.samples.values()))
+    assert list(seen.totals.values()) == totals
+    assert list(seen.rates.values()) == pytest.approx([rate(total) for total in totals])
+    copy.deepcopy(trainer)  # which needs no copy of the data
 
 
 def test_a_schedule_needs_its_count() -> None:
