@@ -17,7 +17,7 @@ import instep.trainer.own_command  # noqa: F401  at once: it keeps the folder th
 from instep.callbacks.base import Callback
 from instep.checkpoint.lineage import Line
 from instep.data import DataModule
-from instep.data.plan import rank_weight
+from instep.data.plan import Share, rank_weight
 from instep.distributed import Trigger, broadcast_object
 from instep.errors import UsageError
 from instep.loggers.base import Logger
@@ -873,12 +873,12 @@ class Trainer:
         "Whether SIGTERM has reached this process in the running fit, or the last one.",
     )
 
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the training batch in hand, or the last one, is the epoch's last."""
-        source = next((ctx.source for ctx in (self._ctx, self._last_ctx) if ctx and hasattr(ctx, "source")), None)
-        return source is not None and (source.share.last or self.position.skipped_rest)
-
+    batch_share: ReadOnly[Share] = ReadOnly(
+        lambda t: next((c.source.share for c in (t._ctx, t._last_ctx) if hasattr(c, "source")), Share())
+    )
+    """Samples of the training batch in hand, or the last one: `mine` of this rank, and `all` of the ranks together."""
+    is_last_batch: ReadOnly[bool] = ReadOnly(lambda t: t.batch_share.last or t.position.skipped_rest)
+    """Whether the training batch in hand, or the last one, is the epoch's last."""
     enable_validation: ReadOnly[bool] = ReadOnly(
         lambda t: next((ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"), False),
         "Whether the running fit, or the last one, has a validation to run.",

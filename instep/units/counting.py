@@ -138,19 +138,18 @@ class UnitCount(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         # What is on a device is not known before the step, and a window's sum is not before its last batch.
         self._early = trainer.accumulate_grad_batches == 1 and (self.on_host or module.device.type == "cpu")
-        self._source = trainer._run.source
         self._begin()
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._takes_own = batch is None  # training_step(dataloader_iter)
         if not self._takes_own:
-            self._add(batch, self._source.share.all)
+            self._add(batch, trainer.batch_share.mine, trainer.batch_share.all)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._takes_own:
-            self._add(None, None, trainer.batch_weight)
+            self._add(None, trainer.batch_weight, None)
         at = trainer.position
         if at.batch != at.window_batch:
             return  # this batch is in the middle of an optimizer window
@@ -173,19 +172,18 @@ class UnitCount(Callback):
         self._on_device: list[_OnDevice] = []
         self._sums: list[tuple[Any, Tensor]] = []
 
-    def _add(self, batch: Any, of_all: int | None, samples: float | None = None) -> None:
+    def _add(self, batch: Any, samples: float | None, of_all: int | None) -> None:
         """Count a batch.
 
         Args:
             batch: None where the step has taken several.
-            of_all: its samples on all ranks; None where they are not known.
-            samples: this rank's; None: as the source of the data says.
+            samples: this rank's in it; None where they are not known.
+            of_all: those of all ranks; None where they are not known.
         """
         self._begun, each = True, self.per_sample()
         if each is not None and of_all is not None:
             self._all += each * of_all
             return
-        samples = self._source.share.mine if samples is None else samples
         mine: int | Tensor = 0
         if self._counts and samples != 0:  # 0: a batch that is run again, to keep step with ranks that have more
             mine = self.count_batch(batch, samples)
