@@ -31,16 +31,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", action="store_true", help="ask for a token on this machine too")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument(
-        "--tensorboard",
-        metavar="URL",
-        default="http://localhost:6006",
-        help="what the page links to (default: %(default)s)",
+        "--tensorboard", metavar="URL", default="http://localhost:6006", help="a page to link to (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from instep.dashboard.server import Address, serve  # late: help costs nothing
+    from instep.sweeps import define
 
-    serve(local_path(args.dir), Address(args.host, args.port, args.token), not args.no_open, args.tensorboard)
+    address = Address(args.host, args.port, args.token)
+    serve(local_path(args.dir), address, {"Sweep": define}, not args.no_open, args.tensorboard)
     return 0

@@ -9,8 +9,10 @@ from instep.runs import Curve
 from instep.utils.untrusted_files import clean
 
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
-_LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
-_LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
+LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
+LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
+LEGEND = {"type": "scroll", "bottom": 0, "itemWidth": 14, "itemHeight": 8, "icon": "rect", "textStyle": LABEL}
+TOOLTIP = {"renderMode": "richText", "confine": True}  # never HTML
 _PLOT, _TOP, _EACH = 170, 34, 234  # pixels: of a metric's plot, above the first one, of each with its labels
 
 
@@ -28,10 +30,10 @@ def options(
     for index, (metric, lines) in enumerate(curves.items()):
         top = _TOP + index * _EACH
         grids.append({"left": 58, "right": 14, "top": top, "height": _PLOT})
-        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**_LABEL, "fontSize": 13}})
-        wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": _LINE}
+        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**LABEL, "fontSize": 13}})
+        wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": LINE}
         across.append(_axis("time" if by_time else "value", index, **wide))
-        up.append(_axis("log" if log else "value", index, scale=True, splitLine=_LINE))
+        up.append(_axis("log" if log else "value", index, scale=True, splitLine=LINE))
         series += [_line(name, colour, index, _points(curve, log, by_time)) for name, colour, curve in lines]
     return {
         "animation": False,
@@ -40,15 +42,8 @@ def options(
         "xAxis": across,
         "yAxis": up,
         "series": series,
-        "legend": {
-            "type": "scroll",
-            "bottom": 0,
-            "itemWidth": 14,
-            "itemHeight": 8,
-            "icon": "rect",
-            "textStyle": _LABEL,
-        },
-        "tooltip": {"trigger": "axis", "renderMode": "richText", "confine": True},
+        "legend": LEGEND,
+        "tooltip": {"trigger": "axis", **TOOLTIP},
         "axisPointer": {"link": [{"xAxisIndex": "all"}]},
     }
 
@@ -65,7 +60,7 @@ def draw(plot: Any, instead: Any, drawn: dict[str, Any]) -> None:
 
 
 def _axis(kind: str, index: int, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "gridIndex": index, "axisLabel": {**_LABEL, "hideOverlap": True}, **more}
+    return {"type": kind, "gridIndex": index, "axisLabel": {**LABEL, "hideOverlap": True}, **more}
 
 
 def _line(name: str, colour: int, index: int, points: list[tuple[float, float]]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from nicegui import ui
@@ -20,6 +21,7 @@ from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
 
 _LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # at most: a stranger may have left more
+_STYLE = (Path(__file__).parent / "page.css").read_text()
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
 _HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred numbers
 
@@ -27,6 +29,22 @@ _HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred
 def box(classes: str, tag: str = "div") -> ui.element:
     """Make an element of the page's own style."""
     return ui.element(tag).classes(classes)
+
+
+def header(folder: Path, links: Mapping[str, str]) -> ui.label:
+    """Make the bar above a page, with links to the others; return the label for what it counts."""
+    ui.add_css(_STYLE)
+    ui.dark_mode(None)
+    with box("top", "header"):
+        ui.label("instep").classes("brand")
+        with box("line", "nav"):
+            for name, address in links.items():
+                ui.link(name, address)
+        ui.label(clean(str(folder))).classes("where")
+        counts = ui.label().classes("quiet")
+        dark = ui.button(icon="contrast", on_click=lambda: ui.run_javascript("Quasar.Dark.toggle()"))
+        dark.props("flat dense round aria-label='light or dark'")
+    return counts
 
 
 def ago(then: float) -> str:
@@ -74,7 +92,7 @@ def _title(key: str) -> str:
     return key.replace("_", " ").capitalize()
 
 
-def _table(*columns: str) -> ui.table:
+def text_table(*columns: str) -> ui.table:
     """Make a table of texts, the first column of it wide."""
     fields: Any = [
         {"name": str(index), "field": str(index), "label": label, "align": "left", "sortable": True, **_FORMAT}
@@ -84,7 +102,8 @@ def _table(*columns: str) -> ui.table:
     return table.classes("table").props("flat dense wrap-cells hide-pagination")
 
 
-def _fill(table: ui.table, rows: Iterable[Sequence[Any]]) -> None:
+def fill(table: ui.table, rows: Iterable[Sequence[Any]]) -> None:
+    """Put rows into a table of texts."""
     found = [
         {"row": number, **{str(i): _text(cell) for i, cell in enumerate(row)}}
         for number, row in enumerate(islice(rows, _ROWS))
@@ -121,8 +140,8 @@ class Overview(Panel):
         return shown, [(name, str(_text(curve.last)), curve.count) for name, curve in metrics.curves.items()]
 
     def build(self) -> None:
-        self._facts = box("facts", "dl")
-        self._metrics = _table("Metric", "Last value", "Points")
+        self._facts = box("facts")
+        self._metrics = text_table("Metric", "Last value", "Points")
 
     def show(self, data: Any) -> None:
         facts, metrics = data
@@ -131,7 +150,7 @@ class Overview(Panel):
             for name, text in facts:
                 ui.label(name).classes("name")
                 ui.label(text).classes("value")
-        _fill(self._metrics, metrics)
+        fill(self._metrics, metrics)
         self._metrics.set_visibility(bool(metrics))
 
 
@@ -146,7 +165,7 @@ class Checkpoints(Panel):
         with box("line"):
             ui.label("Only sizes are compared. Verify compares every byte with its checksum.").classes("quiet")
             self._button = ui.button("Verify", on_click=self._verify).props("flat dense no-caps")
-        self._rows = _table("Step", "State", "Kind", "Score", "MB", "Saved", "Note", "Name")
+        self._rows = text_table("Step", "State", "Kind", "Score", "MB", "Saved", "Note", "Name")
 
     async def _verify(self) -> None:
         self._button.props("loading")
@@ -155,7 +174,7 @@ class Checkpoints(Panel):
         self.show(await in_thread(self.read))
 
     def show(self, data: Any) -> None:
-        _fill(self._rows, ([*row[:4], f"{(row[4] or 0) / 1e6:,.1f}", *row[5:]] for row in data))
+        fill(self._rows, ([*row[:4], f"{(row[4] or 0) / 1e6:,.1f}", *row[5:]] for row in data))
 
 
 class Ranks(Panel):
@@ -180,13 +199,13 @@ class Ranks(Panel):
             if not failed and not reports:
                 ui.label("No rank has reported a failure or a hang.").classes("quiet")
             if failed:
-                _fill(_table("Rank", "Host", "Step", "Doing", "Failed with"), failed)
+                fill(text_table("Rank", "Host", "Step", "Doing", "Failed with"), failed)
             if paces.ranks:
                 with box("line"):
                     ui.label("Time of a step by rank").classes("title")
                     ui.label(f"measured {ago(paces.time_s)}").classes("quiet")
                 rows = ((*row, "the others wait for it" if row[0] in paces.slow else "") for row in paces.ranks)
-                _fill(_table("Rank", "Host", "Step (s)", "Own work (s)", "Data (s)", ""), rows)
+                fill(text_table("Rank", "Host", "Step (s)", "Own work (s)", "Data (s)", ""), rows)
             for name, text in reports:
                 with ui.expansion(clean(name)).classes("report"):
                     ui.label(text).classes("log")
@@ -215,7 +234,7 @@ class Hardware(Panel):
             for name, part, text in now:
                 with box("bar"):
                     ui.label(name).classes("name")
-                    ui.linear_progress(min(1.0, part), show_value=False).props("rounded size=6px")
+                    ui.linear_progress(min(1.0, part), show_value=False).props(f"rounded size=6px aria-label='{name}'")
                     ui.label(text).classes("quiet")
         if curves != self._drawn:
             self._drawn = curves
@@ -259,17 +278,11 @@ class Hyperparameters(Panel):
         return list(flatten(self.run.hparams).items())
 
     def build(self) -> None:
-        self._rows = _table("Name", "Value")
+        self._rows = text_table("Name", "Value")
 
     def show(self, data: Any) -> None:
-        _fill(self._rows, data)
+        fill(self._rows, data)
 
 
-PANELS: dict[str, Callable[[Source, Run], Panel]] = {
-    "Overview": Overview,
-    "Checkpoints": Checkpoints,
-    "Ranks": Ranks,
-    "Hardware": Hardware,
-    "Log": Log,
-    "Hyperparameters": Hyperparameters,
-}
+_ALL: tuple[type[Panel], ...] = (Overview, Checkpoints, Ranks, Hardware, Log, Hyperparameters)
+PANELS = {panel.__name__: panel for panel in _ALL}

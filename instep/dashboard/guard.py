@@ -28,25 +28,27 @@ _ASK = "This dashboard has a token: open the address that `instep dashboard` pri
 class Guard:
     """ASGI application that lets through who may see the page, and answers the others.
 
-    - With a token: the address `/?token=...` sets a cookie, which everything else needs, files and websockets too.
+    - The address `/?token=...` sets a cookie. Who has it may write: `scope["may_write"]` says so to the page.
+    - Without `is_open` everything else needs the cookie, files and websockets too.
     - On loopback the Host is that of loopback: a page of another name that was bound to 127.0.0.1 is turned away.
     - What another site's page sends is turned away, by its Origin and Sec-Fetch-Site: also its websockets, which
       browsers send across sites without asking.
 
     Args:
         app: what is guarded.
-        token: that who asks has to know; None: who reaches the port may see the page.
-        hosts: names that a Host may have beside those of loopback; None: all, which needs a token.
+        token: that who asks has to know.
+        hosts: names that a Host may have beside those of loopback; None: all.
         port: of the server; browsers share cookies between the ports of a host.
+        is_open: who reaches the port may see the page without the token, but write nothing.
 
     Raises:
-        ValueError: neither a token nor hosts.
+        ValueError: it is open, to any Host.
     """
 
-    def __init__(self, app: App, token: str | None, hosts: frozenset[str] | None, port: int) -> None:
-        if token is None and hosts is None:
+    def __init__(self, app: App, token: str, hosts: frozenset[str] | None, port: int, is_open: bool = False) -> None:
+        if is_open and hosts is None:
             raise ValueError("a page without a token needs the names that its Host may have")
-        self._app, self._token, self._hosts = app, token, hosts
+        self._app, self._token, self._hosts, self._is_open = app, token, hosts, is_open
         self._cookie, self._session = f"instep_dashboard_{port}", secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -63,15 +65,13 @@ class Guard:
             else:
                 await _answer(send, 403, why, {})
         else:
-            await self._app(scope, receive, _with_headers(send))
+            await self._app({**scope, "may_write": self._has_cookie(headers)}, receive, _with_headers(send))
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> str:
         """Return why a request is turned away; "" where it may pass."""
         if why := self._foreign(scope, headers):
             return why
-        if self._token is not None and not self._has_cookie(headers):
-            return _ASK
-        return ""
+        return "" if self._is_open or self._has_cookie(headers) else _ASK
 
     def _foreign(self, scope: Message, headers: dict[str, str]) -> str:
         host = headers.get("host", "")
@@ -94,7 +94,7 @@ class Guard:
 
     def _brings_token(self, scope: Message, headers: dict[str, str]) -> bool:
         given = [value for key, value in _query(scope) if key == "token"]
-        if self._token is None or scope["method"] != "GET" or len(given) != 1 or self._foreign(scope, headers):
+        if scope["method"] != "GET" or len(given) != 1 or self._foreign(scope, headers):
             return False
         return _same(given[0], self._token)
 

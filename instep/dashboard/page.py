@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -11,7 +12,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from instep.dashboard import chart
-from instep.dashboard.details import PANELS, Panel, ago, box
+from instep.dashboard.details import PANELS, Panel, ago, box, header
 from instep.dashboard.source import Source, in_thread
 from instep.runs import Run
 from instep.runs.entries import Entry, without_metrics
@@ -22,20 +23,21 @@ from instep.utils.untrusted_files import clean
 PERIOD_S = 2.0
 _ROWS = 12  # rows of the list: what is sent does not grow with the number of runs
 _MOST_PICKED, _MOST_METRICS = 8, 6
-_STYLE = (Path(__file__).parent / "page.css").read_text()
 
 
-def define(source: Source, tensorboard: str) -> None:
+def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
     """Define the page, which every browser that opens it gets anew.
 
     Args:
         source: what it shows.
         tensorboard: the address that it links to.
+        pages: the names of further pages.
     """
+    links = {name: f"/{name.lower()}" for name in pages}
 
     @ui.page("/", title=f"{clean(source.folder.name)} - instep")
     def home(run: str = "") -> None:
-        View(source, tensorboard, run).build()
+        View(source, tensorboard, links, run).build()
 
 
 class View:
@@ -44,11 +46,12 @@ class View:
     Args:
         source: what it shows.
         tensorboard: the address that it links to.
+        links: to further pages, by name.
         asked: the name of the run that is open; the newest one where there is none of that name.
     """
 
-    def __init__(self, source: Source, tensorboard: str, asked: str) -> None:
-        self._source, self._tensorboard, self._asked = source, tensorboard, asked
+    def __init__(self, source: Source, tensorboard: str, links: Mapping[str, str], asked: str) -> None:
+        self._source, self._tensorboard, self._links, self._asked = source, tensorboard, links, asked
         self._runs, self._names = list[Entry](), dict[Path, str]()
         self._open: Run | None = None
         self._picked: dict[Path, int] | None = None  # with the number of its color
@@ -59,16 +62,7 @@ class View:
 
     def build(self) -> None:
         """Make the elements; what they show comes with the first refresh."""
-        ui.add_css(_STYLE)
-        ui.colors(primary=chart.COLOURS[0])
-        ui.dark_mode(None)
-        with box("top", "header"):
-            ui.label("instep").classes("brand")
-            ui.label(clean(str(self._source.folder))).classes("where")
-            self._counts = ui.label().classes("quiet")
-            ui.button("TensorBoard", on_click=self._tell_tensorboard().open).props("flat dense no-caps")
-            dark = ui.button(icon="contrast", on_click=lambda: ui.run_javascript("Quasar.Dark.toggle()"))
-            dark.props("flat dense round aria-label='light or dark'")
+        self._counts = header(self._source.folder, self._links)
         with box("sheet", "main"):
             with box("card side", "section"):
                 self._build_list()
@@ -100,6 +94,7 @@ class View:
             self._chosen.props("dense options-dense borderless use-chips").classes("wide")
             self._log = ui.checkbox("log", on_change=self.refresh).props("dense")
             self._by_time = ui.checkbox("time", on_change=self.refresh).props("dense")
+            ui.button("TensorBoard", on_click=self._tell_tensorboard().open).props("flat dense no-caps")
         self._plot = ui.echart({}).classes("plot")
         self._no_plot = ui.label("Reading ...").classes("quiet")
 

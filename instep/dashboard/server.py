@@ -8,6 +8,7 @@ import secrets
 import socket
 import sys
 import webbrowser
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from instep.dashboard.guard import Guard, is_loopback
 from instep.errors import SettingError
 from instep.utils.imports import check_installed
 from instep.utils.untrusted_files import clean
+
+Pages = Mapping[str, Callable[[Any], None]]
+"""Further pages by name, such as "Sweep" for "/sweep": each is defined by a function of the `Source`."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,13 @@ class Address:
         return not is_loopback(self.host)
 
 
-def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str = "http://localhost:6006") -> None:
+def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard: str) -> None:
     """Serve the page of a folder of runs, until Ctrl-C or SIGTERM.
 
     Args:
         folder: a run, or a folder that has runs in it.
         address: where, and for whom.
+        pages: further pages, which the page links to.
         opens: open it in a browser, where this is a terminal on a desktop.
         tensorboard: the address of a TensorBoard, which the page links to.
 
@@ -80,10 +85,10 @@ def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str =
     source = Source(folder)
     with address.bind() as bound:
         port = bound.getsockname()[1]
-        token = secrets.token_urlsafe(32) if address.is_public() or address.wants_token else None
+        token = secrets.token_urlsafe(32)
         where = socket.gethostname() if address.host in ("0.0.0.0", "::", "") else address.host
         where = f"[{where}]" if ":" in where else where
-        url = f"http://{where}:{port}/" + (f"?token={token}" if token else "")
+        url = f"http://{where}:{port}/?token={token}"
         sys.stdout.write(clean(f"The dashboard of {folder} is at {url}\nCtrl-C ends it.\n"))
         if address.is_public():
             sys.stdout.write(
@@ -92,23 +97,30 @@ def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str =
             )
         sys.stdout.flush()
         hosts = None if address.is_public() else frozenset({address.host})
-        _run(source, tensorboard, bound, token, hosts, url if opens and sys.stdout.isatty() else "")
+        is_open = not (address.is_public() or address.wants_token)
+        guard = Guard(_app(source, tensorboard, pages), token, hosts, port, is_open)
+        _run(guard, bound, url if opens and sys.stdout.isatty() else "")
     sys.stdout.write("The dashboard has ended.\n")
 
 
-def _run(
-    source: Any, tensorboard: str, bound: socket.socket, token: str | None, hosts: frozenset[str] | None, url: str
-) -> None:
-    import uvicorn
+def _app(source: Any, tensorboard: str, pages: Pages) -> Any:
     from fastapi import FastAPI
     from nicegui import ui
 
     from instep.dashboard.page import define
 
-    define(source, tensorboard)
+    define(source, tensorboard, list(pages))
+    for define_page in pages.values():
+        define_page(source)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    ui.run_with(app, title="instep", favicon="📈", dark=None, tailwind=False, show_welcome_message=False)
-    guard = Guard(app, token, hosts, bound.getsockname()[1])
+    looks: Any = {"title": "instep", "favicon": "📈", "language": "en-US", "dark": None, "tailwind": False}
+    ui.run_with(app, show_welcome_message=False, **looks)
+    return app
+
+
+def _run(guard: Guard, bound: socket.socket, url: str) -> None:
+    import uvicorn
+
     config = uvicorn.Config(guard, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
     if url and (os.name == "nt" or sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)  # the port is bound already: a browser that is fast waits for the first answer

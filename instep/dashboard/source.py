@@ -133,9 +133,8 @@ def _gpus() -> list[tuple[str, float, str]]:
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory: Any = pynvml.nvmlDeviceGetMemoryInfo(device)
-        found.append(
-            (f"GPU {index} memory", memory.used / memory.total, f"{_gib(memory.used)} of {_gib(memory.total)}")
-        )
+        text = f"{_gib(memory.used)} of {_gib(memory.total)}"
+        found.append((f"GPU {index} memory", memory.used / memory.total, text))
     return found
 
 

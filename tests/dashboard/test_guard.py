@@ -39,7 +39,7 @@ def status(answer: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def on_loopback() -> Guard:
-    return Guard(inner, None, frozenset({"127.0.0.1"}), 8899)
+    return Guard(inner, TOKEN, frozenset({"127.0.0.1"}), 8899, is_open=True)
 
 
 @pytest.fixture
@@ -118,6 +118,21 @@ def test_the_token_makes_a_cookie_and_leaves_the_address(with_token):
     assert status(ask(with_token, f"/?token={TOKEN}", kind="websocket")) == "websocket.close"
 
 
+def test_on_an_open_page_who_has_the_token_alone_may_write(on_loopback):
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["may_write"])
+        await inner(scope, receive, send)
+
+    guard = Guard(app, TOKEN, frozenset({"127.0.0.1"}), 8899, is_open=True)
+    cookie = ask(guard, f"/?token={TOKEN}")["headers"][b"set-cookie"].decode().partition(";")[0]
+    for sent in ("", "instep_dashboard_8899=the-token", cookie):
+        for kind in ("http", "websocket"):
+            ask(guard, kind=kind, cookie=sent)
+    assert seen == [False] * 4 + [True] * 2
+
+
 def test_a_page_without_a_token_has_names():
     with pytest.raises(ValueError, match="without a token"):
-        Guard(inner, None, None, 8899)
+        Guard(inner, TOKEN, None, 8899, is_open=True)

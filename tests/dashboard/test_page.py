@@ -201,8 +201,8 @@ _SOCKET = "/_nicegui_ws/socket.io/?EIO=4&transport=websocket&client_id=x"
 
 def test_an_attacker_gets_nothing(tmp_path, browser):
     train(tmp_path, "first-run")
-    with dashboard(tmp_path) as (url, _):  # on loopback, without a token
-        origin = url.rstrip("/")
+    with dashboard(tmp_path) as (url, _):  # on loopback, where the page needs no token
+        origin = url.partition("/?")[0]
         page = request(url, "/")[1].decode()
         static = next(part for part in page.split('"') if "/static/" in part)
         assert request(url, static)[0] == 200

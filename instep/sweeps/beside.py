@@ -1,0 +1,83 @@
+"""Two runs, line by line: how they ended, their settings, their code and their metrics."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instep.runs.entries import Entry
+from instep.runs.facts import number
+from instep.runs.naming import value
+from instep.runs.status import own
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+
+PATCH_BYTES, _LINES = 2**18, 400  # of a patch that is compared, of the lines that are shown
+
+Row = tuple[str, str, str, str]
+"""What is compared, of the one, of the other, and a sign for what differs."""
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    """Read the state of the code that a logger with `save_code=True` kept: commit, branch, script, and a patch.
+
+    Returns:
+        Texts by name, "patch" the last; empty where the run has none that can be read.
+    """
+    code: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        if own(folder / "git.json", folder):
+            said = parse_object(read_regular(folder / "git.json", LEASE_BYTES))
+            code = {key: str(said[key])[:500] for key in ("commit", "branch", "remote", "script") if said.get(key)}
+            code["uncommitted"] = "changes" if said.get("is_dirty") is True else "none"
+    with suppress(OSError):
+        if code and own(folder / "git.patch", folder) and os.path.lexists(folder / "git.patch"):
+            code["patch"] = read_regular(folder / "git.patch", PATCH_BYTES).decode("utf-8", "replace")
+    return code
+
+
+def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
+    """Return rows of the hyperparameters in which two runs differ, and of those that are the same where asked for."""
+    rows = []
+    for key in dict.fromkeys((*one.params, *other.params)):
+        a, b = (entry.params.get(key) for entry in (one, other))
+        differ = repr(a) != repr(b)
+        if differ or same:
+            rows.append((key, *("" if each is None else value(each) for each in (a, b)), "≠" if differ else ""))
+    return rows or [("all the same", "", "", "")]
+
+
+def facts(one: Entry, other: Entry, codes: tuple[dict[str, str], dict[str, str]]) -> list[Row]:
+    """Return rows of how two runs ended, and of their code."""
+    parts = [
+        ("state", one.run.status.state, other.run.status.state),
+        ("why", one.why, other.why),
+        ("step", _text(one.run.status.step), _text(other.run.status.step)),
+        ("tags", " ".join(one.run.label.tags), " ".join(other.run.label.tags)),
+        ("note", one.run.label.note, other.run.label.note),
+        *((key, codes[0].get(key, ""), codes[1].get(key, "")) for key in dict.fromkeys((*codes[0], *codes[1]))),
+    ]
+    return [(key, a, b, "" if a == b else "≠") for key, a, b in parts if (a or b) and key != "patch"]
+
+
+def metrics(one: Entry, other: Entry) -> list[Row]:
+    """Return rows of the last value of each metric, with the difference of the second run from the first."""
+    names = [name for name in dict.fromkeys((*one.ends, *other.ends)) if name not in ("epoch", "hp_metric")]
+    rows = []
+    for name in names[:200]:
+        a, b = (entry.ends[name].last if name in entry.ends else None for entry in (one, other))
+        rows.append((name, number(a), number(b), "" if a is None or b is None else f"{b - a:+.3g}"))
+    return rows
+
+
+def patches(one: dict[str, str], other: dict[str, str]) -> str:
+    """Return how the uncommitted changes of two runs differ, as a unified diff; empty where they are the same."""
+    before, after = (code.get("patch", "").splitlines() for code in (one, other))
+    lines = list(difflib.unified_diff(before, after, "first", "second", lineterm="", n=1)) if before != after else []
+    return "\n".join([*lines[:_LINES], *([f"and {len(lines) - _LINES:,} more lines"] * (len(lines) > _LINES))])
+
+
+def _text(of: Any) -> str:
+    return "" if of is None else f"{of:,}"

@@ -1,0 +1,149 @@
+"""Curves of many runs as plain numbers and as options of ECharts: smoothing, and bands over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from instep.dashboard.chart import COLOURS, LABEL, LEGEND, LINE, TOOLTIP
+from instep.runs import Curve
+from instep.utils.untrusted_files import clean
+
+POINTS = 200  # of a band: steps at which runs are compared
+_PLAIN = 8  # names that the legend shows all of
+_PLOT, _TOP, _EACH, _LEGEND = 215, 34, 285, 64  # pixels: of a metric's plot, above it, of each with its labels, below
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot.
+
+    Args:
+        name: of a run, or of a group of runs.
+        steps: of its points.
+        values: of its points, smoothed where that was asked for.
+        raw: the values before they were smoothed; empty where they are the same.
+        least: the least of a group's values at each step; empty for a single run.
+        greatest: the greatest of them.
+    """
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    raw: Sequence[float] = ()
+    least: Sequence[float] = field(default=())
+    greatest: Sequence[float] = field(default=())
+
+
+def smooth(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average of values, without the pull to zero at its start.
+
+    Args:
+        values: finite numbers.
+        weight: of what came before, from 0 (no smoothing) to below 1.
+
+    Example:
+        >>> smooth([1.0, 1.0, 4.0], 0.5)
+        [1.0, 1.0, 2.7142857142857144]
+    """
+    average, share, out = 0.0, 0.0, []
+    for value in values:
+        average, share = weight * average + (1 - weight) * value, weight * share + 1 - weight
+        out.append(average / share)
+    return out
+
+
+def line_of(name: str, curve: Curve, weight: float) -> Line:
+    """Return the line of a run."""
+    values = smooth(curve.values, weight) if weight else curve.values
+    return Line(name, curve.steps, values, curve.values if weight else ())
+
+
+def band_of(name: str, curves: Sequence[Curve], weight: float) -> Line:
+    """Return the mean of some runs, with the least and the greatest at each step.
+
+    The runs are compared at up to 200 steps, between its points a run goes straight. A run that ended earlier counts
+    up to its last step, and one that began later from its first step on.
+    """
+    every = np.unique(np.concatenate([np.asarray(curve.steps) for curve in curves]))
+    steps = every if len(every) <= POINTS else np.linspace(every[0], every[-1], POINTS)
+    table = np.full((len(curves), len(steps)), math.nan)
+    for row, curve in enumerate(curves):
+        order = np.argsort(curve.steps, kind="stable")
+        at, values = np.asarray(curve.steps)[order], np.asarray(curve.values)[order]
+        values = np.asarray(smooth(values.tolist(), weight)) if weight else values
+        inside = (steps >= at[0]) & (steps <= at[-1])
+        table[row, inside] = np.interp(steps[inside], at, values)
+    seen = ~np.isnan(table).all(0)
+    steps, table = steps[seen], table[:, seen]
+    least, mean, greatest = (of(table, 0).tolist() for of in (np.nanmin, np.nanmean, np.nanmax))
+    return Line(f"{name} ({len(curves)})", steps.tolist(), mean, (), least, greatest)
+
+
+def options(lines: Mapping[str, Sequence[Line]], log: bool) -> dict[str, Any]:
+    """Draw metrics one below the other, with a line and, for a group of runs, a band each.
+
+    Args:
+        lines: by metric.
+        log: the values on a logarithmic axis; what is not above zero is left out.
+    """
+    grids, titles, across, up, series = [], [], [], [], []
+    names = dict.fromkeys(line.name for each in lines.values() for line in each)
+    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+    axis = {"axisLabel": {**LABEL, "hideOverlap": True}}
+    for index, (metric, each) in enumerate(lines.items()):
+        top = _TOP + index * _EACH
+        grids.append({"left": 58, "right": 14, "top": top, "height": _PLOT})
+        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**LABEL, "fontSize": 13}})
+        wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": LINE}
+        across.append({"type": "value", "gridIndex": index, **axis, **wide})
+        up.append({"type": "log" if log else "value", "gridIndex": index, **axis, "scale": True, "splitLine": LINE})
+        for number, line in enumerate(each):
+            series += _series(line, colours[line.name], index, f"{index}-{number}", log)
+    return {
+        "animation": False,
+        "grid": grids,
+        "title": titles,
+        "xAxis": across,
+        "yAxis": up,
+        "series": series,
+        "legend": {**LEGEND, "type": "plain" if len(names) <= _PLAIN else "scroll", "data": list(map(_shown, names))},
+        "tooltip": {"trigger": "axis", **TOOLTIP},
+    }
+
+
+def height(count: int) -> int:
+    """Return the pixels that plots of so many metrics need."""
+    return count * _EACH + _LEGEND
+
+
+def _shown(name: str) -> str:
+    return clean(name, "")[-60:]
+
+
+def _series(line: Line, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
+    # The value is the first number of a point: where both axes are numbers ECharts stacks the first one.
+    at = {"type": "line", "xAxisIndex": index, "yAxisIndex": index, "encode": {"x": 1, "y": 0}, "color": colour}
+    at |= {"showSymbol": len(line.steps) < 3}
+    quiet = {**at, "silent": True, "showSymbol": False, "tooltip": {"show": False}}
+    found = []
+    if line.least:
+        rows = zip(line.steps, line.least, line.greatest, strict=True)
+        inside = [row for row in rows if row[1] > 0 or not log]
+        stacked = {**quiet, "stack": key, "stackStrategy": "all", "lineStyle": {"width": 0}}
+        found += [
+            {**stacked, "data": [[least, step] for step, least, _ in inside]},
+            {**stacked, "data": [[top - least, step] for step, least, top in inside], "areaStyle": {"opacity": 0.18}},
+        ]
+    if line.raw:
+        found.append({**quiet, "data": _points(line.steps, line.raw, log), "lineStyle": {"width": 1, "opacity": 0.25}})
+    main = {"name": _shown(line.name), "data": _points(line.steps, line.values, log), "lineStyle": {"width": 1.7}}
+    return [*found, {**at, **main, "emphasis": {"focus": "series"}}]
+
+
+def _points(steps: Sequence[float], values: Sequence[float], log: bool) -> list[list[float]]:
+    return [[value, step] for step, value in zip(steps, values, strict=True) if value > 0 or not log]

@@ -1,0 +1,153 @@
+"""Pictures, tables and texts that a run logged, as far as its own files have them.
+
+`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`, `TensorBoardLogger` in its event files, a table there
+as a text of Markdown. `CSVLogger` keeps none, and those of W&B, MLflow and other trackers stay with the tracker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from instep.loggers.rows import JSONLinesFile, TensorBoardFile
+from instep.runs.metrics import log_files
+from instep.runs.status import own
+from instep.utils.imports import require
+from instep.utils.untrusted_files import read_regular
+
+STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000  # at most: values of a name, names, rows of a table, of a text
+PICTURE_BYTES, ALL_BYTES = 2**20, 6 * 2**20
+_KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"))
+
+
+@dataclass(frozen=True)
+class Media:
+    """Value that a run logged.
+
+    Args:
+        name: under which it was logged.
+        step: when.
+        picture: the bytes of a PNG, JPEG or GIF file; empty for another kind.
+        kind: "png", "jpeg" or "gif"; else "".
+        rows: of a table, its header the first; each cell is a text.
+        text: plain.
+    """
+
+    name: str
+    step: float
+    picture: bytes = b""
+    kind: str = ""
+    rows: tuple[tuple[str, ...], ...] = ()
+    text: str = ""
+
+
+def read_media(folder: Path) -> list[Media]:
+    """Read what a run logged beside numbers: of each name the newest few, the newest first.
+
+    Args:
+        folder: of the run.
+    """
+    kept: dict[str, deque[Media]] = {}
+    for path in log_files(folder, ("metrics.jsonl",)):
+        _keep(kept, _JSONLines(path).found())
+    for path in log_files(folder, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))):
+        _keep(kept, _Events(path).found())
+    found, left = list[Media](), ALL_BYTES
+    for media in sorted((each for of in kept.values() for each in of), key=lambda each: (each.name, -each.step)):
+        left -= len(media.picture)
+        if left >= 0:
+            found.append(media)
+    return found
+
+
+def _keep(kept: dict[str, deque[Media]], found: Iterator[Media]) -> None:
+    for media in found:
+        if media.name in kept or len(kept) < NAMES:
+            kept.setdefault(media.name, deque(maxlen=STEPS)).append(media)
+
+
+def _picture(name: str, step: float, content: bytes) -> Iterator[Media]:
+    kind = next((kind for head, kind in _KINDS if content.startswith(head)), "")
+    if kind and len(content) <= PICTURE_BYTES:
+        yield Media(name, step, content, kind)
+
+
+def _table(name: str, step: float, rows: Any) -> Iterator[Media]:
+    if isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows):
+        width = min(len(rows[0]), 30)
+        cells = [tuple("" if cell is None else str(cell)[:200] for cell in row[:width]) for row in rows[: ROWS + 1]]
+        yield Media(name, step, rows=tuple(row + ("",) * (width - len(row)) for row in cells))
+
+
+class _JSONLines(JSONLinesFile):
+    """Lines of JSONLinesLogger that are no numbers."""
+
+    def found(self) -> Iterator[Media]:
+        yield from self.read()  # pyright: ignore[reportReturnType]  # what `_rows` yields
+
+    def _rows(self, file: FileIO) -> Iterator[Any]:
+        for line in self._lines(file):
+            if '"kind"' not in line:
+                continue
+            try:
+                row = json.loads(line)
+                yield from self._media(row["kind"], str(row["name"]), float(row["step"]), row["value"])
+            except (ValueError, RecursionError, KeyError, TypeError, OverflowError, OSError):
+                continue  # a stranger's line, or a picture that has gone
+
+    def _media(self, kind: Any, name: str, step: float, value: Any) -> Iterator[Media]:
+        if kind == "text":
+            yield Media(name, step, text=str(value)[:CHARACTERS])
+        elif kind == "table":
+            yield from _table(name, step, [value["columns"], *value["rows"]])
+        elif kind in ("image", "video"):
+            folder = self.path.parent
+            paths = [folder / "media" / Path(str(each)).name for each in value[:8]]
+            for number, path in enumerate(path for path in paths if own(path, folder)):
+                shown = f"{name}/{number}" if len(paths) > 1 else name
+                yield from _picture(shown, step, read_regular(path, PICTURE_BYTES))
+
+
+class _Events(TensorBoardFile):
+    """Events of TensorBoard that are no numbers."""
+
+    def found(self) -> Iterator[Media]:
+        yield from self.read()  # pyright: ignore[reportReturnType]  # what `_rows` yields
+
+    def _rows(self, file: FileIO) -> Iterator[Any]:
+        events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")
+        for data in self._records(file):
+            try:
+                event = events.Event.FromString(data)
+            except Exception:  # noqa: BLE001  each build of protobuf has its own DecodeError; `MetricsReader` tells
+                continue
+            for value in event.summary.value:
+                kind = value.WhichOneof("value")
+                if kind == "image":
+                    yield from _picture(value.tag, event.step, value.image.encoded_image_string)
+                elif kind == "tensor" and value.tensor.string_val:
+                    yield from self._of_strings(value.tag, event.step, list(value.tensor.string_val))
+
+    @staticmethod
+    def _of_strings(tag: str, step: float, strings: list[bytes]) -> Iterator[Media]:
+        for content in strings[:8]:
+            if any(content.startswith(head) for head, _ in _KINDS):  # of TensorFlow's writer
+                yield from _picture(tag, step, content)
+                continue
+            text = content.decode("utf-8", "replace")
+            name = tag.removesuffix("/text_summary")
+            if text.startswith("| ") and "\n| --- |" in text:
+                lines = text.split("\n", ROWS + 3)[: ROWS + 2]
+                cells = [[cell.strip().replace("\0", "|") for cell in _cells(line)] for line in lines]
+                yield from _table(name, step, [cells[0], *cells[2:]])
+            else:
+                yield Media(name, step, text=text[:CHARACTERS])
+
+
+def _cells(line: str) -> list[str]:
+    return line.replace("\\|", "\0").strip("| ").split("|")

@@ -1,0 +1,306 @@
+"""The page: what a sweep comes to, its table, and the panels beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from nicegui import ui
+
+from instep.dashboard.details import ago, box, header
+from instep.dashboard.source import Source, in_thread
+from instep.errors import UsageError
+from instep.runs import naming
+from instep.runs.entries import Entry
+from instep.runs.facts import number
+from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Panel
+from instep.sweeps.source import Sweep, View, Wish, means
+from instep.utils.untrusted_files import clean
+
+PERIOD_S = 3.0
+_GONE_S = 60.0  # what was ticked and typed is kept so long for a browser that lost its connection
+_FIRST = 24  # runs that are ticked when a page is opened; of more runs the best few
+_FEW = 8
+_TOLD = 4  # runs of a kind that are told above the table
+_ALWAYS = 2  # rank of a best value: it stands with the name and the state, where no scrolling is needed
+_TEXT = 300  # characters of a cell
+_FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
+_STYLE = (Path(__file__).parent / "page.css").read_text()
+_GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
+    "columnDefs": [],
+    "rowData": [],
+    ":getRowId": "p => p.data.id",
+    ":rowClassRules": "({best: p => p.data && p.data.best})",
+    "rowSelection": {"mode": "multiRow", "headerCheckbox": True, "enableClickSelection": False},
+    "selectionColumnDef": {"pinned": "left", "width": 42, "resizable": False},
+    "defaultColDef": {
+        "sortable": True,
+        "resizable": True,
+        "minWidth": 50,
+        ":valueFormatter": "p => p.data[p.colDef.cid]",
+    },
+    "autoSizeStrategy": {"type": "fitCellContents"},
+    "rowHeight": 29,
+    "headerHeight": 34,
+    "enableCellTextSelection": True,
+    "ensureDomOrder": True,
+    "animateRows": False,
+}
+
+
+def define_page(source: Source) -> None:
+    """Define the page, which every browser that opens it gets anew."""
+    sweep = Sweep(source.folder)
+
+    @ui.page("/sweep", title=f"{clean(source.folder.name)} - sweep - instep", reconnect_timeout=_GONE_S)
+    def home(request: Request) -> None:
+        Page(source, sweep, request.scope.get("may_write") is True).build()
+
+
+class Page:
+    """The page of one browser.
+
+    Args:
+        source: readers of curves.
+        sweep: the runs.
+        may_write: it may change names, tags and notes.
+    """
+
+    def __init__(self, source: Source, sweep: Sweep, may_write: bool) -> None:
+        self._desk = Desk(source, sweep, may_write, changed=self.refresh)
+        self._ids: dict[Path, str] = {}
+        self._ticked: set[Path] | None = None
+        self._grid: ui.aggrid | None = None
+        self._panel: Panel | None = None
+        self._shown: dict[str, Any] = {}
+        self._wanted = 0
+
+    def build(self) -> None:
+        """Make the elements; what they show comes with the first refresh."""
+        self._counts = header(self._desk.source.folder, {"Live": "/", "Sweep": "/sweep"})
+        ui.add_css(_STYLE)
+        with box("sweep", "main"):
+            with box("card whole", "section"):
+                self._summary = box("summary", "dl")
+            with box("card", "section"):
+                self._build_controls()
+                self._rows = box("grid")
+            with box("card", "section"):
+                with ui.tabs(on_change=self._change_tab) as self._tabs:
+                    self._tabs.props("dense no-caps align=left inline-label outside-arrows mobile-arrows")
+                    for name in PANELS:
+                        ui.tab(name)
+                self._details = box("stack")
+                self._tabs.set_value("Curves")
+        ui.timer(PERIOD_S, self.refresh)
+
+    def _build_controls(self) -> None:
+        with box("controls"):
+            self._text = ui.input("Filter", placeholder="a part of a name, or lr<0.1 and state=finished")
+            self._text.on_value_change(self.refresh).props("dense clearable debounce=300").classes("filter")
+            self._sort = ui.select(_FACTS, label="Sort by", on_change=self.refresh).props("dense options-dense")
+            self._columns = ui.select([], label="Columns", multiple=True, on_change=self.refresh)
+            self._columns.props("dense options-dense").classes("pick")
+            self._archived = ui.checkbox("archived", on_change=self.refresh).props("dense")
+        self._problem = ui.label().classes("problem").props("role=status")
+
+    # ---- what the person does
+
+    async def _tick(self) -> None:
+        assert self._grid is not None
+        folders = {key: folder for folder, key in self._ids.items()}
+        rows = await self._grid.get_selected_rows()
+        self._ticked = {folders[row["id"]] for row in rows if row.get("id") in folders}
+        if len(self._ticked) > MOST_DRAWN:
+            ui.notify(f"The first {MOST_DRAWN} of {len(self._ticked):,} runs are drawn.")
+        self._choose()
+        if self._panel is not None:
+            await self._panel.refresh()
+
+    def _choose(self) -> None:
+        self._desk.chosen = [
+            entry for entry in self._desk.view.table.entries if entry.run.folder in (self._ticked or ())
+        ]
+
+    async def _change_tab(self) -> None:
+        self._panel = None
+        await self._show_panel()
+
+    # ---- what changes by itself
+
+    async def refresh(self) -> None:
+        """Read again, and show what changed."""
+        self._wanted += 1
+        if self._wanted > 1:  # it goes on, and begins again at its end
+            return
+        try:
+            while (wanted := self._wanted) > 0:
+                await self._show(await self._read())
+                self._wanted = min(self._wanted - wanted, 1)
+        finally:
+            self._wanted = 0
+
+    async def _read(self) -> View | None:
+        wish = Wish(
+            self._text.value or "", self._sort.value, tuple(self._columns.value or ()), self._archived.value is True
+        )
+        try:
+            view = await in_thread(self._desk.sweep.view, wish)
+        except UsageError as error:
+            self._problem.set_text(clean(str(error)))
+            return None
+        self._problem.set_text("")
+        return view
+
+    async def _show(self, view: View | None) -> None:
+        if view is None:
+            return
+        self._desk.view = view
+        entries = view.table.entries
+        self._counts.set_text(view.table.summary(told=True)[0])
+        names = {name: clean(name, "") for name in (*view.metrics, *view.params)}
+        if self._changed("names", names):
+            self._sort.set_options({**names, **_FACTS}, value=view.sort)
+            self._columns.set_options(names, value=[name for name in self._columns.value or () if name in names])
+        if self._ticked is None and entries:
+            self._ticked = {entry.run.folder for entry in (entries if len(entries) <= _FIRST else entries[:_FEW])}
+        self._choose()
+        self._show_summary()
+        self._show_rows()
+        await self._show_panel()
+
+    def _changed(self, what: str, data: Any) -> bool:
+        is_new = what not in self._shown or self._shown[what] != data
+        self._shown[what] = data
+        return is_new
+
+    def _show_summary(self) -> None:
+        facts = _summary(self._desk)
+        if self._changed("summary", facts):
+            self._summary.clear()
+            with self._summary:
+                for title, lines in facts:
+                    with box("fact"):
+                        with box("name", "dt"):
+                            ui.label(title)
+                        with box("value", "dd"):
+                            for line in lines:
+                                ui.label(clean(line))
+
+    def _show_rows(self) -> None:
+        columns, rows = self._cells()
+        is_other, is_new = self._changed("columns", columns), self._changed("rows", rows)
+        if self._grid is None:
+            ticked = [self._ids[folder] for folder in self._ticked or ()]
+            options = {**_GRID, "columnDefs": columns, "rowData": rows, "initialState": {"rowSelection": ticked}}
+            with self._rows:
+                self._grid = ui.aggrid(options, theme="quartz", auto_size_columns=False).classes("rows")
+                self._grid.on("selectionChanged", self._tick, args=[])
+            return
+        if is_other:
+            self._grid.run_grid_method("setGridOption", "columnDefs", columns)
+        if is_new or is_other:
+            self._grid.run_grid_method("setGridOption", "rowData", rows)
+
+    def _cells(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the columns and rows of the grid: each cell as a text, and as what its column is sorted by."""
+        table = self._desk.view.table
+        metric = next(iter(table.metrics), None)
+        best = next(iter(metric.rank(table.entries)), None) if metric else None
+        columns = table.columns(lambda said: ago(datetime.fromisoformat(said).timestamp()))
+        columns.sort(key=lambda column: column.rank if column.rank <= _ALWAYS else _ALWAYS + 1)
+        defs = [
+            {
+                "field": f"v{place}",
+                "cid": f"c{place}",
+                "headerName": clean(column.header, "")[:60],
+                **_looks(place, column),
+            }
+            for place, column in enumerate(columns)
+        ]
+        rows = []
+        for place, entry in enumerate(table.entries):
+            row: dict[str, Any] = {"id": self._ids.setdefault(entry.run.folder, str(len(self._ids)))}
+            row["best"] = entry is best
+            for number_, column in enumerate(columns):
+                text = clean(" ".join(column.cells[place].split()), "")[:_TEXT]
+                row |= {f"c{number_}": text, f"v{number_}": _sorted_by(column.header, text, entry)}
+            rows.append(row)
+        return defs, rows
+
+    async def _show_panel(self) -> None:
+        if self._grid is None:
+            return
+        if self._panel is None:
+            self._panel = PANELS[str(self._tabs.value)](self._desk)
+            self._details.clear()
+            with self._details:
+                self._panel.build()
+        await self._panel.refresh()
+
+
+def _looks(place: int, column: Any) -> dict[str, Any]:
+    if place == 0:
+        return {"pinned": "left", "maxWidth": 190, "tooltipField": "c0"}
+    if column.header == "state":
+        return {":cellClass": "p => 'state ' + p.value"}
+    return {"type": "rightAligned"} if column.right else {"maxWidth": 320, "tooltipField": f"c{place}"}
+
+
+def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
+    if header_ == "updated":
+        return -entry.run.updated
+    try:
+        return float(text.rstrip("* "))
+    except ValueError:
+        return text or None
+
+
+def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
+    """Sum up the runs of the table: the best, what differs, what went wrong, and what still runs."""
+    table = desk.view.table
+    _, *bests = table.summary(told=True)
+    metric, seed = desk.metric(), desk.seed()
+    if metric is not None and seed and len(rows := means(table.entries, metric, seed)) > 1:
+        (name, mean, least, greatest, count), after = rows[0], rows[1]
+        span = f"{number(mean)}, {number(least)} to {number(greatest)} in {count} runs"
+        bests.append(f"best mean over {clean(seed, '')}: {name}: {span}; next {number(after[1])}, {after[0]}")
+    running = [entry for entry in table.entries if entry.run.status.state in ("running", "starting")]
+    wrong = [entry for entry in table.entries if entry.why and entry not in running]
+    facts = [
+        ("Best", [line.removeprefix("best ") for line in bests] or ["no run has a metric yet"]),
+        ("Differs", [_differs(table.entries, desk.view.params)]),
+        ("Went wrong", _few([f"{entry.name}: {entry.run.status.state}: {entry.why}" for entry in wrong])),
+        ("Still runs", _few([f"{entry.name}: {_doing(entry)}" for entry in running])),
+    ]
+    return [(title, lines or ["none"]) for title, lines in facts]
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    return [*(line[:_TEXT] for line in lines[:_TOLD]), *([f"and {len(lines) - _TOLD:,} more"] * (len(lines) > _TOLD))]
+
+
+def _doing(entry: Entry) -> str:
+    status = entry.run.status
+    epoch = "" if status.epoch is None else f", epoch {status.epoch + 1:,}"
+    return f"step {status.step or 0:,}{epoch}, {ago(entry.run.updated)}" + (f"; {entry.why}" if entry.why else "")
+
+
+def _differs(entries: Sequence[Entry], params: Sequence[str]) -> str:
+    said = []
+    for key in params[:_FEW]:
+        values = list(dict.fromkeys(naming.value(entry.params[key]) for entry in entries if key in entry.params))
+        shown = ", ".join(sorted(values, key=_by_number)) if len(values) <= _FEW else f"{len(values):,} values"
+        said.append(f"{naming.short(key, params)}: {shown}")
+    more = [f"and {len(params) - _FEW:,} more"] * (len(params) > _FEW)
+    return " · ".join([*said, *more]) or "nothing"
+
+
+def _by_number(text: str) -> tuple[float, str]:
+    try:
+        return float(text), ""
+    except ValueError:
+        return float("inf"), text

@@ -1,0 +1,330 @@
+"""What stands beside the table: a panel for each tab. A panel reads in a thread, and is drawn where that changed."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+
+from instep.dashboard.details import box, fill, text_table
+from instep.dashboard.source import Source, in_thread
+from instep.errors import UsageError
+from instep.runs.entries import Entry
+from instep.runs.label import read_label, write_label
+from instep.runs.table import Metric, Table, metric_of
+from instep.sweeps import beside, curves, plots
+from instep.sweeps.media import Media, read_media
+from instep.sweeps.source import Sweep, View, by_group
+from instep.utils.untrusted_files import clean
+
+MOST_DRAWN, _MOST_METRICS = 50, 4
+_ALONE = ""  # no hyperparameter: each run has a line of its own
+_SEEDS = ("seed", "random_seed", "random_state")
+
+
+@dataclass
+class Desk:
+    """What the table and the panels of one browser share.
+
+    Args:
+        source: readers of curves, shared by all pages.
+        sweep: the runs, shared by all pages.
+        may_write: this browser has the token.
+        view: the table.
+        chosen: the runs that are ticked.
+        changed: is called after a label was written.
+    """
+
+    source: Source
+    sweep: Sweep
+    may_write: bool
+    view: View = field(default_factory=lambda: View(Table([], [], [])))
+    chosen: list[Entry] = field(default_factory=list)
+    changed: Callable[[], Any] = print
+
+    def metric(self) -> Metric | None:
+        """Return the metric by which runs are compared."""
+        if self.view.sort in self.view.metrics:
+            return metric_of(self.view.sort)
+        return next(iter(self.view.table.metrics), None)
+
+    def seed(self) -> str:
+        """Return the hyperparameter that is a seed; empty where none differs."""
+        return next((key for key in self.view.params if key.rpartition("/")[2].lower() in _SEEDS), "")
+
+
+class Panel:
+    """Part of the page about the runs that are chosen.
+
+    Args:
+        desk: what is shown.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self._shown: dict[str, Any] = {}
+
+    def build(self) -> None:
+        """Make the elements."""
+
+    async def refresh(self) -> None:
+        """Read what is shown, and draw what changed."""
+
+    def _changed(self, what: str, data: Any) -> bool:
+        is_new = what not in self._shown or self._shown[what] != data
+        self._shown[what] = data
+        return is_new
+
+    def _select(self, label: str, **options: Any) -> ui.select:
+        select = ui.select([], label=label, on_change=self.refresh, **options)
+        return select.props("dense options-dense").classes("pick")
+
+    def _offer(self, select: ui.select, names: dict[Any, str], default: Any) -> None:
+        """Set what a select offers, and keep what is chosen where it is still there."""
+        if not self._changed(f"select {select.id}", names):
+            return
+        value = select.value
+        kept = [each for each in value if each in names] if isinstance(value, list) else value
+        is_there = bool(kept) if isinstance(kept, list) else kept in names
+        select.set_options(names, value=kept if is_there else default)
+
+
+def _names(words: Sequence[str]) -> dict[Any, str]:
+    return {word: clean(word, "") for word in words}
+
+
+def draw(plot: ui.echart, options: dict[str, Any]) -> None:
+    """Put options into an element, in the place of those that were there."""
+    plot.options.clear()
+    plot.options.update(options)
+    plot.update()
+
+
+class Curves(Panel):
+    """Curves of the chosen runs, each alone or as bands over a hyperparameter such as the seed."""
+
+    def build(self) -> None:
+        with box("controls"):
+            self._metrics = self._select("Metrics", multiple=True).props("use-chips")
+            self._over = self._select("Bands over")
+            with box("slide"):
+                ui.label("Smoothing").classes("quiet")
+                self._weight = ui.slider(min=0, max=0.98, step=0.02, value=0, on_change=self.refresh)
+                self._weight.props("dense label aria-label=Smoothing").on("change", self.refresh)
+            self._log = ui.checkbox("log scale", on_change=self.refresh).props("dense")
+        self._plot = ui.echart({}).classes("plot").props("role=img aria-label='curves of the chosen runs'")
+        self._empty = ui.label("Tick runs in the table to draw their curves.").classes("quiet")
+
+    async def refresh(self) -> None:
+        desk, metric = self.desk, self.desk.metric()
+        default = [metric.name] if metric and metric.name in desk.view.metrics else desk.view.metrics[:1]
+        self._offer(self._metrics, _names(desk.view.metrics), default)
+        self._offer(self._over, {_ALONE: "nothing: a line for each run", **_names(desk.view.params)}, desk.seed())
+        chosen = desk.chosen[:MOST_DRAWN]
+        wanted = list(self._metrics.value or ())[:_MOST_METRICS]
+        found = await in_thread(self._read, chosen, wanted, self._over.value or "", float(self._weight.value or 0))
+        has_any = any(found.values())
+        self._plot.set_visibility(has_any)
+        self._empty.set_visibility(not has_any)
+        if self._changed("plot", (found, self._log.value)):
+            self._plot.style(f"height: {curves.height(len(found))}px")
+            draw(self._plot, curves.options(found, bool(self._log.value)))
+
+    def _read(self, chosen: list[Entry], names: list[str], over: str, weight: float) -> dict[str, list[curves.Line]]:
+        read = {entry.run.folder: self.desk.source.metrics(entry.run).curves for entry in chosen}
+        groups = by_group(chosen, over) if over else {entry.name: [entry] for entry in chosen}
+        lines: dict[str, list[curves.Line]] = {name: [] for name in names}
+        for name, of in lines.items():
+            for group, entries in groups.items():
+                there = [read[entry.run.folder].get(name) for entry in entries]
+                there = [curve for curve in there if curve is not None and curve.values]
+                if len(there) > 1:
+                    of.append(curves.band_of(group, there, weight))
+                elif there:
+                    of.append(curves.line_of(group, there[0], weight))
+        return lines
+
+
+class Hyperparameters(Panel):
+    """Hyperparameters of all runs in the table against the metric."""
+
+    def build(self) -> None:
+        self._about = ui.label().classes("quiet")
+        self._lines = ui.echart({}).classes("plot lines").props("role=img aria-label='hyperparameters of each run'")
+        with box("controls"):
+            self._across = self._select("Across")
+        self._points = ui.echart({}).classes("plot points").props("role=img aria-label='one against the metric'")
+
+    async def refresh(self) -> None:
+        desk, metric = self.desk, self.desk.metric()
+        entries, params = desk.view.table.entries, desk.view.table.params or desk.view.params
+        self._offer(self._across, _names([*params, *desk.view.metrics]), next(iter(params), None))
+        for plot in (self._lines, self._points):
+            plot.set_visibility(metric is not None)
+        if metric is None:
+            self._about.set_text("No run has a metric yet.")
+            return
+        self._about.set_text("All runs of the table. The thick line is the best run; dotted ones have no best value.")
+        chosen = {entry.run.folder for entry in desk.chosen}
+        if self._changed("plots", (entries, params, metric, chosen, self._across.value)):
+            draw(self._lines, plots.parallel(entries, params, metric))
+            draw(self._points, plots.scatter(entries, str(self._across.value or ""), metric, chosen))
+
+
+class _OfRuns(Panel):
+    """Panel of one or two of the chosen runs."""
+
+    def _select_run(self, label: str) -> ui.select:
+        return self._select(label, with_input=True).classes("run-pick")
+
+    def _offer_runs(self, *selects: ui.select) -> list[Entry]:
+        """Offer the chosen runs, or without any those of the table; return those that are picked."""
+        runs = {str(entry.run.folder): entry for entry in self.desk.chosen or self.desk.view.table.entries[:MOST_DRAWN]}
+        names, order = {key: clean(entry.name, "") for key, entry in runs.items()}, list(runs)
+        for number, select in enumerate(selects):
+            self._offer(select, names, order[min(number, len(order) - 1)] if order else None)
+        return [runs[select.value] for select in selects if select.value in runs]
+
+
+class Beside(_OfRuns):
+    """Two runs: their settings, code, metrics and a curve of both."""
+
+    def build(self) -> None:
+        with box("controls"):
+            self._one, self._other = self._select_run("First run"), self._select_run("Second run")
+            self._same = ui.checkbox("what is the same, too", on_change=self.refresh).props("dense")
+        self._tables = []
+        for title, last in (("Settings", "≠"), ("State and code", "≠"), ("Last values", "Difference")):
+            ui.label(title).classes("title")
+            self._tables.append(text_table("", "First", "Second", last))
+        self._patch = ui.label().classes("log")
+        self._plot = ui.echart({}).classes("plot").props("role=img aria-label='curves of both runs'")
+
+    async def refresh(self) -> None:
+        pair = self._offer_runs(self._one, self._other)
+        if len(pair) < 2:
+            return
+        metric = self.desk.metric()
+        data = await in_thread(self._read, *pair, metric.name if metric else "", bool(self._same.value))
+        if not self._changed("data", data):
+            return
+        *tables, patch, lines = data
+        for table, rows in zip(self._tables, tables, strict=True):
+            fill(table, rows)
+        self._patch.set_text(clean(patch))
+        self._patch.set_visibility(bool(patch))
+        self._plot.style(f"height: {curves.height(len(lines))}px")
+        self._plot.set_visibility(any(lines.values()))
+        draw(self._plot, curves.options(lines, log=False))
+
+    def _read(self, one: Entry, other: Entry, metric: str, same: bool) -> Any:
+        codes = beside.code_of(one.run.folder), beside.code_of(other.run.folder)
+        found = [(entry.name, self.desk.source.metrics(entry.run).curves.get(metric)) for entry in (one, other)]
+        lines = {metric: [curves.line_of(name, curve, 0.0) for name, curve in found if curve is not None]}
+        facts = beside.facts(one, other, codes)
+        return beside.settings(one, other, same), facts, beside.metrics(one, other), beside.patches(*codes), lines
+
+
+class Logged(_OfRuns):
+    """Pictures, tables and texts that a run logged."""
+
+    def build(self) -> None:
+        with box("controls"):
+            self._run = self._select_run("Run")
+        self._box = box("media")
+
+    async def refresh(self) -> None:
+        for entry in self._offer_runs(self._run):
+            if self._changed("run", (entry.run.folder, entry.run.stamp)):
+                found = await in_thread(read_media, entry.run.folder)
+                if self._changed("media", found):
+                    self._box.clear()
+                    with self._box:
+                        for media in found:
+                            self._show(media)
+                        if not found:
+                            ui.label(
+                                "This run has no pictures, tables or texts in its own folder. JSONLinesLogger and "
+                                "TensorBoardLogger keep them there; CSVLogger keeps none, and a tracker keeps its own."
+                            ).classes("quiet")
+
+    @staticmethod
+    def _show(media: Media) -> None:
+        with box("medium" if media.picture else "medium wide", "figure"):
+            with box("", "figcaption"):
+                ui.label(clean(media.name, "")[:120]).classes("title")
+                ui.label(f"step {media.step:,.0f}").classes("quiet")
+            if media.picture:
+                picture = box("", "img")
+                picture.props["src"] = f"data:image/{media.kind};base64,{base64.b64encode(media.picture).decode()}"
+                picture.props["alt"] = clean(f"{media.name}, step {media.step:g}", "")[:200]
+            elif media.rows:
+                fill(text_table(*(clean(cell, "") for cell in media.rows[0])), media.rows[1:])
+            else:
+                ui.label(clean(media.text)).classes("log")
+
+
+class Notes(_OfRuns):
+    """Name, tags and note of a run, which who has the token may change."""
+
+    def build(self) -> None:
+        with box("controls"):
+            self._run = self._select_run("Run")
+        self._name = ui.input("Name")
+        self._tags = ui.input("Tags, with blanks between them")
+        self._note = ui.textarea("Note").props("autogrow")
+        self._archived = ui.checkbox("archived: the table leaves the run out").props("dense")
+        self._fields = (self._name, self._tags, self._note, self._archived)
+        with box("line"):
+            self._save = ui.button("Save", on_click=self._write).props("no-caps outline")
+            self._said = ui.label().classes("quiet").props("role=status")
+        if not self.desk.may_write:
+            for each in (*self._fields, self._save):
+                each.disable()
+            self._said.set_text("To write, open the address that `instep dashboard` printed: it has the token.")
+
+    async def refresh(self) -> None:
+        for entry in self._offer_runs(self._run):
+            self._entry = entry
+            if self._changed("label", (entry.run.folder, entry.run.label)):
+                for element, value in zip(self._fields, self._values(), strict=True):
+                    element.set_value(value)
+
+    def _values(self) -> tuple[Any, ...]:
+        label = self._entry.run.label
+        return label.name, " ".join(label.tags), label.note, label.archived
+
+    async def _write(self) -> None:
+        """Write what was changed here; what another page or the command changed since stays."""
+        if not self.desk.may_write:
+            return
+        name, tags, note = (str(each.value or "").strip() for each in self._fields[:3])
+        given = {"name": name, "tags": tuple(dict.fromkeys(tags.split())), "note": note}
+        given["archived"] = self._archived.value is True
+        before = self._entry.run.label
+        changes = {key: value for key, value in given.items() if value != getattr(before, key)}
+        try:
+            await in_thread(_write, self._entry.run.folder, changes)
+        except (UsageError, OSError) as error:
+            self._said.set_text(clean(f"Not saved: {error}"))
+            return
+        self._said.set_text("Saved.")
+        self.desk.sweep.forget()
+        await self.desk.changed()
+
+
+def _write(folder: Path, changes: dict[str, Any]) -> None:
+    write_label(folder, replace(read_label(folder), **changes))
+
+
+PANELS: dict[str, type[Panel]] = {
+    "Curves": Curves,
+    "Hyperparameters": Hyperparameters,
+    "Two runs": Beside,
+    "Logged": Logged,
+    "Notes": Notes,
+}

@@ -1,0 +1,141 @@
+"""The runs of a sweep and their table, read once for all open pages. Everything here runs in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instep.errors import UsageError
+from instep.runs import naming, where
+from instep.runs.entries import Entry, read_entries
+from instep.runs.naming import differing
+from instep.runs.table import Metric, Table, search, usual_metric, value_is_plain
+
+FRESH_S, SHARE = 2.0, 10.0  # runs are read again after so long, or so many times as long as reading them took
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person wants to see.
+
+    Args:
+        text: a condition, or a part of a name, tag or note.
+        sort: hyperparameter, metric or fact, as of `instep runs ls --sort`; None for the usual metric, "" for newest.
+        columns: hyperparameters and metrics; empty for those that differ, and one metric.
+        archived: archived runs too.
+    """
+
+    text: str = ""
+    sort: str | None = None
+    columns: tuple[str, ...] = ()
+    archived: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """What a wish comes to.
+
+    Args:
+        table: the runs, in order.
+        params: the names of hyperparameters that differ among all runs.
+        metrics: the names of all metrics.
+        sort: what the table is sorted by.
+        total: how many runs there are, archived ones only if they were asked for.
+    """
+
+    table: Table
+    params: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    sort: str = ""
+    total: int = 0
+
+
+class Sweep:
+    """Runs below a folder with where their metrics ended.
+
+    Args:
+        folder: a run, or a folder that has runs in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._entries: list[Entry] = []
+        self._until = -1.0
+
+    def entries(self) -> list[Entry]:
+        """List the runs, the newest first."""
+        with self._lock:
+            begun = time.monotonic()
+            if begun >= self._until:
+                with suppress(UsageError):  # the folder has gone: its runs stay as they were
+                    self._entries = read_entries(self.folder)
+                now = time.monotonic()
+                self._until = now + max(FRESH_S, SHARE * (now - begun))
+            return self._entries
+
+    def forget(self) -> None:
+        """Read the runs again when they are asked for: one has another label."""
+        with self._lock:
+            self._until = -1.0
+
+    def view(self, wish: Wish) -> View:
+        """Make the table that a person wants.
+
+        Raises:
+            UsageError: no run has a name that the condition asks for.
+        """
+        entries = [entry for entry in self.entries() if wish.archived or not entry.run.label.archived]
+        names = dict.fromkeys(name for entry in entries for name in entry.ends if name not in ("epoch", "hp_metric"))
+        usual = usual_metric(entries)
+        sort = (usual.name if usual else "") if wish.sort is None else wish.sort
+        found, condition = _found(entries, wish.text)
+
+        def is_known(word: str) -> bool:
+            return value_is_plain(word, found) or any(word in entry.ends for entry in found)
+
+        columns = list(filter(is_known, wish.columns))
+        table = Table.of(found, columns, sort if is_known(sort) else "", condition)
+        return View(table, differing([entry.params for entry in entries]), list(names), sort, len(entries))
+
+
+def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
+    """Return all runs and a condition on them; a text that is none is looked for in name, path, tags and note."""
+    with suppress(UsageError):
+        if text.strip():
+            where.parse(text)
+        return entries, text
+    runs = {run.folder for run in search(entries, text)}
+    return [entry for entry in entries if entry.run.folder in runs], ""
+
+
+def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
+    """Group runs that differ in one hyperparameter alone, by a name of what differs between the groups.
+
+    Args:
+        entries: the runs.
+        over: the hyperparameter, such as the seed.
+    """
+    keys = [key for key in differing([entry.params for entry in entries]) if key != over]
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        said = [f"{naming.short(key, keys)}={naming.value(entry.params[key])}" for key in keys if key in entry.params]
+        groups.setdefault(" ".join(said) or "all", []).append(entry)
+    return groups
+
+
+def means(entries: Sequence[Entry], metric: Metric, over: str) -> list[tuple[str, float, float, float, int]]:
+    """Return the groups over a hyperparameter, the best first: name, mean of the best values, least, greatest, count.
+
+    A run without a best value, such as one that ended with nan, does not count.
+    """
+    rows = []
+    for name, group in by_group(entries, over).items():
+        values = [best[0] for entry in group if (best := metric.best(entry))]
+        if values:
+            rows.append((name, sum(values) / len(values), min(values), max(values), len(values)))
+    return sorted(rows, key=lambda row: -row[1] if metric.greatest else row[1])

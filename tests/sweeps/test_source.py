@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from instep.cli.main import main
+from instep.errors import UsageError
+from instep.runs.label import Label, write_label
+from instep.runs.table import metric_of
+from instep.sweeps import beside, plots
+from instep.sweeps.source import Sweep, Wish, by_group, means
+from tests.sweeps.sweep import FAILS, NAN, make_sweep
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return make_sweep(tmp_path_factory.mktemp("sweep"))
+
+
+def listed(root, capsys, *words: str) -> list[str]:
+    assert main(["runs", "ls", str(root), "--json", *words]) == 0
+    return [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]]
+
+
+@pytest.mark.parametrize("sort", ["val_loss", "lr", "step", ""])
+@pytest.mark.parametrize("where", ["", "lr=0.01 and batch=16", "state=failed or val_loss<0.3", "seed>=2 and why!=''"])
+def test_order_and_filter_are_those_of_runs_ls(root, capsys, sort, where):
+    words = [*(("--sort", sort) if sort else ()), *(("--where", where) if where else ())]
+    table = Sweep(root).view(Wish(where, sort)).table
+    assert [entry.name for entry in table.entries] == listed(root, capsys, *words)
+    assert table.entries
+
+
+def test_a_text_that_is_no_condition_is_looked_for_and_a_name_that_no_run_has_is_told(root):
+    sweep = Sweep(root)
+    assert {entry.params["lr"] for entry in sweep.view(Wish("lr=0.1 batch")).table.entries} == {0.1}
+    assert sweep.view(Wish("nothing is called so")).table.entries == []
+    with pytest.raises(UsageError, match="lrr"):
+        sweep.view(Wish("lrr<1"))
+
+
+def test_archived_runs_are_left_out_until_they_are_asked_for(tmp_path):
+    make_sweep(tmp_path)
+    write_label(tmp_path / "version_0", Label(archived=True))
+    sweep = Sweep(tmp_path)
+    assert len(sweep.view(Wish()).table.entries) == 23
+    assert sweep.view(Wish(archived=True)).total == 24
+
+
+def test_means_over_the_seed_count_runs_with_a_best_value_alone(root):
+    entries = Sweep(root).view(Wish()).table.entries
+    assert {len(group) for group in by_group(entries, "seed").values()} == {4}
+    rows = {name: (mean, least, greatest, count) for name, mean, least, greatest, count in _means(entries)}
+    assert len(rows) == 6
+    assert rows["lr=0.1 batch=16"][3] == 3  # of four, one ended with nan
+    assert all(least <= mean <= greatest for mean, least, greatest, _ in rows.values())
+    assert next(iter(rows)).startswith("lr=0.01 ")
+
+
+def _means(entries):
+    return means(entries, metric_of("val_loss"), "seed")
+
+
+def test_each_run_is_a_line_of_the_parallel_plot_and_a_point_of_the_scatter(root):
+    entries = Sweep(root).view(Wish()).table.entries
+    drawn = plots.parallel(entries, ["lr", "batch", "seed"], metric_of("val_loss"))
+    rest, lacks, best = (series["data"] for series in drawn["series"])
+    assert [len(rest), len(lacks), len(best)] == [22, 1, 1]
+    assert lacks[0]["value"] == [*map(str, NAN), "-"]
+    assert drawn["parallelAxis"][0]["data"] == ["0.001", "0.01", "0.1"]  # three rates at equal distances
+    chosen = {entry.run.folder for entry in entries[:5]}
+    ticked, others = plots.scatter(entries, "lr", metric_of("val_loss"), chosen)["series"]
+    assert (len(ticked["data"]), len(ticked["data"]) + len(others["data"])) == (5, 23)
+
+
+def test_two_runs_differ_in_settings_state_code_and_metrics(root):
+    entries = {tuple(entry.params[key] for key in ("lr", "batch", "seed")): entry for entry in Sweep(root).entries()}
+    failed, fine = entries[next(iter(FAILS))], entries[0.01, 16, 2]
+    assert beside.settings(failed, fine, same=False) == [("lr", "0.1", "0.01", "≠"), ("batch", "64", "16", "≠")]
+    assert len(beside.settings(failed, fine, same=True)) == 5
+    codes = beside.code_of(failed.run.folder), beside.code_of(fine.run.folder)
+    rows = {name: (one, other, sign) for name, one, other, sign in beside.facts(failed, fine, codes)}
+    assert rows["state"] == ("failed", "finished", "≠")
+    assert "out of memory" in rows["why"][0]
+    assert rows["commit"] == (f"{64:040x}", f"{16:040x}", "≠")
+    assert rows["branch"] == ("main", "main", "")
+    assert [row[0] for row in beside.metrics(failed, fine)] == ["train_loss", "val_loss"]
+    assert "+b" in beside.patches({"patch": "a"}, {"patch": "b"})
