@@ -357,7 +357,7 @@ PUBLIC = {
 }
 
 FILES = {"errors", "losses", "schedules"}  # rooms of one file
-INTERNAL = ("config", "dashboard", "health", "launch", "launchers", "streams")
+INTERNAL = ("config", "dashboard", "health", "launch", "launchers", "streams", "sweeps")
 LAZY = ("big_models", "callbacks", "cli", "data", "loggers", "profilers", "strategies")
 
 

@@ -49,7 +49,7 @@ def make_run(folder: Path, params: dict[str, Any], steps: int = 400, age_s: floa
 def age(folder: Path, age_s: float) -> None:
     """Set back the times of a run's files."""
     for path in (*folder.rglob("*"), folder):
-        os.utime(path, (time.time() - age_s,) * 2)
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
 
 
 def make_sweep(root: Path) -> Path:
