@@ -11,9 +11,8 @@ from instep.utils.untrusted_files import clean
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
 LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
 LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
-LEGEND = {"type": "scroll", "bottom": 0, "itemWidth": 14, "itemHeight": 8, "icon": "rect", "textStyle": LABEL}
 TOOLTIP = {"renderMode": "richText", "confine": True}  # never HTML
-_PLOT, _TOP, _EACH = 170, 34, 234  # pixels: of a metric's plot, above the first one, of each with its labels
+_PLOT, _TOP, _EACH = 195, 34, 259  # pixels: of a metric's plot, above the first one, of each with its labels
 
 
 def options(
@@ -42,18 +41,25 @@ def options(
         "xAxis": across,
         "yAxis": up,
         "series": series,
-        "legend": LEGEND,
+        "legend": {"type": "scroll", "bottom": 0, "itemWidth": 14, "itemHeight": 8, "icon": "rect", "textStyle": LABEL},
         "tooltip": {"trigger": "axis", **TOOLTIP},
         "axisPointer": {"link": [{"xAxisIndex": "all"}]},
     }
 
 
-def draw(plot: Any, instead: Any, drawn: dict[str, Any]) -> None:
-    """Put options into NiceGUI's element, as high as they need; without a metric show another element instead."""
+def draw(plot: Any, instead: Any, drawn: dict[str, Any], legend: int = 22) -> None:
+    """Put options into NiceGUI's element, as high as they need; without a metric show another element instead.
+
+    Args:
+        plot: NiceGUI's element.
+        instead: another one.
+        drawn: the options.
+        legend: pixels that the legend needs.
+    """
     count = len(drawn["grid"])
     plot.set_visibility(count > 0)
     instead.set_visibility(not count)
-    plot.style(f"height: {count * _EACH + 22}px")
+    plot.style(f"height: {count * _EACH + legend}px")
     plot.options.clear()
     plot.options.update(drawn)
     plot.update()

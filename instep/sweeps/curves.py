@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from instep.dashboard.chart import COLOURS, LABEL, LEGEND, LINE, TOOLTIP
+from instep.dashboard import chart
+from instep.dashboard.chart import COLOURS
 from instep.runs import Curve
 from instep.utils.untrusted_files import clean
 
 POINTS = 200  # of a band: steps at which runs are compared
 _PLAIN = 8  # names that the legend shows all of
-_PLOT, _TOP, _EACH, _LEGEND = 215, 34, 285, 64  # pixels: of a metric's plot, above it, of each with its labels, below
 
 
 @dataclass(frozen=True)
@@ -91,34 +91,22 @@ def options(lines: Mapping[str, Sequence[Line]], log: bool) -> dict[str, Any]:
         lines: by metric.
         log: the values on a logarithmic axis; what is not above zero is left out.
     """
-    grids, titles, across, up, series = [], [], [], [], []
     names = dict.fromkeys(line.name for each in lines.values() for line in each)
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    axis = {"axisLabel": {**LABEL, "hideOverlap": True}}
-    for index, (metric, each) in enumerate(lines.items()):
-        top = _TOP + index * _EACH
-        grids.append({"left": 58, "right": 14, "top": top, "height": _PLOT})
-        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**LABEL, "fontSize": 13}})
-        wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": LINE}
-        across.append({"type": "value", "gridIndex": index, **axis, **wide})
-        up.append({"type": "log" if log else "value", "gridIndex": index, **axis, "scale": True, "splitLine": LINE})
-        for number, line in enumerate(each):
-            series += _series(line, colours[line.name], index, f"{index}-{number}", log)
-    return {
-        "animation": False,
-        "grid": grids,
-        "title": titles,
-        "xAxis": across,
-        "yAxis": up,
-        "series": series,
-        "legend": {**LEGEND, "type": "plain" if len(names) <= _PLAIN else "scroll", "data": list(map(_shown, names))},
-        "tooltip": {"trigger": "axis", **TOOLTIP},
-    }
+    series = [
+        part
+        for index, each in enumerate(lines.values())
+        for number, line in enumerate(each)
+        for part in _series(line, colours[line.name], index, f"{index}-{number}", log)
+    ]
+    drawn = chart.options(dict.fromkeys(lines, ()), log)
+    legend = {**drawn["legend"], "type": "plain" if len(names) <= _PLAIN else "scroll", "data": [*map(_shown, names)]}
+    return {**drawn, "series": series, "legend": legend}
 
 
-def height(count: int) -> int:
-    """Return the pixels that plots of so many metrics need."""
-    return count * _EACH + _LEGEND
+def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[Line]], log: bool = False) -> None:
+    """Put the plot into NiceGUI's element; without a line show another element instead."""
+    chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
 
 
 def _shown(name: str) -> str:

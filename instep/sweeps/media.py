@@ -54,9 +54,9 @@ def read_media(folder: Path) -> list[Media]:
     """
     kept: dict[str, deque[Media]] = {}
     for path in log_files(folder, ("metrics.jsonl",)):
-        _keep(kept, _JSONLines(path).found())
+        _keep(kept, _JSONLines(path).read())
     for path in log_files(folder, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))):
-        _keep(kept, _Events(path).found())
+        _keep(kept, _Events(path).read())
     found, left = list[Media](), ALL_BYTES
     for media in sorted((each for of in kept.values() for each in of), key=lambda each: (each.name, -each.step)):
         left -= len(media.picture)
@@ -65,7 +65,7 @@ def read_media(folder: Path) -> list[Media]:
     return found
 
 
-def _keep(kept: dict[str, deque[Media]], found: Iterator[Media]) -> None:
+def _keep(kept: dict[str, deque[Media]], found: Iterator[Any]) -> None:
     for media in found:
         if media.name in kept or len(kept) < NAMES:
             kept.setdefault(media.name, deque(maxlen=STEPS)).append(media)
@@ -86,9 +86,6 @@ def _table(name: str, step: float, rows: Any) -> Iterator[Media]:
 
 class _JSONLines(JSONLinesFile):
     """Lines of JSONLinesLogger that are no numbers."""
-
-    def found(self) -> Iterator[Media]:
-        yield from self.read()  # pyright: ignore[reportReturnType]  # what `_rows` yields
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         for line in self._lines(file):
@@ -115,9 +112,6 @@ class _JSONLines(JSONLinesFile):
 
 class _Events(TensorBoardFile):
     """Events of TensorBoard that are no numbers."""
-
-    def found(self) -> Iterator[Media]:
-        yield from self.read()  # pyright: ignore[reportReturnType]  # what `_rows` yields
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")

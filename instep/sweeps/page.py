@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from instep.errors import UsageError
 from instep.runs import naming
 from instep.runs.entries import Entry
 from instep.runs.facts import number
-from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Panel
+from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Panel, Shown
 from instep.sweeps.source import Sweep, View, Wish, means
 from instep.utils.untrusted_files import clean
 
@@ -29,6 +30,7 @@ _ALWAYS = 2  # rank of a best value: it stands with the name and the state, wher
 _TEXT = 300  # characters of a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
 _STYLE = (Path(__file__).parent / "page.css").read_text()
+_TEXT_OF = "p => p.data['c' + p.colDef.field.slice(1)]"
 _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
     "columnDefs": [],
     "rowData": [],
@@ -36,12 +38,7 @@ _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; 
     ":rowClassRules": "({best: p => p.data && p.data.best})",
     "rowSelection": {"mode": "multiRow", "headerCheckbox": True, "enableClickSelection": False},
     "selectionColumnDef": {"pinned": "left", "width": 42, "resizable": False},
-    "defaultColDef": {
-        "sortable": True,
-        "resizable": True,
-        "minWidth": 50,
-        ":valueFormatter": "p => p.data[p.colDef.cid]",
-    },
+    "defaultColDef": {"minWidth": 50, "cellDataType": False, ":valueFormatter": _TEXT_OF},
     "autoSizeStrategy": {"type": "fitCellContents"},
     "rowHeight": 29,
     "headerHeight": 34,
@@ -70,12 +67,11 @@ class Page:
     """
 
     def __init__(self, source: Source, sweep: Sweep, may_write: bool) -> None:
-        self._desk = Desk(source, sweep, may_write, changed=self.refresh)
+        self._desk, self._shown = Desk(source, sweep, may_write, self.refresh), Shown()
         self._ids: dict[Path, str] = {}
         self._ticked: set[Path] | None = None
         self._grid: ui.aggrid | None = None
         self._panel: Panel | None = None
-        self._shown: dict[str, Any] = {}
         self._wanted = 0
 
     def build(self) -> None:
@@ -121,11 +117,12 @@ class Page:
             await self._panel.refresh()
 
     def _choose(self) -> None:
-        self._desk.chosen = [
-            entry for entry in self._desk.view.table.entries if entry.run.folder in (self._ticked or ())
-        ]
+        ticked = self._ticked or ()
+        self._desk.chosen = [entry for entry in self._desk.view.table.entries if entry.run.folder in ticked]
 
     async def _change_tab(self) -> None:
+        if self._panel is not None:
+            self._panel.stop()
         self._panel = None
         await self._show_panel()
 
@@ -162,7 +159,7 @@ class Page:
         entries = view.table.entries
         self._counts.set_text(view.table.summary(told=True)[0])
         names = {name: clean(name, "") for name in (*view.metrics, *view.params)}
-        if self._changed("names", names):
+        if self._shown.changed("names", names):
             self._sort.set_options({**names, **_FACTS}, value=view.sort)
             self._columns.set_options(names, value=[name for name in self._columns.value or () if name in names])
         if self._ticked is None and entries:
@@ -172,14 +169,9 @@ class Page:
         self._show_rows()
         await self._show_panel()
 
-    def _changed(self, what: str, data: Any) -> bool:
-        is_new = what not in self._shown or self._shown[what] != data
-        self._shown[what] = data
-        return is_new
-
     def _show_summary(self) -> None:
         facts = _summary(self._desk)
-        if self._changed("summary", facts):
+        if self._shown.changed("summary", facts):
             self._summary.clear()
             with self._summary:
                 for title, lines in facts:
@@ -192,7 +184,7 @@ class Page:
 
     def _show_rows(self) -> None:
         columns, rows = self._cells()
-        is_other, is_new = self._changed("columns", columns), self._changed("rows", rows)
+        is_other, is_new = self._shown.changed("columns", columns), self._shown.changed("rows", rows)
         if self._grid is None:
             ticked = [self._ids[folder] for folder in self._ticked or ()]
             options = {**_GRID, "columnDefs": columns, "rowData": rows, "initialState": {"rowSelection": ticked}}
@@ -213,12 +205,7 @@ class Page:
         columns = table.columns(lambda said: ago(datetime.fromisoformat(said).timestamp()))
         columns.sort(key=lambda column: column.rank if column.rank <= _ALWAYS else _ALWAYS + 1)
         defs = [
-            {
-                "field": f"v{place}",
-                "cid": f"c{place}",
-                "headerName": clean(column.header, "")[:60],
-                **_looks(place, column),
-            }
+            {"field": f"v{place}", "headerName": clean(column.header, "")[:60], **_looks(place, column)}
             for place, column in enumerate(columns)
         ]
         rows = []
@@ -292,15 +279,10 @@ def _doing(entry: Entry) -> str:
 def _differs(entries: Sequence[Entry], params: Sequence[str]) -> str:
     said = []
     for key in params[:_FEW]:
-        values = list(dict.fromkeys(naming.value(entry.params[key]) for entry in entries if key in entry.params))
-        shown = ", ".join(sorted(values, key=_by_number)) if len(values) <= _FEW else f"{len(values):,} values"
+        values: list[Any] = list(dict.fromkeys(entry.params[key] for entry in entries if key in entry.params))
+        with suppress(TypeError):  # numbers and texts have no order
+            values.sort()
+        shown = ", ".join(map(naming.value, values)) if len(values) <= _FEW else f"{len(values):,} values"
         said.append(f"{naming.short(key, params)}: {shown}")
     more = [f"and {len(params) - _FEW:,} more"] * (len(params) > _FEW)
     return " · ".join([*said, *more]) or "nothing"
-
-
-def _by_number(text: str) -> tuple[float, str]:
-    try:
-        return float(text), ""
-    except ValueError:
-        return float("inf"), text

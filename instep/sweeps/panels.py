@@ -34,17 +34,17 @@ class Desk:
         source: readers of curves, shared by all pages.
         sweep: the runs, shared by all pages.
         may_write: this browser has the token.
+        changed: is called after a label was written.
         view: the table.
         chosen: the runs that are ticked.
-        changed: is called after a label was written.
     """
 
     source: Source
     sweep: Sweep
     may_write: bool
+    changed: Callable[[], Any]
     view: View = field(default_factory=lambda: View(Table([], [], [])))
     chosen: list[Entry] = field(default_factory=list)
-    changed: Callable[[], Any] = print
 
     def metric(self) -> Metric | None:
         """Return the metric by which runs are compared."""
@@ -57,6 +57,16 @@ class Desk:
         return next((key for key in self.view.params if key.rpartition("/")[2].lower() in _SEEDS), "")
 
 
+class Shown(dict[str, Any]):
+    """What a page shows, by the part of it."""
+
+    def changed(self, part: str, data: Any) -> bool:
+        """Keep what a part shows now; return True if it is not what was there."""
+        is_new = part not in self or self[part] != data
+        self[part] = data
+        return is_new
+
+
 class Panel:
     """Part of the page about the runs that are chosen.
 
@@ -65,8 +75,7 @@ class Panel:
     """
 
     def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self._shown: dict[str, Any] = {}
+        self.desk, self._shown, self._turn = desk, Shown(), 0
 
     def build(self) -> None:
         """Make the elements."""
@@ -74,10 +83,16 @@ class Panel:
     async def refresh(self) -> None:
         """Read what is shown, and draw what changed."""
 
-    def _changed(self, what: str, data: Any) -> bool:
-        is_new = what not in self._shown or self._shown[what] != data
-        self._shown[what] = data
-        return is_new
+    def stop(self) -> None:
+        """Draw no more of what is being read: another panel has taken its place."""
+        self._turn += 1
+
+    async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Read in a thread; None where something else was asked for meanwhile."""
+        self._turn += 1
+        turn = self._turn
+        data = await in_thread(work, *args)
+        return data if turn == self._turn else None
 
     def _select(self, label: str, **options: Any) -> ui.select:
         select = ui.select([], label=label, on_change=self.refresh, **options)
@@ -85,7 +100,7 @@ class Panel:
 
     def _offer(self, select: ui.select, names: dict[Any, str], default: Any) -> None:
         """Set what a select offers, and keep what is chosen where it is still there."""
-        if not self._changed(f"select {select.id}", names):
+        if not self._shown.changed(f"select {select.id}", names):
             return
         value = select.value
         kept = [each for each in value if each in names] if isinstance(value, list) else value
@@ -97,8 +112,7 @@ def _names(words: Sequence[str]) -> dict[Any, str]:
     return {word: clean(word, "") for word in words}
 
 
-def draw(plot: ui.echart, options: dict[str, Any]) -> None:
-    """Put options into an element, in the place of those that were there."""
+def _draw(plot: ui.echart, options: dict[str, Any]) -> None:
     plot.options.clear()
     plot.options.update(options)
     plot.update()
@@ -113,7 +127,7 @@ class Curves(Panel):
             self._over = self._select("Bands over")
             with box("slide"):
                 ui.label("Smoothing").classes("quiet")
-                self._weight = ui.slider(min=0, max=0.98, step=0.02, value=0, on_change=self.refresh)
+                self._weight = ui.slider(min=0, max=0.98, step=0.02, value=0)
                 self._weight.props("dense label aria-label=Smoothing").on("change", self.refresh)
             self._log = ui.checkbox("log scale", on_change=self.refresh).props("dense")
         self._plot = ui.echart({}).classes("plot").props("role=img aria-label='curves of the chosen runs'")
@@ -126,15 +140,14 @@ class Curves(Panel):
         self._offer(self._over, {_ALONE: "nothing: a line for each run", **_names(desk.view.params)}, desk.seed())
         chosen = desk.chosen[:MOST_DRAWN]
         wanted = list(self._metrics.value or ())[:_MOST_METRICS]
-        found = await in_thread(self._read, chosen, wanted, self._over.value or "", float(self._weight.value or 0))
-        has_any = any(found.values())
-        self._plot.set_visibility(has_any)
-        self._empty.set_visibility(not has_any)
-        if self._changed("plot", (found, self._log.value)):
-            self._plot.style(f"height: {curves.height(len(found))}px")
-            draw(self._plot, curves.options(found, bool(self._log.value)))
+        over, weight = self._over.value or "", float(self._weight.value or 0)
+        found = await self._read(self._lines, chosen, wanted, over, weight)
+        if found is None:
+            return
+        if self._shown.changed("plot", (found, self._log.value)):
+            curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
-    def _read(self, chosen: list[Entry], names: list[str], over: str, weight: float) -> dict[str, list[curves.Line]]:
+    def _lines(self, chosen: list[Entry], names: list[str], over: str, weight: float) -> dict[str, list[curves.Line]]:
         read = {entry.run.folder: self.desk.source.metrics(entry.run).curves for entry in chosen}
         groups = by_group(chosen, over) if over else {entry.name: [entry] for entry in chosen}
         lines: dict[str, list[curves.Line]] = {name: [] for name in names}
@@ -170,9 +183,9 @@ class Hyperparameters(Panel):
             return
         self._about.set_text("All runs of the table. The thick line is the best run; dotted ones have no best value.")
         chosen = {entry.run.folder for entry in desk.chosen}
-        if self._changed("plots", (entries, params, metric, chosen, self._across.value)):
-            draw(self._lines, plots.parallel(entries, params, metric))
-            draw(self._points, plots.scatter(entries, str(self._across.value or ""), metric, chosen))
+        if self._shown.changed("plots", (entries, params, metric, chosen, self._across.value)):
+            _draw(self._lines, plots.parallel(entries, params, metric))
+            _draw(self._points, plots.scatter(entries, str(self._across.value or ""), metric, chosen))
 
 
 class _OfRuns(Panel):
@@ -203,25 +216,24 @@ class Beside(_OfRuns):
             self._tables.append(text_table("", "First", "Second", last))
         self._patch = ui.label().classes("log")
         self._plot = ui.echart({}).classes("plot").props("role=img aria-label='curves of both runs'")
+        self._none = ui.label("Neither run has a curve of the metric.").classes("quiet")
 
     async def refresh(self) -> None:
         pair = self._offer_runs(self._one, self._other)
         if len(pair) < 2:
             return
         metric = self.desk.metric()
-        data = await in_thread(self._read, *pair, metric.name if metric else "", bool(self._same.value))
-        if not self._changed("data", data):
+        data = await self._read(self._compare, *pair, metric.name if metric else "", bool(self._same.value))
+        if data is None or not self._shown.changed("data", data):
             return
         *tables, patch, lines = data
         for table, rows in zip(self._tables, tables, strict=True):
             fill(table, rows)
         self._patch.set_text(clean(patch))
         self._patch.set_visibility(bool(patch))
-        self._plot.style(f"height: {curves.height(len(lines))}px")
-        self._plot.set_visibility(any(lines.values()))
-        draw(self._plot, curves.options(lines, log=False))
+        curves.draw(self._plot, self._none, lines)
 
-    def _read(self, one: Entry, other: Entry, metric: str, same: bool) -> Any:
+    def _compare(self, one: Entry, other: Entry, metric: str, same: bool) -> Any:
         codes = beside.code_of(one.run.folder), beside.code_of(other.run.folder)
         found = [(entry.name, self.desk.source.metrics(entry.run).curves.get(metric)) for entry in (one, other)]
         lines = {metric: [curves.line_of(name, curve, 0.0) for name, curve in found if curve is not None]}
@@ -239,9 +251,9 @@ class Logged(_OfRuns):
 
     async def refresh(self) -> None:
         for entry in self._offer_runs(self._run):
-            if self._changed("run", (entry.run.folder, entry.run.stamp)):
-                found = await in_thread(read_media, entry.run.folder)
-                if self._changed("media", found):
+            if self._shown.changed("run", (entry.run.folder, entry.run.stamp)):
+                found = await self._read(read_media, entry.run.folder)
+                if found is not None and self._shown.changed("media", found):
                     self._box.clear()
                     with self._box:
                         for media in found:
@@ -290,7 +302,7 @@ class Notes(_OfRuns):
     async def refresh(self) -> None:
         for entry in self._offer_runs(self._run):
             self._entry = entry
-            if self._changed("label", (entry.run.folder, entry.run.label)):
+            if self._shown.changed("label", (entry.run.folder, entry.run.label)):
                 for element, value in zip(self._fields, self._values(), strict=True):
                     element.set_value(value)
 

@@ -103,6 +103,13 @@ def test_the_table_is_that_of_runs_ls_and_choosing_draws(served, browser):
     shown = names(page)
     assert shown == expected[: len(shown)]
     assert len(shown) > 10
+    bests = page.locator(".ag-center-cols-container [col-id=v2]").all_inner_texts()
+    assert bests[0].endswith("*")  # the text of a cell, not the number that its column is sorted by
+    page.locator(".ag-header-cell[col-id=v3]").click()  # by the rate
+    page.locator(".ag-row[row-index='0']").filter(has_text="lr=0.001").first.wait_for()
+    page.locator(".ag-header-cell[col-id=v3]").click()
+    page.locator(".ag-row[row-index='0']").filter(has_text="lr=0.1 ").first.wait_for()
+    page.locator(".ag-header-cell[col-id=v3]").click()  # as it was
     page.get_by_label("Filter").fill("lr=0.01 and batch=16")
     page.locator(".ag-row").filter(has_text="lr=0.1 ").first.wait_for(state="detached")
     assert names(page) == [name for name in expected if name.startswith("lr=0.01 batch=16")]
