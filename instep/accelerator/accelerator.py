@@ -466,7 +466,7 @@ class Accelerator(ProcessMethods):
                 optimizer.hold_gradients()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Take the gradient scaler's factor, and what a window is divided by, out: before looking at gradients.
+        """Divide gradients by the scaler's factor and the window's divisor, before they are looked at.
 
         Args:
             optimizer: whose gradients; default: all that are prepared.

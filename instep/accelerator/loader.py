@@ -245,7 +245,7 @@ class AcceleratedLoader:
         gradient.remainder = share.all if share.last and share.all is not None else -1
 
     def moved(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the batches on this rank's device."""
+        """Yield the batches on this rank's device."""
         device = self._device
         if device is None or device.type == "cpu":
             return batches

@@ -240,7 +240,7 @@ class PreparedRun:
             )
         own = set(model.parameters())
         wrapped = strategy.wrap(model, [given for given in self._given if not own.isdisjoint(parameters_of(given))])
-        self.plain = strategy  # it steps, scales and clips by itself
+        self.plain = strategy  # this strategy steps, scales and clips by itself
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -384,7 +384,7 @@ class PreparedRun:
             loader.source.reseed(seed)
 
     def unscale(self, optimizer: AcceleratedOptimizer) -> None:
-        """Take the gradient scaler's factor, and what a window is divided by, out of an optimizer's gradients."""
+        """Divide an optimizer's gradients by the scaler's factor and the window's divisor."""
         optimizer.correct_gradients()
         self.plain.gradients.unscale(optimizer.optimizer)
 

@@ -68,7 +68,7 @@ class RestoredPlace:
         self._left = False  # a pass has moved the source from here
 
     def go(self, source: PreparedLoader) -> None:
-        """Bring the source to this place."""
+        """Advance the source to this place."""
         if self._left and self.state["source"] is not None:
             source.load_state_dict(self.state["source"])
         self._left = True

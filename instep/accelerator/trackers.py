@@ -245,7 +245,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Write values; without a step under the one after the last."""
+        """Log values; without a step, they get the step after the last one."""
         if not isinstance(values, Mapping):
             raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):

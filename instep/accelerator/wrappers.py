@@ -62,7 +62,7 @@ class Window:
         self._plain = self._warned = False
         self.joins = False
         """Whether ranks that have no data left wait for the others, under `join_uneven_inputs`."""
-        self._next: int | None = None  # the length of windows to come
+        self._next: int | None = None  # length of the windows to come; None: unchanged
         self._factor: Tensor | float | None = None
 
     def set_length(self, num_steps: int) -> None:
@@ -81,7 +81,7 @@ class Window:
             loader.set_windows(self._gradient.num_steps)
 
     def enter(self, optimizers: Sequence[AcceleratedOptimizer]) -> bool:
-        """Take the micro-batch in hand; whether it ends its window."""
+        """Count the current micro-batch; return whether it ends its window."""
         gradient = self._gradient
         moved = self._look()
         loader = self.loader

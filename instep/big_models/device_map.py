@@ -156,7 +156,7 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 
 
 def clean_device_map(device_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Give modules one entry where all that is within them is on one device.
+    """Merge the entries of a module whose parts are all on one device.
 
     Example:
         >>> clean_device_map({"a.x": 0, "a.y": 0, "b": "cpu"})

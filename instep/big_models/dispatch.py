@@ -555,7 +555,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
-    """Give the hooks that hold offloaded weights, each with the name of its module."""
+    """Yield the hooks that hold offloaded weights, each with the name of its module."""
     for name, module in model.named_modules():
         hook = offloading_hook(module)
         if hook is not None and hook.names:

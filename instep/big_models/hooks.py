@@ -303,7 +303,7 @@ class _Slot:
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-        elif kept.requires_grad is not self.requires_grad:  # it was frozen since
+        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen since
             kept.requires_grad_(self.requires_grad)
         return kept
 

@@ -552,7 +552,7 @@ def _offload(
 
 
 def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight, Tensor | None]]:
-    """Give weights in the order of their files, mapped where they can be, while the disk is asked for the next ones."""
+    """Yield weights in the order of their files, mapped where possible, while the disk reads ahead."""
     windows: list[list[tuple[_Weight, Tensor | None]]] = [[]]
     room = _AT_ONCE
     for weight in sorted(weights, key=lambda weight: weight.place):

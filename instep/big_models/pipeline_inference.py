@@ -399,7 +399,7 @@ class _Cut:
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)  # it compares devices with the one that was traced on
+                graph.erase_node(node)  # the node compares devices with the traced one
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
                 if node.target is getitem:
@@ -430,7 +430,7 @@ class _Cut:
         return self._device if isinstance(given, torch.device) else given
 
     def _keep_outputs(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> None:
-        """Let the last stage return everything: what an earlier one has found passes through it."""
+        """Make the last stage return every output: an earlier stage's outputs pass through it."""
         end = next(node for node in graph.nodes if node.op == "output")
         with graph.inserting_before(end):
             for node in end.all_input_nodes:

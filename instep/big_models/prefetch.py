@@ -129,7 +129,7 @@ class _Read:
 
 
 class _Work:
-    """What the thread does: reading a block. It does not know the `Prefetcher`, which ends the thread when it goes."""
+    """Work of the thread: reading a block. It holds no `Prefetcher`, whose end stops the thread."""
 
     def __init__(self, weights: WeightsMap, blocks: list[tuple[str, ...]], devices: list[torch.device]) -> None:
         self.weights, self.blocks, self.devices = weights, blocks, devices

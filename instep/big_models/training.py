@@ -135,7 +135,7 @@ def _forward_again(part: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _blocks(model: nn.Module, classes: Collection[str] | str | None) -> Iterator[str]:
-    """Give the names of the outermost blocks."""
+    """Yield the names of the outermost blocks."""
     named = (classes,) if isinstance(classes, str) else classes
     outer: list[str] = []
     for name, part in model.named_modules():

@@ -162,7 +162,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Give every optimizer with its name and the interval of its scheduler: those with a scheduler first."""
+    """Yield every optimizer, its name and its scheduler's interval; optimizers with a scheduler come first."""
     seen: list[int] = []
     names: Counter[str] = Counter()
     pairs: list[tuple[Optimizer, str | None, str]] = [

@@ -423,7 +423,7 @@ class ModelCheckpoint(Callback):
             if not self._deferred:
                 self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
-            trainer.set_trigger("save", self.state_key)  # until it is this one's turn
+            trainer.set_trigger("save", self.state_key)  # until this callback's save is due
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._deferred and not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -557,7 +557,7 @@ class ModelCheckpoint(Callback):
         if self._pending is None:
             return
         (pending, new), self._pending = self._pending, None
-        reached, self._position_saved = self._position_saved, None  # until it is known to be there
+        reached, self._position_saved = self._position_saved, None  # None until the save is known to be there
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  as above

@@ -265,7 +265,7 @@ def _measure(
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Give all modules their attributes, modes and buffers back afterwards."""
+    """Restore the modules' attributes, modes and buffers after the `with` block."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]

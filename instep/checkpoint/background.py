@@ -73,7 +73,7 @@ class PendingSave:
         self._seen = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, well or not; whether it has. Local: ranks may differ."""
+        """Wait for the save to end; return whether it has. Local: ranks may differ."""
         return self._done.wait(timeout_s)
 
     def _carry_out(self, store: CheckpointStore, replaced: Sequence[tuple[Any, Any]], *save: Any, **about: Any) -> None:

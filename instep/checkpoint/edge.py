@@ -112,7 +112,7 @@ def named(value: Any) -> bool:
 
 
 def anything(_: Any) -> bool:
-    """Take any value."""
+    """Accept any value."""
     return True
 
 

@@ -117,7 +117,7 @@ class Files(ABC):
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """Give a local file with the content of a file, and its record; without `check` only where it costs nothing."""
+        """Return a local file with a file's content, and its record; without `check` only if it costs nothing."""
 
     # Folders.
 
@@ -175,7 +175,7 @@ class Files(ABC):
 
     @abstractmethod
     def replace(self, path: Path, data: bytes) -> None:
-        """Give a file another content at one instant."""
+        """Replace a file's content at one instant."""
 
     @abstractmethod
     def remove(self, path: Path) -> None:
@@ -312,7 +312,7 @@ class LocalFiles(Files):
         atomic.sync_path(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a folder another name on the same file system, at one instant."""
+        """Rename a folder on the same file system, at one instant."""
         self._before("rename", old, new)
         os.rename(old, new)
 

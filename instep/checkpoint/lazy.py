@@ -82,7 +82,7 @@ class FileSlice:
         return whole and self.stamp is not None and self.begin % dtype_from_name(self.dtype).itemsize == 0
 
     def map(self) -> Tensor:
-        """Give the part over the memory-mapped file; a change of the tensor in place never reaches the file.
+        """Return the part as a map of the file; a change of the tensor in place never reaches the file.
 
         Raises:
             CorruptCheckpointError: the file is not the one any more whose header was read.
@@ -255,7 +255,7 @@ class LazyTensor:
         return len(self.parts) == 1 and self.parts[0].mappable
 
     def map(self) -> Tensor:
-        """Give the whole tensor on the CPU where it lies in its memory-mapped file; read it where that cannot be."""
+        """Return the whole tensor as a map of its file, on the CPU; read it where mapping is impossible."""
         return self.parts[0].map() if self.mappable else self.read()
 
     def check_whole(self) -> None:

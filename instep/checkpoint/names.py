@@ -11,7 +11,7 @@ from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
 SAVING = ".saving-"  # being written by the process that the name ends with
-DELETING = ".deleting-"  # given up, and not removed in full
+DELETING = ".deleting-"  # an abandoned folder that is not removed yet
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
 _MAX_BYTES = 150  # file systems allow 255; the prefix and the owner need the rest

@@ -158,7 +158,7 @@ class RunSaver(ABC):
         except BaseException:
             if self.newest is not None and pending.keeper is not None:
                 self.newest.note(None)
-            if pending.path is not None:  # it counts, although an older one could not be deleted
+            if pending.path is not None:  # the new checkpoint counts, although an older one could not be deleted
                 self._committed(pending.path, pending.weights_only)
             raise
         path = cast("Path", pending.path)

@@ -185,7 +185,7 @@ def _check_place(command: list[str], script: str, folder: str, path: Path, own: 
 
 
 def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
-    """Let the user decide on a program that another one's checkpoint names."""
+    """Ask the user whether to run a program that another user's checkpoint names."""
     what = f"{path} was not saved by you, or not here. It names this program, to be run with your rights:\n"
     what += f"  in {folder!r}, {ranks} processes: python {shlex.join(command)!r}"
     otherwise = "Look at it, then run it with --yes, or give another one with --command."
@@ -206,7 +206,7 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
 
 @contextmanager
 def _as_in(folder: str) -> Iterator[None]:
-    """Give the ranks this process's folder and output."""
+    """Run the ranks in this process's folder and with its output."""
     before, stdout = os.getcwd(), os.dup(1)
     sys.stdout.flush()
     os.chdir(folder)

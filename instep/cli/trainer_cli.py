@@ -479,7 +479,7 @@ class TrainerCLI:
             return class_type(*args, **kwargs)
 
     def _configure_optimizers_of(self, module: TrainModule) -> None:
-        """Give the module the configured optimizer, if there is one; it is built when fit asks for it."""
+        """Set the configured optimizer on the module, if there is one; fit builds it when it asks."""
         parser = self._parser()
         optimizers = [key for key, (_, link_to) in parser.optimizers.items() if link_to == AUTOMATIC]
         schedulers = [key for key, (_, link_to) in parser.lr_schedulers.items() if link_to == AUTOMATIC]

@@ -203,7 +203,7 @@ class Fabric:
             strategy.rebind_optimizer(optimizer)
         forward = strategy.wrap(module, optimizers) if strategy.wraps_with_optimizer else strategy.wrap(module)
         if strategy.wraps_with_optimizer:
-            self._strategy = strategy  # it steps, scales and clips by itself
+            self._strategy = strategy  # this strategy steps, scales and clips by itself
         if given is not module:
             known: Any = given
             forward = compiled_as(given, module) if forward is module else type(known)(forward, known.dynamo_ctx)

@@ -24,7 +24,7 @@ _ADVICE += "DataLoaderConfiguration: dispatch_batches=False)"
 
 
 class Splitter:
-    """Counts the samples of batches, and takes parts of them.
+    """Counter of the samples in a batch, which also cuts parts out of it.
 
     Tensors are split in dimension 0; lists and tuples of values by their own length, where it is the batch's; of
     mappings, dataclasses, named tuples, and lists and tuples of columns, each value. The rest is left whole.

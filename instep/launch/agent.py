@@ -94,7 +94,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
-        except SignalException as got:  # it came while ranks started; they have been told, waited for and counted
+        except SignalException as got:  # the signal came while ranks started; they were told, waited for and counted
             if forked is not None and got.sigval == signal.SIGINT:
                 forked.interrupted = True
         except InstepError as error:

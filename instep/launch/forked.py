@@ -70,7 +70,7 @@ class Forked:
         self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):
             there.close()
-            with suppress(OSError):  # it has been killed already
+            with suppress(OSError):  # the process was killed already
                 here.send_bytes(b"go")
             args = here, local_rank, self._results, self._problems
             reader = threading.Thread(target=self._read, args=args, name="instep-result", daemon=True)

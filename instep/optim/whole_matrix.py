@@ -439,7 +439,7 @@ class _Dtype:
 
 def _sent(value: Any, parameter: DTensor) -> Any:
     """Return what an owner tells the other ranks of a state: a tensor of the weight's shape follows in parts."""
-    if _is_cut(value):  # it was loaded and not used yet: all ranks have their parts
+    if _is_cut(value):  # the state was loaded and not used yet: all ranks have their parts
         return None
     value = _plain(value)
     if not isinstance(value, Tensor):

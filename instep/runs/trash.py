@@ -84,7 +84,7 @@ def remove(folder: Path) -> Path:
             run_id = (read_status(folder) or {}).get("run_id")
             lease = Lease.take(saved, str(run_id))
             stack.callback(lease.release)
-        check_removable(folder)  # it may have begun meanwhile
+        check_removable(folder)  # the run may have begun meanwhile
         trash = folder.parent / _trash_name()
         trash.mkdir(mode=0o700, exist_ok=True)
         if not _is_trash(trash):

@@ -234,7 +234,7 @@ def _is_intel(environ: Environ) -> bool:
 
 def _is_srun(environ: Environ) -> bool:
     if not any(name in environ for name in _STEP):
-        return read_number(environ, "SLURM_PROCID", 0) > 0  # it cannot be a shell; `_slurm` says what is missing
+        return read_number(environ, "SLURM_PROCID", 0) > 0  # this cannot be a shell; `_slurm` says what is missing
     if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and _first_of(environ, *_STEP_ID) == "0":
         return False
     return read_number(environ, _size_name(environ), low=1, beside=_STEP) > 1

@@ -185,7 +185,7 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            if work.is_completed():  # it failed, or has ended since the wait ran out: waiting again tells which
+            if work.is_completed():  # the work failed, or ended after the wait ran out: waiting again tells which
                 work.wait()
                 return True
             if wait.in_vain:
@@ -272,7 +272,7 @@ class awaited:
         if not self._written:
             self._written = True
             self._write(self._where())
-            if _open.get(self._thread) is not self:  # it ended meanwhile, and its own word came first
+            if _open.get(self._thread) is not self:  # the wait ended while this was written
                 self._write("")
         before, self._gone = self._gone, bool(self.gone())
         if before and self._gone:  # twice: what it has sent may still have been on its way

@@ -113,7 +113,7 @@ def builds_empty() -> bool:
 
 
 def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Give the name, the owner, the owner's name and the tensor of each weight and buffer on the meta device."""
+    """Yield name, owner, owner's name and tensor of each weight and buffer on the meta device."""
     for name, owner in model.named_modules(remove_duplicate=False):
         for entries in (owner._parameters, owner._buffers):
             held: Any = entries
@@ -149,7 +149,7 @@ class Materializer:
         """Models of transformers, which know how their modules begin."""
 
     def make_all(self, module: nn.Module, name: str = "") -> dict[Tensor, Tensor]:
-        """Make a module and its parts real; return what was exchanged for what."""
+        """Materialize a module and its parts; return the new tensor of each exchanged one."""
         self.make(module, name)
         for key, child in module.named_children():
             self.make_all(child, f"{name}.{key}" if name else key)
@@ -208,7 +208,7 @@ class Materializer:
             entries[key] = self._made[value]
 
     def _ways(self, module: nn.Module, name: str) -> Iterator[Callable[[], Any]]:
-        """Give the functions that may draw a module's values, the best one first."""
+        """Yield the functions that may draw a module's values, the best one first."""
         for prefix, model in reversed(self._models):
             if not prefix or f"{name}.".startswith(f"{prefix}."):
                 yield partial(model._init_weights, module)
@@ -244,7 +244,7 @@ class Materializer:
 
 
 def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stored, Tensor], Tensor]) -> bool:
-    """Give the weights and buffers of a module that are left on the meta device the values that were noted for them.
+    """Read the values noted for a module's weights and buffers on the meta device.
 
     The tensors stay the same objects, so that tied weights and optimizers keep what they hold.
 

@@ -94,7 +94,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the parts with at least so many parameters that are in no smaller such part."""
+    """Find the parts with at least `size` parameters outside of smaller such parts."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:

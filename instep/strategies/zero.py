@@ -80,13 +80,13 @@ class OptimizerShards:
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Let the optimizer step everything again. What it has of its state is still a part."""
+        """Make the optimizer step all parameters again; its state is still a part."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Give each new parameter to the rank with the least to do, the same one on all ranks."""
+        """Assign each new parameter to the rank with the least to do; all ranks decide alike."""
         new = [p for p in parameters if p not in self._owners]
         for p in sorted(new, key=lambda p: p.numel(), reverse=True):
             owner = self._owners[p] = self._loads.index(min(self._loads))
@@ -94,7 +94,7 @@ class OptimizerShards:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # it makes all gradients, and clips them, which must be over before any are hidden
+        if closure is not None:  # the closure makes and clips all gradients, which must be over before any are hidden
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}

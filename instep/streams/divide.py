@@ -191,7 +191,7 @@ class _Reader:
         return items
 
     def units(self) -> Iterator[Any]:
-        """Give what is this reader's own."""
+        """Yield the units that this reader owns."""
         if not self.is_open:
             self.open()
         command = self._answer() if not self._in_main else int(self._owner.board.head[_COMMAND])
@@ -232,7 +232,7 @@ class _Reader:
     # ---- comparing
 
     def read_first(self, most: int) -> None:
-        """Read whole blocks until there are so many samples, and put their digests on the board."""
+        """Read whole blocks until there are `most` samples, and write their digests to the board."""
         until = time.monotonic() + _PATIENCE_S.get(most, 2.0)
         if not self.is_open:
             self.open()
@@ -388,7 +388,7 @@ class Division:
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Bring the data set to where it stood at an epoch's end."""
+        """Restore the data set's state of an epoch's end."""
         inner = state_dict.get("inner")
         if inner is not None and not self.workers:
             self._stream.source.load_state_dict(copy.deepcopy(inner))
@@ -442,7 +442,7 @@ class Division:
         return self.pattern
 
     def give_up(self) -> None:
-        """Let readers that still wait end."""
+        """End the readers that still wait."""
         if int(self._board.head[_COMMAND]) in _ASKED:
             self._board.head[_COMMAND] = _GIVE_UP
 
@@ -485,7 +485,7 @@ class Division:
     # ---- comparing
 
     def _first(self, most: int) -> list[_First]:
-        """Return the first samples of this process's readers, up to so many; wait for the workers."""
+        """Return at most `most` first samples of this process's readers; wait for the workers."""
         rows = self._board.rows
         if not self.workers:
             self._stream.reader.read_first(most)

@@ -52,7 +52,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, rows: Sequence[int]) -> list[Any]:
-        """Read the records with these numbers, which ascend; one that cannot be read is a `BadRecord`."""
+        """Read the records of ascending numbers; a record that cannot be read is a `BadRecord`."""
 
     @abstractmethod
     def place(self, row: int) -> str:

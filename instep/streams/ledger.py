@@ -43,7 +43,7 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
         accumulate: batches of an optimizer step; None where that is not known.
     """
     if "INSTEP_REPLAY" in os.environ:
-        return  # it repeats steps of a run that has its lines
+        return  # a replay repeats steps whose lines are there
     with suppress(OSError):  # a full disk: the training goes on, and its saves say so
         _note(folder, source, epoch, batch, step, accumulate)
 
@@ -176,7 +176,8 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     for line in _lines(path):
         if not is_int(line.get("step"), 0):
             raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
-        reached = [each for each in reached if each["step"] < line["step"]] + [line]  # it went back to an earlier step
+        # The run went back to an earlier step.
+        reached = [each for each in reached if each["step"] < line["step"]] + [line]
     line = next((each for each in reversed(reached) if each["step"] < step), None)
     if line is None:
         raise DataError(f"{path} does not say which samples step {step} had: no training is noted there")

@@ -118,7 +118,7 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
 
 
 def attempted(read: Callable[[], Result]) -> Result:
-    """Read what a distant file system may fail at, up to three times: not OSErrors alone, those of aiohttp are none."""
+    """Try a read from a remote file system up to three times; aiohttp's errors are no OSErrors."""
     return patiently(read, lambda error: not isinstance(error, (FileNotFoundError, ImportError, DataError)))
 
 

@@ -88,7 +88,7 @@ class Gradients(Callback):
                 self.seen[name] = self.seen.get(name, False) or parameter.grad is not None
 
     def without(self) -> list[str]:
-        """Return the names of those that never had one."""
+        """Return the names of parameters that never had a gradient."""
         return [name for name, seen in self.seen.items() if not seen]
 
 

@@ -95,7 +95,7 @@ class FailAt(Callback):
         self.step = step
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Raise, once so many steps are done."""
+        """Raise after the given number of steps."""
         if trainer.global_step >= self.step:
             raise Failure("the step that was to fail")
 

@@ -155,7 +155,7 @@ class Watch(Callback):
         return {"losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the losses."""
+        """Restore the losses."""
         self.losses = state_dict["losses"]
 
 

@@ -144,7 +144,7 @@ class Loaders:
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
-        """Return the user's loaders as they came: those that were asked for already, else ask now."""
+        """Return the user's loaders unprepared; ask the user's code for them unless that was done."""
         users = self._users.get(stage)
         return self._ask(stage) if users is None else users
 
@@ -361,7 +361,7 @@ class Loaders:
     # ---- both
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Have a resumed run ask as one that never stopped: at the last epoch that loads anew, or at its start."""
+        """Ask for loaders as a run that never stopped: at the last reloading epoch, or at the start."""
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
             return self._as_of(at.epoch - at.epoch % every, at.loaded_step)

@@ -204,7 +204,7 @@ class Accumulator:
         self.weight += weight
 
     def held(self) -> AbstractContextManager[None]:
-        """Have the metric object hold what it counted for this name, in a `with` block."""
+        """Give the metric object the counts of this name, in a `with` block."""
         return nullcontext() if self.counts is None else self.counts.held()
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
@@ -665,7 +665,7 @@ class MetricLog:
         return mine or self._averages
 
     def bring_to_host(self, step: int) -> list[StepMetrics]:
-        """Bring everything to the host that `state_dict` needs; step values stay due at the next `hand_over`."""
+        """Copy to the host what `state_dict` needs; step values stay due at the next `hand_over`."""
         return self.hand_over(step, wait=True, step_values=False)
 
     def _arrive(self, synced: bool = False) -> list[StepMetrics]:
@@ -768,7 +768,7 @@ class MetricLog:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
                 if one.epoch_name in empty and math.isnan(values[key]):
                     metric_states_module().warn_of_none(one.metric, one.epoch_name)
-            if of_loader:  # it counts no more
+            if of_loader:  # the metric object counts no more for this loader
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
         return result

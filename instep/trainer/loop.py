@@ -411,7 +411,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
 
 
 def settle(ctx: RunContext) -> None:
-    """Have the guests of the step do what waits, before anything is built on the steps so far."""
+    """Make the step's guests finish their waiting work, before anything uses the steps so far."""
     for guest in ctx.guests:
         guest.settle()
 

@@ -351,7 +351,7 @@ class Trainer:
         self._launch()
         self._begin(model)
         if replay := find_replay():
-            ckpt_path, resume = replay.prepare(self, model), None  # it loads all of its checkpoint
+            ckpt_path, resume = replay.prepare(self, model), None  # a replay loads all of its checkpoint
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with open_run(self, "fit", model, datamodule, loaders, ckpt_path, resume) as ctx:
             fit(ctx)

@@ -281,7 +281,7 @@ def check_fields(settings: Any) -> None:
     for name, check in checks_of(type(settings)).items():
         value, default = getattr(settings, name), getattr(type(settings), name, ...)
         if value is not None or default is not None:
-            object.__setattr__(settings, name, check(name, value))  # it may be frozen
+            object.__setattr__(settings, name, check(name, value))  # the dataclass may be frozen
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

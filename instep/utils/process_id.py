@@ -30,7 +30,7 @@ def is_gone(owner: str) -> bool | None:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it runs, as another user
+        pass  # the process runs, as another user
     life = _life(pid)
     if life != match["life"]:  # the id was given to another process; containers start with the same ones
         return None if life == _UNKNOWN else True

@@ -434,7 +434,7 @@ def schedule_groups(
 
 
 def _schedule_group(leaf: Any, index: int, scale: float) -> None:
-    """Give a scheduler's lists, one entry per group, an entry for a group that follows the first one."""
+    """Extend a scheduler's lists of one entry per group for a group that follows the first one."""
     for name in _PER_GROUP:
         values = getattr(leaf, name, None)
         if not isinstance(values, list) or not values:

@@ -232,7 +232,7 @@ def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if _PART.fullmatch(path.name):
             path.unlink()
-    with suppress(OSError):  # it is not empty
+    with suppress(OSError):  # the folder is not empty
         folder.rmdir()
 
 
@@ -355,7 +355,7 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Give stretches of rows that stay together: first row, the one after the last, and the place of the first."""
+    """Yield runs of rows that stay together: first row, end (exclusive), and place of the first row."""
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):

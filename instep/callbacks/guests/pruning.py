@@ -445,7 +445,7 @@ def _is_masked(name: str, state: Mapping[str, Any]) -> bool:
 def _without_masks(
     state: Mapping[str, Any], names: set[str] | None = None, applied: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Give the entries of a state dict with plain weights in the place of masked ones.
+    """Yield the entries of a state dict with plain weights in the place of masked ones.
 
     Args:
         state: tensors, or stored ones.

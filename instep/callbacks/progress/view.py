@@ -48,7 +48,7 @@ class Speed:
         self._readings.clear()
 
     def read(self, now_s: float, batch: int) -> float | None:
-        """Take a reading and give the speed; None while it is not known."""
+        """Add a reading and return the speed; None while it is not known."""
         if self._readings and batch < self._readings[-1][1]:
             self._readings.clear()  # a new epoch
         self._readings.append((now_s, batch))
@@ -77,7 +77,7 @@ class Curve:
         self._last: float | None = None
 
     def add(self, value: float) -> None:
-        """Take a reading; what is not finite, and what has not changed, is left out."""
+        """Add a reading, unless it is not finite or has not changed."""
         if value == self._last or not math.isfinite(value):
             return
         self._last = value
@@ -127,7 +127,7 @@ class Best:
         return self._modes.get(name)
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Take the values after a validation."""
+        """Update the values after a validation."""
         for name, value in metrics.items():
             mode = self.mode(name)
             if mode is None or not isinstance(value, (int, float)) or math.isnan(value):

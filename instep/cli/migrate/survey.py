@@ -242,7 +242,7 @@ class Names(cst.CSTVisitor):
     def local_name(self, local: str, target: str) -> str:
         """Find the name by which the script calls instep's, where it imports it by itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
-        if local != old or not target.startswith(("instep.", "typing.")):  # it has a name of the script's own
+        if local != old or not target.startswith(("instep.", "typing.")):  # the script has given it another name
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
 
@@ -298,7 +298,7 @@ class Names(cst.CSTVisitor):
                 lines += self._modules(node, local, f"from {module} import {code(alias).rstrip(', ')}")
             elif name in self.leftovers or name.rpartition(".")[2] not in tables.GONE:
                 stay.append(alias)
-                if name not in self.leftovers:  # it is imported and not used
+                if name not in self.leftovers:  # the name is imported and not used
                     self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
         if len(stay) == len(node.names):
             return None

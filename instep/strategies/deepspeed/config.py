@@ -168,7 +168,7 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
         SettingError: an "auto" is left for which there is no value.
     """
     filled = copy.deepcopy(config)
-    filled.pop("optimizer", None)  # it is made before the engine
+    filled.pop("optimizer", None)  # the optimizer is made before the engine
     filled.pop("train_batch_size", None)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:

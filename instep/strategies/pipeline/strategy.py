@@ -108,7 +108,7 @@ class Pipeline(NamedTuple):
 
 
 class PipelinedGradients(FSDPGradients):
-    """Gradients of which each rank has those of its stages."""
+    """Gradients of a pipe, where each rank has its own stages' gradients."""
 
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0

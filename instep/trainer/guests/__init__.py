@@ -143,7 +143,7 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Have the guest that can say later which samples a step had note the position, at the begin of an epoch."""
+    """Make the guest that lists samples by step note the position, at the begin of an epoch."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None

@@ -9,7 +9,7 @@ from instep.trainer.guests import StepGuest, StepParts
 
 
 class GarbageCollection(StepGuest):
-    """Collection of garbage at every so many optimizer steps, in place of Python's own times.
+    """Garbage collection every N optimizer steps, in place of Python's own times.
 
     Python collects when enough objects were made. This time differs from rank to rank, and each time all wait for one.
     """

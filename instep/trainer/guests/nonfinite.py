@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _READ_AFTER = 1024  # steps whose flags may wait on the device
 _LOSSES = 256  # losses that are kept apart until the next optimizer step
-_NAMES = 3  # how many of them a message lists
+_NAMES = 3  # names that a message lists at most
 
 
 @dataclass
@@ -234,7 +234,7 @@ class NonFiniteGuard(StepGuest):
         finally:
             _forget_flag(optimizer)
         if check is None:
-            return  # it did not run the closure
+            return  # the optimizer did not run the closure
         if before and not left_out:
             check.found = torch.zeros((), dtype=torch.float32, device=self._device)
             self._strategy.gradients.find_nonfinite([p.detach() for p in weights], check.found)

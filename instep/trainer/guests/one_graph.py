@@ -153,7 +153,7 @@ def why_no_backward_in_graph() -> str:
 
 
 def backward_in_graph() -> AbstractContextManager[Any]:
-    """Have torch trace `loss.backward()` into the graph that is compiled within the block."""
+    """Make torch trace `loss.backward()` into the graph compiled in the `with` block."""
     from torch._dynamo import config  # late: torch's compiler takes a second to load
 
     return config.patch(trace_autograd_ops=True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,7 +32,7 @@ _ALL_ARRIVE_S = 60.0
 
 
 def silence(trainer: Trainer) -> None:
-    """Take the savers and what draws off the Trainer."""
+    """Remove the callbacks that save or draw from the Trainer."""
     trainer.callbacks = _silenced(trainer.callbacks)
     trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
