@@ -79,12 +79,7 @@ def holder(root: Path, files: Files) -> dict[str, Any] | None:
             if not content["released"]:
                 fields = ("run_id", "host", "pid", "command", "since")
                 return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # the file may change meanwhile, or be of another version
+        except (OSError, ValueError, KeyError, TypeError):  # the file may change, or be of another version
             continue
     return None
 
