@@ -162,7 +162,6 @@ class UnitCount(Callback):
                 logger.log_metrics({self.unit: self.total}, step=step)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._source: Any = None  # a copy of the Trainer has no data
 
     # ---- one optimizer window
 
