@@ -161,8 +161,6 @@ class UnitCount(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({self.unit: self.total}, step=step)
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-
     # ---- one optimizer window
 
     def _begin(self) -> None:
