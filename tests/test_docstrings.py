@@ -48,6 +48,7 @@ RECORDS = {  # a user reads them, and makes none
     "instep.runs": ("Curve", "Metrics", "RunStatus"),
     "instep.state": ("DeviceKind", "GradientRecord"),
     "instep.trainer": ("TrainerState",),
+    "instep.units": ("CountedSchedule",),
 }
 
 
