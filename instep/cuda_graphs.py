@@ -361,7 +361,7 @@ def without_graph(output: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error; of two, that of the step, and not that the recording could not end well."""
+    """Return the first line of an error; prefer the step's own error to that of the recording's end."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

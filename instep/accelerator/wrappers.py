@@ -355,7 +355,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         return not self.steps_taken and any(p.grad is not None for p in parameters_of(self.optimizer))
 
     def owns(self, parameters: set[int]) -> bool:
-        """Return whether it steps one of these parameters, given by their ids, that has a gradient."""
+        """Return whether the optimizer steps one of these parameters (by id) that has a gradient."""
         return any(id(p) in parameters and p.grad is not None for p in parameters_of(self.optimizer))
 
     def correct_gradients(self) -> None:

@@ -204,7 +204,7 @@ def prefetch_blocks(
         depth: blocks to read ahead.
 
     Returns:
-        What reads them; None where there is nothing to read.
+        The object that reads the weights; None where there is nothing to read.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[torch.device | int | str, list[str]]] = {}

@@ -415,7 +415,7 @@ class Accelerator(_Accelerator):
         sampler = batches.sampler
         if type(sampler) is not RandomSampler:
             return
-        if type(batches) is not BatchSampler:  # one that says more of itself, as sentence-transformers has it
+        if type(batches) is not BatchSampler:  # a subclass has more attributes, as that of sentence-transformers
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
             vars(loader)["batch_sampler"] = batches
         if self._seedable:

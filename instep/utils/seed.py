@@ -293,7 +293,7 @@ def _check(state: Any) -> None:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """Return the kinds of devices that may be several, where there are any."""
+    """Return the kinds of devices of which this machine has some and may have several."""
     for name in ("cuda", "xpu"):
         module = getattr(torch, name)
         if module.is_available():
