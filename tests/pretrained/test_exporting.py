@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,87 @@ def test_every_strategy_exports_the_same_weights(tmp_path: Path) -> None:
                     for name in ("ddp", "fsdp", "mesh"))  # fmt: skip
     for other in others:
         torch.testing.assert_close(other, ddp, atol=1e-4, rtol=0)
+
+
+class Piped(Chat):
+    """The same in stages of a pipeline."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+    def pipeline_stages(self) -> list[Any]:
+        llama = self.model.model
+        layers = [(partial(self.run_layer, layer), layer) for layer in llama.layers]
+        return [
+            (lambda tokens: llama.embed_tokens(tokens), llama.embed_tokens),
+            *layers,
+            (lambda x: self.model.lm_head(llama.norm(x)), llama.norm, self.model.lm_head),
+        ]
+
+    def run_layer(self, layer: nn.Module, x: Tensor) -> Tensor:
+        angles = self.model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        return layer(x, position_embeddings=angles)
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.pipeline_loss(self(batch[0]), batch[1])
+
+
+class Saved(Callback):
+    """A checkpoint of the end of fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def spread(folder: str, names: tuple[str, ...]) -> None:
+    from instep.strategies import MeshStrategy
+
+    for name in names:
+        torch.manual_seed(0)
+        strategy: Any = MeshStrategy(**{name: 2}) if name in ("tp", "pp") else name
+        export, path = PretrainedExport(Path(folder, name), 2, max_shard_size="10KB"), Path(folder, f"{name} saved")
+        data = TensorDataset(torch.randint(64, (64, 8), generator=torch.Generator().manual_seed(0)))
+        quiet = {**QUIET, "strategy": strategy, "max_steps": 4, "max_epochs": -1}
+        module = Piped(tied=False) if name == "pp" else Chat(tied=name != "tp")
+        Trainer(**quiet, callbacks=[export, Saved(path)]).fit(module, DataLoader(TwoColumns(data), batch_size=4))
+
+
+class TwoColumns(TensorDataset):
+    """Tokens, which are their own targets."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        super().__init__(data.tensors[0], data.tensors[0])
+
+
+@pytest.mark.dist
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tp", "pp"),
+        pytest.param(("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"), marks=pytest.mark.deepspeed),
+    ],
+    ids=["mesh", "deepspeed"],
+)
+def test_weights_that_ranks_share_are_exported_with_the_bits_of_the_checkpoint(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(spread, 2, str(tmp_path), names)
+    for name in names:
+        (path,) = tmp_path.glob(f"{name} saved-*")
+        kind = Piped if name == "pp" else Chat
+        saved = kind.load_from_checkpoint(path, tied=name not in ("tp", "pp"), map_location="cpu")
+        exported = [AutoModelForCausalLM.from_pretrained(tmp_path / name / f"step-0000000{step}") for step in (2, 4)]
+        assert torch.equal(logits(exported[1]), logits(saved.model)), name
+        assert not torch.equal(logits(exported[0]), logits(saved.model)), name
 
 
 KILLED = """
