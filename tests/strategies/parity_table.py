@@ -2,6 +2,7 @@
 
     python -m tests.strategies.parity_table             # writes docs/scale/parity.md
     python -m tests.strategies.parity_table --muon      # measures its section about Muon alone again
+    python -m tests.strategies.parity_table --memory    # measures its section about memory alone again
 
 `test_parity.py` runs the first steps of the first table and a part of the second. XLA has torch and an environment of
 its own (`make venv-xla`), in which this file runs a second time, with `--xla`.
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from instep.activations import ActivationCheckpointing
 from instep.callbacks import Callback
+from instep.losses import linear_cross_entropy
 from instep.strategies import FSDPStrategy, Strategy
 from tests.helpers.spawn import run_command, run_ranks
 from tests.strategies.tiny_gpt import GLOBAL_BATCH, STEPS, MuonGPT, TinyGPT, train
@@ -97,6 +101,8 @@ CASES = {
         Case("DeepSpeed 3 x2", "deepspeed_stage_3", package="deepspeed"),
     )
 }
+MEMORY = ("single process", "DDP x2", "FSDP x2", "HSDP 2x2", "TP x2")
+SAVERS = {"recomputed": "activation checkpointing", "chunked": "chunked loss"}
 MUON = ("single process", "DDP x2", "FSDP x2", "DDP x4", "HSDP 2x2", "TP x2", "TP x2, FSDP x2")
 
 
@@ -105,7 +111,7 @@ MUON = ("single process", "DDP x2", "FSDP x2", "DDP x4", "HSDP 2x2", "TP x2", "T
 
 def checkpoint(folder: str, name: str) -> Path:
     """Where a case saves."""
-    return Path(folder, f"case-{[*CASES, XLA, *(f'muon {name}' for name in MUON)].index(name)}")
+    return Path(folder, f"case-{[*CASES, XLA, *SAVERS, *(f'muon {name}' for name in MUON)].index(name)}")
 
 
 class Saves(Callback):
@@ -156,6 +162,36 @@ def muon_losses(names: Iterable[str], folder: str, steps: int = STEPS) -> dict[A
         path = checkpoint(folder, f"muon {names[0]}")
         run = train(steps=SAVED + RESUMED, module=MuonGPT(), ckpt_path=path, **how, **settings(name))
         found[names[0], name] = run.losses
+    return found
+
+
+class ChunkedGPT(TinyGPT):
+    """The same with a loss that never holds all logits."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return linear_cross_entropy(self.norm(x), self.head.weight, batch[1], chunk_tokens=24)
+
+
+def memory_losses(names: Iterable[str], folder: str, steps: int = STEPS) -> dict[tuple[str, str, str], list[float]]:
+    """The losses of each case with less memory, and those after the checkpoint of the case of one process."""
+    found = dict[tuple[str, str, str], list[float]]()
+    for way in SAVERS:
+        for name in names:
+
+            def run(steps: int, seed: int, path: Any = None, *, way: str = way, name: str = name) -> list[float]:
+                torch.manual_seed(seed)
+                module = ChunkedGPT() if way == "chunked" else TinyGPT()
+                more: list[Callback] = [ActivationCheckpointing()] if way == "recomputed" else []
+                if path is None and CASES[name].ranks == 1:
+                    more.append(Saves(checkpoint(folder, way)))
+                how = {**settings(name), "module": module, "callbacks": more, "ckpt_path": path}
+                return train(steps=steps, **how).losses
+
+            found[way, name, "whole"] = run(steps, 1)
+            found[way, name, "resumed"] = run(SAVED + RESUMED, 5, checkpoint(folder, way))
     return found
 
 
@@ -251,6 +287,27 @@ def muon_rows(losses: dict[Any, list[float]]) -> list[str]:
     return rows
 
 
+def memory_rows(losses: dict[tuple[str, str, str], list[float]], alone: list[float]) -> list[str]:
+    """The fourth table: with less memory, how far each case is from one process that saves none."""
+    rows = ["| strategy | " + " | ".join(f"{way} | resumed" for way in SAVERS.values()) + " |", "|---|---|---|---|---|"]
+    for name in MEMORY:
+        cells = []
+        for way in SAVERS:
+            cells.append(f"{difference(losses[way, name, 'whole'], alone):.1e}")
+            cells.append(f"{difference(losses[way, name, 'resumed'], after_saving(alone)):.1e}")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def measured_memory() -> str:
+    """Measure the section about memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = by_ranks(["single process"], losses_of, folder)["single process"]
+        return MEMORY_TEXT.format(
+            resumed=RESUMED, memory="\n".join(memory_rows(by_ranks(MEMORY, memory_losses, folder), alone))
+        )
+
+
 def on_xla(folder: str, sources: Iterable[str]) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
     """Losses on one XLA device and after each checkpoint; both empty where XLA's environment is not there."""
     python = ROOT / ".venv-xla" / "bin" / "python"
@@ -268,12 +325,17 @@ def main() -> None:
     if sys.argv[1:2] == ["--xla"]:
         answer_for_xla(*sys.argv[2:])
         return
+    if sys.argv[1:2] == ["--memory"]:
+        page = TABLE.read_text()
+        begin = page.index(MEMORY_TEXT.splitlines()[0] if "## Less memory" in page else "## How this")
+        TABLE.write_text(page[:begin] + measured_memory() + page[page.index("## How this") :])
+        return
     with tempfile.TemporaryDirectory() as folder:
         muon = "\n".join(muon_rows(by_ranks(MUON, muon_losses, folder)))
     if sys.argv[1:2] == ["--muon"]:
         page = TABLE.read_text()
         TABLE.write_text(
-            page[: page.index("## Muon")] + MUON_TEXT.format(muon=muon) + page[page.index("## How this") :]
+            page[: page.index("## Muon")] + MUON_TEXT.format(muon=muon) + page[page.index("## Less memory") :]
         )
         return
     names = [name for name, case in CASES.items() if not case.missing]
@@ -302,7 +364,7 @@ def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[floa
             batch=GLOBAL_BATCH,
             saved=SAVED,
             resumed=RESUMED,
-            muon=MUON_TEXT.format(muon=muon),
+            muon=MUON_TEXT.format(muon=muon) + measured_memory(),
         )
     )
     print("\n".join([*parity, "", *matrix]))
@@ -321,6 +383,18 @@ far. Where two strategies add gradients in the same order, they are equal bit fo
 checkpoint: who saved it, and how far the next steps of this strategy are from the run that saved it.
 
 {muon}
+
+"""
+
+MEMORY_TEXT = """## Less memory
+
+The same model with [`ActivationCheckpointing()`](../train/memory.md#compute-activations-again), which computes its
+blocks again in the backward, and with `linear_cross_entropy`, a
+[loss without all logits](../train/memory.md#compute-the-loss-without-all-logits). The numbers are the largest
+differences from the losses of one process that does neither. The columns "resumed" are of the {resumed} steps after a
+checkpoint that one process saved: the other rows go on with it on another number of processes.
+
+{memory}
 
 """
 

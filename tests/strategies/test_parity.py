@@ -164,6 +164,16 @@ def test_checkpoints_load_under_other_strategies(runs: Runs, names: list[str]) -
     assert runs.far() == {}
 
 
+@pytest.mark.dist
+def test_saved_memory_changes_no_loss_also_of_a_checkpoint_of_another_number_of_processes(tmp_path: Path) -> None:
+    names = [name for name in parity_table.MEMORY if STRATEGIES[name].ranks <= 2]
+    alone = by_ranks(["single process"], losses_of, str(tmp_path), FEW_STEPS)["single process"]
+    losses = by_ranks(names, parity_table.memory_losses, str(tmp_path), FEW_STEPS)
+    assert len(losses) == 4 * len(names)
+    for key, found in losses.items():
+        assert difference(found, after_saving(alone) if key[2] == "resumed" else alone) < LIMIT, key
+
+
 def losses_in(precision: str, names: list[str]) -> dict[str, list[float]]:
     return {name: train_gpt(steps=4, precision=precision, **STRATEGIES[name].settings()).losses for name in names}
 

@@ -49,15 +49,11 @@ def both_parts(folder: str, most: int, ckpt_path: Any) -> None:
         run(f"{folder}/{number}", most, ckpt_path, **settings)
 
 
-def test_each_step_has_the_rate_of_the_tokens_before_it(tmp_path: Path) -> None:
-    both_parts(str(tmp_path), 300, None)
-    both_parts(str(tmp_path), 700, "last")
-
-
 @pytest.mark.dist
-def test_ranks_and_resumes_on_others_have_the_same_rates(tmp_path: Path) -> None:
-    run_ranks(both_parts, 2, str(tmp_path), 300, None)
-    run_ranks(both_parts, 3, str(tmp_path), 700, "last")
+@pytest.mark.parametrize(("first", "then"), [(1, 1), (2, 3)])
+def test_each_step_has_the_rate_of_the_tokens_before_it(tmp_path: Path, first: int, then: int) -> None:
+    run_ranks(both_parts, first, str(tmp_path), 300, None)
+    run_ranks(both_parts, then, str(tmp_path), 700, "last")
 
 
 def test_manual_optimization_a_second_fit_and_the_monitor_of_rates() -> None:
