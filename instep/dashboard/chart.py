@@ -29,7 +29,7 @@ def options(
     for index, (metric, lines) in enumerate(curves.items()):
         top = _TOP + index * _EACH
         grids.append({"left": 58, "right": 14, "top": top, "height": _PLOT})
-        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**LABEL, "fontSize": 13}})
+        titles.append({"text": shown(metric[:80]), "left": 8, "top": top - 26, "textStyle": {**LABEL, "fontSize": 13}})
         wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": LINE}
         across.append(_axis("time" if by_time else "value", index, **wide))
         up.append(_axis("log" if log else "value", index, scale=True, splitLine=LINE))
@@ -45,6 +45,15 @@ def options(
         "tooltip": {"trigger": "axis", **TOOLTIP},
         "axisPointer": {"link": [{"xAxisIndex": "all"}]},
     }
+
+
+def shown(text: str) -> str:
+    """Return a stranger's text as ECharts may draw it, with marks that have no width.
+
+    Its cache of the widths of texts would take a name such as `__proto__`, which each object inherits, for an entry of
+    its own; and `{` may begin a style in its tooltips.
+    """
+    return clean(text, "").replace("{", "{\u200b") + "\u200b"
 
 
 def draw(plot: Any, instead: Any, drawn: dict[str, Any], legend: int = 22) -> None:
@@ -73,7 +82,7 @@ def _line(name: str, colour: int, index: int, points: list[tuple[float, float]])
     ink = COLOURS[colour % len(COLOURS)]
     at = {"xAxisIndex": index, "yAxisIndex": index, "showSymbol": len(points) < 3, "emphasis": {"focus": "series"}}
     drawn = {"color": ink, "lineStyle": {"width": 1.6, "color": ink}}
-    return {"type": "line", "name": clean(name)[-60:], "data": points, **at, **drawn}
+    return {"type": "line", "name": shown(name[-60:]), "data": points, **at, **drawn}
 
 
 def _points(curve: Curve, log: bool, by_time: bool) -> list[tuple[float, float]]:

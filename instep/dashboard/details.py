@@ -34,7 +34,6 @@ def box(classes: str, tag: str = "div") -> ui.element:
 def header(folder: Path, links: Mapping[str, str]) -> ui.label:
     """Make the bar above a page, with links to the others; return the label for what it counts."""
     ui.add_css(_STYLE)
-    ui.dark_mode(None)
     with box("top", "header"):
         ui.label("instep").classes("brand")
         with box("line", "nav"):

@@ -58,7 +58,8 @@ class Guard:
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         if scope["type"] == "http" and self._brings_token(scope, headers):
-            await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": self._new_cookie()})
+            cookie = f"{self._cookie}={self._session}; Path=/; HttpOnly; SameSite=Lax"
+            await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": cookie})
         elif why := self._refusal(scope, headers):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})  # before it is accepted: an answer 403
@@ -97,9 +98,6 @@ class Guard:
         if scope["method"] != "GET" or len(given) != 1 or self._foreign(scope, headers):
             return False
         return _same(given[0], self._token)
-
-    def _new_cookie(self) -> str:
-        return f"{self._cookie}={self._session}; Path=/; HttpOnly; SameSite=Lax"
 
 
 def is_loopback(name: str) -> bool:

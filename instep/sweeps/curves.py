@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from instep.dashboard import chart
-from instep.dashboard.chart import COLOURS
+from instep.dashboard.chart import COLOURS, shown
 from instep.runs import Curve
-from instep.utils.untrusted_files import clean
 
 POINTS = 200  # of a band: steps at which runs are compared
 _PLAIN = 8  # names that the legend shows all of
@@ -100,17 +99,14 @@ def options(lines: Mapping[str, Sequence[Line]], log: bool) -> dict[str, Any]:
         for part in _series(line, colours[line.name], index, f"{index}-{number}", log)
     ]
     drawn = chart.options(dict.fromkeys(lines, ()), log)
-    legend = {**drawn["legend"], "type": "plain" if len(names) <= _PLAIN else "scroll", "data": [*map(_shown, names)]}
+    kind, data = "plain" if len(names) <= _PLAIN else "scroll", [shown(name[-60:]) for name in names]
+    legend = {**drawn["legend"], "type": kind, "data": data}
     return {**drawn, "series": series, "legend": legend}
 
 
 def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[Line]], log: bool = False) -> None:
     """Put the plot into NiceGUI's element; without a line show another element instead."""
     chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
-
-
-def _shown(name: str) -> str:
-    return clean(name, "")[-60:]
 
 
 def _series(line: Line, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
@@ -129,7 +125,7 @@ def _series(line: Line, colour: str, index: int, key: str, log: bool) -> list[di
         ]
     if line.raw:
         found.append({**quiet, "data": _points(line.steps, line.raw, log), "lineStyle": {"width": 1, "opacity": 0.25}})
-    main = {"name": _shown(line.name), "data": _points(line.steps, line.values, log), "lineStyle": {"width": 1.7}}
+    main = {"name": shown(line.name[-60:]), "data": _points(line.steps, line.values, log), "lineStyle": {"width": 1.7}}
     return [*found, {**at, **main, "emphasis": {"focus": "series"}}]
 
 

@@ -291,6 +291,8 @@ class Notes(_OfRuns):
         self._note = ui.textarea("Note").props("autogrow")
         self._archived = ui.checkbox("archived: the table leaves the run out").props("dense")
         self._fields = (self._name, self._tags, self._note, self._archived)
+        self._folder: Path | None = None
+        self._before: tuple[Any, ...] = ("", "", "", False)
         with box("line"):
             self._save = ui.button("Save", on_click=self._write).props("no-caps outline")
             self._said = ui.label().classes("quiet").props("role=status")
@@ -301,26 +303,25 @@ class Notes(_OfRuns):
 
     async def refresh(self) -> None:
         for entry in self._offer_runs(self._run):
-            self._entry = entry
-            if self._shown.changed("label", (entry.run.folder, entry.run.label)):
-                for element, value in zip(self._fields, self._values(), strict=True):
+            label, is_other = entry.run.label, self._shown.changed("run", entry.run.folder)
+            values = label.name, " ".join(label.tags), label.note, label.archived
+            for element, value, before in zip(self._fields, values, self._before, strict=True):
+                if is_other or (element.value or "") == (before or ""):  # else somebody is typing
                     element.set_value(value)
-
-    def _values(self) -> tuple[Any, ...]:
-        label = self._entry.run.label
-        return label.name, " ".join(label.tags), label.note, label.archived
+            self._folder, self._before = entry.run.folder, values
 
     async def _write(self) -> None:
         """Write what was changed here; what another page or the command changed since stays."""
-        if not self.desk.may_write:
+        if not self.desk.may_write or self._folder is None:
             return
         name, tags, note = (str(each.value or "").strip() for each in self._fields[:3])
-        given = {"name": name, "tags": tuple(dict.fromkeys(tags.split())), "note": note}
-        given["archived"] = self._archived.value is True
-        before = self._entry.run.label
-        changes = {key: value for key, value in given.items() if value != getattr(before, key)}
+        given = (name, tags, note, self._archived.value is True)
+        pairs = zip(("name", "tags", "note", "archived"), given, self._before, strict=True)
+        changes: dict[str, Any] = {field: value for field, value, before in pairs if value != before}
+        if "tags" in changes:
+            changes["tags"] = tuple(dict.fromkeys(tags.split()))
         try:
-            await in_thread(_write, self._entry.run.folder, changes)
+            await in_thread(_write, self._folder, changes)
         except (UsageError, OSError) as error:
             self._said.set_text(clean(f"Not saved: {error}"))
             return

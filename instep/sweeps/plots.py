@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.dashboard.chart import COLOURS, LABEL, LINE, TOOLTIP
+from instep.dashboard.chart import COLOURS, LABEL, LINE, TOOLTIP, shown
 from instep.runs.entries import Entry
 from instep.runs.naming import short, value
 from instep.runs.table import Metric
-from instep.utils.untrusted_files import clean
 
 FAILED = "#d23f57"
 _SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # from the best to the worst
@@ -128,4 +127,4 @@ def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[A
 
 
 def _cut(text: str) -> str:
-    return clean(text, "")[:60]
+    return shown(text[:60])

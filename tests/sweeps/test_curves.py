@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from instep.dashboard.chart import shown
 from instep.runs import Curve
 from instep.sweeps.curves import POINTS, Line, band_of, line_of, options, smooth
 
@@ -45,7 +46,7 @@ def test_the_raw_curve_stays_behind_the_smoothed_one_and_a_log_scale_leaves_out_
     drawn = options({"loss": [line_of("a", curve([1, 2, 3], [1.0, -1.0, 2.0]), 0.5)]}, log=True)
     raw, smoothed = drawn["series"]
     assert raw["data"] == [[1.0, 1], [2.0, 3]]
-    assert (smoothed["name"], len(smoothed["data"])) == ("a", 2)
+    assert (smoothed["name"], len(smoothed["data"])) == (shown("a"), 2)
     band = Line("b", [1, 2], [1.0, 2.0], (), [0.0, 1.0], [2.0, 4.0])
     least, above, mean = options({"loss": [band]}, log=True)["series"]
     assert (least["data"], above["data"]) == ([[1.0, 2]], [[3.0, 2]])  # stacked: the least, and what comes on top

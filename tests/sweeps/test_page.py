@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dashboard.test_page import dashboard
+from instep.runs.label import MOST_NAME, Label, read_label, write_label
+from instep.sweeps.source import Sweep, Wish
+from tests.dashboard.test_page import HOSTILE, dashboard
 from tests.helpers.axe import violations
 from tests.helpers.browser import Browser, browse
-from tests.sweeps.sweep import DISK, make_sweep
+from tests.sweeps.sweep import DISK, log_media, make_run, make_sweep
 
 pytestmark = pytest.mark.browser
 
@@ -59,9 +62,13 @@ def overflow(page: Any) -> int:
     return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
-def series(page: Any) -> list[dict[str, Any]]:
-    """What the first plot draws, in the browser."""
-    return page.evaluate("getElement(+document.querySelector('.plot').id.slice(1)).chart.getOption().series")
+_SERIES = "getElement(+document.querySelector('.plot').id.slice(1)).chart.getOption().series"
+
+
+def wait_series(page: Any, count: int) -> list[dict[str, Any]]:
+    """What the first plot draws in the browser, once that is so many things."""
+    page.wait_for_function(f"() => {_SERIES}.length == {count}")
+    return page.evaluate(_SERIES)
 
 
 def pick(page: Any, label: str, option: str) -> None:
@@ -97,8 +104,6 @@ def test_one_look_answers_what_is_best_what_differs_what_failed_and_what_runs(se
 def test_the_table_is_that_of_runs_ls_and_choosing_draws(served, browser):
     root, url = served
     page = open_sweep(browser, url)
-    from instep.sweeps.source import Sweep, Wish
-
     expected = [entry.name for entry in Sweep(root).view(Wish()).table.entries]
     shown = names(page)
     assert shown == expected[: len(shown)]
@@ -113,17 +118,152 @@ def test_the_table_is_that_of_runs_ls_and_choosing_draws(served, browser):
     page.get_by_label("Filter").fill("lr=0.01 and batch=16")
     page.locator(".ag-row").filter(has_text="lr=0.1 ").first.wait_for(state="detached")
     assert names(page) == [name for name in expected if name.startswith("lr=0.01 batch=16")]
-    page.wait_for_function("() => document.querySelector('.plot').offsetParent")
-    # One band over four seeds: the least, the rest up to the greatest, and the mean.
-    page.wait_for_timeout(500)
-    drawn = series(page)
+    drawn = wait_series(page, 3)  # a band over four seeds: the least, the rest up to the greatest, and the mean
     assert [each.get("stack") for each in drawn] == ["0-0", "0-0", None]
     pick(page, "Bands over", "nothing: a line for each run")
-    page.wait_for_timeout(700)
-    assert [each["name"] for each in series(page)] == names(page)
+    assert [each["name"].strip("\u200b") for each in wait_series(page, 4)] == names(page)
     page.locator(".ag-pinned-left-cols-container .ag-row").nth(1).get_by_role("checkbox").uncheck()
-    page.wait_for_timeout(700)
-    assert len(series(page)) == 3
+    wait_series(page, 3)
     page.get_by_label("Filter").fill("lrr<1")
     page.locator(".problem").get_by_text("lrr").wait_for()
     assert len(names(page)) == 4  # the table stays
+
+
+def test_two_runs_stand_side_by_side_and_what_a_run_logged_is_shown(tmp_path, browser):
+    settings = {"lr": 0.01, "batch": 16, "seed": 0, "width": 256}
+    make_run(tmp_path / "version_0", settings)
+    log_media(make_run(tmp_path / "version_1", {**settings, "lr": 0.1, "width": 64}, age_s=60.0))
+    with dashboard(tmp_path) as (url, _):
+        page = open_sweep(browser, url)
+        tab(page, "Two runs")
+        rows = page.locator(".stack table").first.locator("tbody tr")
+        rows.get_by_text("width").wait_for()
+        assert sorted(row.split() for row in rows.all_inner_texts()) == [
+            ["lr", "0.01", "0.1", "≠"],
+            ["width", "256", "64", "≠"],
+        ]
+        page.get_by_role("cell", name=f"{16:040x}").first.wait_for()
+        browser.wait_drawn(page.locator(".plot canvas").first, 0.6)  # the curves of both
+        tab(page, "Logged")
+        page.get_by_text("This run has no pictures").wait_for()
+        pick(page, "Run", "lr=0.1 width=64")
+        page.get_by_role("img", name="samples/0, step 400").wait_for()
+        assert page.get_by_role("img", name="samples").evaluate_all("all => all.map(it => it.naturalWidth)") == [64, 64]
+        page.get_by_role("cell", name="97", exact=True).wait_for()
+        assert violations(page) == []
+
+
+def test_who_has_the_token_writes_a_name_tags_and_a_note_by_the_keyboard_alone(tmp_path, browser):
+    folder = make_run(tmp_path / "version_0", {"lr": 0.01, "batch": 16, "seed": 0})
+    write_label(folder, Label(note="of before"))
+    with dashboard(tmp_path) as (url, _):
+        page = open_sweep(browser, url)
+        page.get_by_role("tab", name="Curves").focus()
+        for _ in range(4):
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        name = page.get_by_label("Name", exact=True)
+        name.focus()
+        page.keyboard.type("long warmup")
+        page.keyboard.press("Tab")
+        page.keyboard.type("paper good paper")
+        write_label(folder, Label(note="of another page"))
+        page.wait_for_function("() => document.querySelector('textarea').value == 'of another page'")
+        assert name.input_value() == "long warmup"  # what is being typed stays
+        for _ in range(3):
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.get_by_text("Saved.").wait_for()
+        assert read_label(folder) == Label("long warmup", ("paper", "good"), "of another page")
+        page.locator(".ag-cell").get_by_text("long warmup").wait_for()
+        for field, text, said in (
+            ("Name", "x" * (MOST_NAME + 1), "201 characters"),
+            ("Name", "a\x1b[2Jb\u202e", "not printed"),
+            ("Tags, with blanks between them", "a,b", "is no word"),
+        ):
+            page.get_by_label(field, exact=True).fill(text)
+            page.get_by_role("button", name="Save").click()
+            page.get_by_text(said).wait_for()
+            page.get_by_label(field, exact=True).fill("")
+        assert read_label(folder).name == "long warmup"
+        # Another user of this machine reaches the port, but has no token.
+        stranger = browser.open(url.partition("?")[0] + "sweep")
+        stranger.locator(".ag-row").first.wait_for()
+        tab(stranger, "Notes")
+        stranger.get_by_text("To write, open the address").wait_for()
+        assert stranger.get_by_role("button", name="Save").is_disabled()
+        assert stranger.get_by_label("Name", exact=True).is_disabled()
+
+
+_ATTACKS = (
+    HOSTILE,
+    "</script><script>window.pwned=1</script>",
+    "javascript:window.pwned=1",
+    "\x1b[31mred\x1b]0;title\x07",
+    "../../../../etc/passwd",
+    "a" * 10_000,
+    "\u202egnirts\u2066 עברית العربية",
+    "訓練 обучение ประเทศไทย 🧪",
+    "{a|b} {{window.pwned=1}} ${window.pwned=1}",
+    "=cmd|' /C calc'!A0",
+    "__proto__",
+    "}{a|constructor}\n__proto__",
+)
+
+
+def test_a_strangers_names_notes_tags_settings_and_metrics_are_text(tmp_path, browser):
+    for number, text in enumerate(_ATTACKS):
+        folder = make_run(tmp_path / f"version_{number}", {"lr": 0.1, "batch": 16, "seed": number}, 40)
+        settings = {text[:300]: text, ":onclick": text, "lr": number, "nested": [text]}
+        (folder / "hparams.yaml").write_text(json.dumps(settings))
+        (folder / "label.json").write_text(json.dumps({"name": text, "tags": [text, 3], "note": text}))
+        (folder / "status.json").write_text(json.dumps({"status": "failed", "error": text, "epoch": 1}))
+        (folder / "git.json").write_text(json.dumps({"commit": text, "branch": text}))
+        with open(folder / "metrics.jsonl", "w") as file:
+            for step in range(4):
+                row = {"step": step, f"loss {text[:300]}": step, ":formatter": step, "__proto__": 1.0, "val_loss": step}
+                file.write(json.dumps(row) + "\n")
+            for kind, value in (("text", text), ("table", {"columns": [text], "rows": [[text]]})):
+                file.write(json.dumps({"step": 4, "kind": kind, "name": f"{kind} {text}", "value": value}) + "\n")
+    with dashboard(tmp_path) as (url, _):
+        page = open_sweep(browser, url)
+        page.locator(".plot canvas").first.wait_for()
+        page.locator(".plot").first.hover()  # its tooltip
+        page.locator(".ag-cell").get_by_text("onerror").first.wait_for()
+        pick(page, "Metrics", "__proto__")
+        for name in ("Hyperparameters", "Two runs", "Logged", "Notes"):
+            tab(page, name)
+            page.wait_for_timeout(1000)
+            for plot in page.locator(".plot canvas").all():
+                plot.hover()
+            assert page.locator(".stack").inner_text().strip()
+        page.get_by_label("Columns").click()
+        page.get_by_role("option").filter(has_text="onerror").first.wait_for()
+        page.keyboard.press("Escape")
+        content = page.content()
+        assert "root:" not in content
+        assert "\x1b" not in content
+        assert page.evaluate("window.pwned") is None
+        # The plots' cache of texts takes what every object inherits for an entry of its own.
+        assert page.evaluate("(() => { for (const key in {}) return key })()") is None
+        assert page.evaluate("Object.keys(Object)") == []
+        assert page.locator("img[src=x]").count() == 0
+        assert overflow(page) <= 0
+
+
+def test_a_thousand_runs_are_sorted_and_fifty_of_them_drawn(tmp_path, browser):
+    for number in range(1000):
+        folder = tmp_path / f"version_{number}"
+        folder.mkdir()
+        (folder / "status.json").write_text('{"status": "done", "exit_code": 0, "global_step": 2}')
+        (folder / "hparams.yaml").write_text(f"lr: {number / 1000}\nseed: {number % 4}\n")
+        (folder / "metrics.csv").write_text(f"step,val_loss\n1,{number + 1}\n2,{(number * 7919) % 1000}\n")
+    with dashboard(tmp_path) as (url, _):
+        page = open_sweep(browser, url)
+        page.get_by_text("1,000 runs: 1,000 finished").wait_for()
+        assert page.locator(".ag-pinned-left-cols-container .ag-row").count() < 100  # of those that are in the window
+        assert names(page)[0] == "lr=0 seed=0"
+        page.locator(".ag-header").get_by_role("checkbox").first.check()
+        page.get_by_text("The first 50 of 1,000 runs are drawn.").wait_for()
+        pick(page, "Bands over", "nothing: a line for each run")
+        wait_series(page, 50)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from instep.cli.main import main
+from instep.dashboard.chart import shown
 from instep.errors import UsageError
 from instep.runs.label import Label, write_label
 from instep.runs.table import metric_of
@@ -67,8 +68,8 @@ def test_each_run_is_a_line_of_the_parallel_plot_and_a_point_of_the_scatter(root
     drawn = plots.parallel(entries, ["lr", "batch", "seed"], metric_of("val_loss"))
     rest, lacks, best = (series["data"] for series in drawn["series"])
     assert [len(rest), len(lacks), len(best)] == [22, 1, 1]
-    assert lacks[0]["value"] == [*map(str, NAN), "-"]
-    assert drawn["parallelAxis"][0]["data"] == ["0.001", "0.01", "0.1"]  # three rates at equal distances
+    assert lacks[0]["value"] == [*(shown(str(value)) for value in NAN), "-"]
+    assert drawn["parallelAxis"][0]["data"] == [*map(shown, ("0.001", "0.01", "0.1"))]  # three rates at equal distances
     chosen = {entry.run.folder for entry in entries[:5]}
     ticked, others = plots.scatter(entries, "lr", metric_of("val_loss"), chosen)["series"]
     assert (len(ticked["data"]), len(ticked["data"]) + len(others["data"])) == (5, 23)
