@@ -35,7 +35,7 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
     """
     links = {name: f"/{name.lower()}" for name in pages}
 
-    @ui.page("/", title=f"{clean(source.folder.name)} - instep")
+    @ui.page("/", title=f"{clean(source.folder.name)} - instep", reconnect_timeout=60.0)
     def home(run: str = "") -> None:
         View(source, tensorboard, links, run).build()
 

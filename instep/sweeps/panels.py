@@ -290,7 +290,7 @@ class Notes(_OfRuns):
         self._tags = ui.input("Tags, with blanks between them")
         self._note = ui.textarea("Note").props("autogrow")
         self._archived = ui.checkbox("archived: the table leaves the run out").props("dense")
-        self._fields = (self._name, self._tags, self._note, self._archived)
+        self._fields: tuple[Any, ...] = (self._name, self._tags, self._note, self._archived)
         self._folder: Path | None = None
         self._before: tuple[Any, ...] = ("", "", "", False)
         with box("line"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.dashboard.test_page import dashboard
 from tests.helpers.browser import browse
+from tests.sweeps.sweep import make_sweep
 
 
 def _run(folder: Path, lr: float, age_s: float, steps: int = 4000, **said: object) -> Path:
@@ -76,7 +77,7 @@ def main(pictures: Path) -> None:
             for name, look in (("desktop", high), ("dark", {**high, "dark": True}), ("phone", {"phone": True})):
                 page = browser.open(url, **look)
                 page.locator(".run").filter(has_text="lr-0.005").get_by_role("button").click()
-                page.locator(".title").get_by_text("sweep/lr-0.005").wait_for()
+                page.locator(".title").get_by_text("lr-0.005", exact=True).wait_for()
                 tab = page.get_by_role("tab", name="Overview" if name == "phone" else "Ranks")
                 tab.click()
                 page.get_by_text("Command" if name == "phone" else "the others wait for it").wait_for()
@@ -85,6 +86,14 @@ def main(pictures: Path) -> None:
                 page.mouse.move(0, 0)
                 page.wait_for_timeout(1000)  # the tab's line moves to it
                 browser.shoot(page, pictures / f"dashboard-{name}.webp", whole=name == "phone")
+        root = make_sweep(Path(temporary) / "digits")
+        with dashboard(root) as (url, _), browse() as browser:
+            for name, look in (("desktop", {}), ("dark", {"dark": True}), ("phone", {"phone": True})):
+                page = browser.open(url, **look)
+                page.get_by_role("link", name="Sweep").click()
+                page.locator(".ag-row").first.wait_for()
+                browser.wait_drawn(page.locator(".plot canvas").first, 0.6)
+                browser.shoot(page, pictures / f"sweep-{name}.webp", whole=name == "phone")
 
 
 if __name__ == "__main__":

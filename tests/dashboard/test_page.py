@@ -17,6 +17,7 @@ import pytest
 
 from instep import Trainer
 from instep.loggers import CSVLogger
+from tests.helpers.axe import violations
 from tests.helpers.browser import Browser, browse
 from tests.helpers.spawn import HANG_S
 from tests.trainer.toys import Toy, loader
@@ -134,6 +135,23 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
         assert {urlsplit(address).netloc for address in browser.asked if address.startswith("http")} == {
             urlsplit(url).netloc
         }
+
+
+@pytest.mark.parametrize("look", [{}, {"dark": True}, {"phone": True}], ids=["light", "dark", "phone"])
+def test_axe_finds_nothing_serious(tmp_path, browser, look):
+    folder = train(tmp_path, "first-run")
+    (folder / "train.log").write_text("line 1\n")
+    with dashboard(tmp_path) as (url, _):
+        page = browser.open(url, **look)
+        page.locator(".plot canvas").first.wait_for()
+        page.locator(".facts").get_by_text(str(folder), exact=True).wait_for()
+        assert violations(page) == []
+        for name in () if look.get("phone") else ("Checkpoints", "Ranks", "Hardware", "Log", "Hyperparameters"):
+            tab(page, name)
+            page.mouse.move(0, 0)
+            page.wait_for_timeout(700)  # a ripple over the tab is a colour of its own
+            assert violations(page) == []
+        page.context.close()
 
 
 def _columns(folder: Path) -> list[str]:
