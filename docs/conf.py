@@ -44,6 +44,7 @@ html_theme = "furo"
 html_title = f"instep {version}"
 html_static_path = ["_static"]
 html_css_files = ["instep.css"]
+html_js_files = ["accessible.js"]
 html_show_sphinx = False
 nitpicky = False  # types of torch have no inventory without a network
 

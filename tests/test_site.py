@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.axe import violations
 from tests.helpers.browser import browse
 
 REPO = Path(__file__).parents[1]
@@ -61,3 +62,13 @@ def test_no_page_moves_sideways(site: Path) -> None:
                 assert wider <= WIDE, f"{name} is {wider} px wider than the window {look}"
                 page.context.close()
         assert not browser.errors
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious(site: Path, dark: bool) -> None:
+    with browse() as browser:
+        for name in ("index", "start/quickstart", "observe/dashboard", "observe/runs"):
+            page = browser.open(f"file://{site}/{name}.html", dark=dark)
+            assert violations(page) == [], name
+            page.context.close()
