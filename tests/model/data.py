@@ -81,6 +81,11 @@ class Data:
     def shuffled(self) -> bool:
         return self.shuffle
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether the ranks share one order of samples: then any number of them goes on at a sample."""
+        return self.kind == "map" or (self.kind == "iterable" and self.parts == "same")
+
     def as_of(self, epoch: int) -> Data:
         """Return the loader that the module's hook makes in an epoch."""
         gone = min(self.fewer * epoch, max(self.samples - 1, 0))

@@ -66,11 +66,11 @@ class Reader:
     def rest(self, epoch: int, done: int, batch: int, samples: int) -> list[Dealt]:
         """Return the batches of an epoch of which so many, with so many samples, are done; by other ranks perhaps."""
         data = self.data
-        if isinstance(data, Combined) or data.kind != "map":
+        if isinstance(data, Combined) or not data.is_divided:
             return self.read(epoch, done) if self.once or self.again else lend_anew(self.read(epoch, done), batch)
         order = self.draw(data, 0, 0, epoch)
-        end = len(order) if self.limit is None else self.limit * data.batch_size * self.ranks
-        return [Dealt((), ())] * batch + data.deal(order[samples:end], self.ranks, self.uneven)
+        end = len(order) if self.limit is None or data.kind != "map" else self.limit * data.batch_size * self.ranks
+        return [*[Dealt((), ())] * batch, *data.deal(order[samples:end], self.ranks, self.uneven)][: self.limit]
 
     def after(self, done: int, batches: int) -> int:
         """Return how many batches of data that goes on were read, after so many more."""

@@ -309,12 +309,14 @@ class Run:
             return
         limit = limit_in_batches(wanted, train.length(before, self.case.settings.uneven), "limit_train_batches")
         self.over = self.batch == len(train.deal(train.in_sequence(), before, self.case.settings.uneven)[:limit])
-        if train.kind != "map" and not self.over and not self.is_finished():
+        # How ranks share a stream is seen when they read it, which a finished run does not do.
+        if not (train.is_divided or self.over or (train.kind == "iterable" and before == 1 and self.is_finished())):
             raise Refused("DataError", "instep does not know how other ranks share such data", early=True)
-        if train.kind == "map":  # batches are counted as if the epoch had begun with these ranks
-            size = train.batch_size * self.ranks
-            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[: self.loaders.train.limit])
-            self.batch = self.batch if self.over else self.samples // size
+        if train.is_divided:  # batches are counted as if the epoch had begun with these ranks
+            size, limit = train.batch_size * self.ranks, self.loaders.train.limit
+            self.batch = len(train.deal(train.in_sequence(), self.ranks, "stop")[:limit])
+            if not self.over:  # those of a stream stay whole
+                self.batch = self.samples // size if train.kind == "map" else -(-self.samples // size)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. A wish to stop is no part of it, but the verdict of EarlyStopping is."""
