@@ -163,7 +163,7 @@ def litdata(kind: str, files: list[str], workers: int) -> Iterable[Any]:
             os.link(file, folder / Path(file).name)
         index_parquet_dataset(str(folder))
     found = StreamingDataset(str(folder), item_loader=ParquetLoader(), shuffle=True)
-    context = {"multiprocessing_context": "forkserver"} if workers else {}  # its polars has threads
+    context: dict[str, Any] = {"multiprocessing_context": "forkserver"} if workers else {}  # its polars has threads
     return StreamingDataLoader(found, batch_size=BATCH, num_workers=workers, collate_fn=list, **context)
 
 
