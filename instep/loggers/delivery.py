@@ -142,7 +142,7 @@ class Delivery:
         self._note = Path()  # path of the note beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self._in_doubt = 0  # records in front of which a part may have arrived: sending them failed
+        self.in_doubt = 0  # records in front of which a part may have arrived: sending them failed
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -498,11 +498,11 @@ class Delivery:
         writer, marks = self.writer, self._marks
         rows = list(takewhile(lambda record: record.hook == "_log_metrics", records))
         records = rows or records[:1]
-        if self._in_doubt and not writer.is_local and writer.x_axis == "step":
+        if self.in_doubt and not writer.is_local and writer.x_axis == "step":
             has = writer.hook("_delivered")()
             if has is not None:
-                marks.doubt(has, self._in_doubt)
-        self._in_doubt = max(self._in_doubt, len(records))
+                marks.doubt(has, self.in_doubt)
+        self.in_doubt = max(self.in_doubt, len(records))
         left = [self._written(record) for record in marks.missing(records)]
         if left and rows and writer.takes_many:
             self.time_s = left[-1].time_s
@@ -512,7 +512,7 @@ class Delivery:
                 self.time_s = record.time_s
                 self.step = self.step if record.step is None else record.step
                 writer.hook(record.hook)(*record.args)
-        self._in_doubt = 0
+        self.in_doubt = 0
         marks.note(records)
         return len(records)
 

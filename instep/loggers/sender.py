@@ -239,7 +239,7 @@ class Sender:
         except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
             if self._ends and group:
                 return  # the thread was stopped, and a warning has named what is left
-            self._singly = self._singly or len(group)
+            self._singly = self._singly or self._books.in_doubt
             self._note_failure(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
                 self._put_aside(group[0])

@@ -643,14 +643,14 @@ class Trainer:
         Args:
             name: what is asked for.
             reason: for people.
-            agreed: every rank sets it at this very step, by what all know alike, such as a sum over ranks: the loop
-                acts at the end of this step, and asks no rank. Only for the four names.
+            agreed: every rank sets it in this hook of a training batch, by what all know alike, such as a sum over
+                ranks: the loop acts at the end of this step, and asks no rank. A name of your own is set as ever.
         """
         if name == "stop":
             self._own_stops.add(reason)
         if agreed and name == "validate":
             self._run.validation.next_batch = 0 if self._run.validation.enabled else math.inf
-        elif agreed:
+        elif agreed and name in ("stop", "save", "preempted"):
             self._run.ending.deferred.append(Trigger(name, reason, self._run.rank))
         else:
             self._run.triggers.set(name, reason)

@@ -1,7 +1,8 @@
 """`Tokens` and `Samples`: callbacks that count over all ranks, and act when the count reaches what they were given.
 
-A batch is counted before its step. Where ranks have to be asked, the sum over them is started then, on the CPU, and
-read when the step has been done; so nothing waits for it but a rank that is ahead of the others. All ranks know the
+A batch is counted before its step. Where ranks have to be asked and the count is on the host, the sum over them is
+started then, and read when the step has been done; so nothing waits for it but a rank that is ahead of the others. A
+count on the device, or of an accumulated window, is summed behind the step. All ranks know the
 same total after the same optimizer step, and set the Trainer's triggers as agreed ones: the loop acts at that step.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,10 +86,9 @@ class UnitCount(Callback):
             elif self._asks:
                 self._all += int(all_reduce_(torch.tensor([mine]))[0])
             for work, summed in self._sums:
-                if not work.is_completed():
-                    group: Any = PartialState().control_group
-                    with awaited(group, f"{type(self).__name__}: the sum over ranks"):
-                        work.wait()
+                group: Any = PartialState().control_group
+                with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
+                    work.wait()  # raises what a sum that has failed has met
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
@@ -368,7 +369,12 @@ class Tokens(UnitCount):
                 got=self.count,
             )
         if callable(self.count):
-            return self.count(batch)
+            found = self.count(batch)
+            if not (
+                is_int(found, 0) or (isinstance(found, Tensor) and found.ndim == 0 and not found.is_floating_point())
+            ):
+                raise wrong("count", found, "a function that returns a number of tokens, or a 0-dim integer tensor")
+            return found
         values = batch.get(self.count) if isinstance(batch, Mapping) else getattr(batch, self.count, None)
         if not isinstance(values, Tensor):
             there = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import SettingError
 from instep.schedules import Schedule
 from instep.units.counting import Samples, Tokens, UnitCount
+from instep.utils.checks import wrong
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -21,6 +22,8 @@ class CountedSchedule(Schedule):
     """
 
     def __init__(self, schedule: Schedule, counter: UnitCount) -> None:
+        if not isinstance(schedule, Schedule):
+            raise wrong("schedule", schedule, "a schedule of instep.schedules, such as cosine(optimizer, total_tokens)")
         self._counter = counter
         super().__init__(schedule.optimizer, schedule._curve)
 

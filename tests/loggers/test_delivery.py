@@ -129,6 +129,35 @@ def test_one_record_that_is_refused_stops_no_other(tmp_path):
     assert json.loads((tmp_path / "loggers" / "Remote.refused.jsonl").read_text())[1][0] == {"dict": {"bad name": 1.0}}
 
 
+def test_rows_behind_an_image_that_failed_once_still_go_together(tmp_path):
+    go_on, sizes, images = threading.Event(), [], []
+
+    class Many(Remote):
+        def _log_metrics(self, metrics, step):
+            sizes.append(1)
+
+        def _log_rows(self, rows):
+            sizes.append(len(rows))
+
+        def _log_image(self, name, pictures, step):
+            go_on.wait(60)
+            images.append(name)
+            if len(images) == 1:
+                raise ConnectionError("no route to host")
+
+    logger = Many()
+    logger.delivery.start(tmp_path)
+    logger.log_image("seen", torch.zeros(3, 4, 5), 0)
+    for step in range(400):
+        logger.log_metrics({"loss": 0.0}, step)
+    with warned():
+        go_on.set()
+        logger.finalize()
+    assert images == ["seen", "seen"]
+    assert sum(sizes) == 400
+    assert len(sizes) < 10
+
+
 @pytest.mark.parametrize("kind", [Remote, Asked])
 def test_a_resumed_run_sends_nothing_twice(kind, tmp_path):
     def run(logger, steps, state=None):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep import DataModule
+from instep import DataModule, Trainer
 from instep.callbacks import BatchSizeFinder, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
 from instep.errors import SettingError
 from instep.schedules import cosine, linear
@@ -105,3 +105,13 @@ def test_a_schedule_needs_its_count() -> None:
     model = scheduled()
     with pytest.raises(SettingError, match=r"needs one Tokens among .* there are 0"):
         trainer_for(Samples(), max_steps=1).fit(model, batches())
+
+
+def test_what_is_no_schedule_of_instep_and_what_is_no_number_is_named() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    trainer = Trainer(callbacks=[Tokens(1)], logger=False, enable_checkpointing=False)
+    theirs: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    with pytest.raises(SettingError, match=r"instep\.schedules"):
+        by_tokens(theirs, trainer)
+    with pytest.raises(SettingError, match="a function that returns a number of tokens"):
+        Tokens(lambda batch: 2.9).count_batch(torch.zeros(2), 2)  # type: ignore[arg-type]
