@@ -126,6 +126,8 @@ def ask(run: Run) -> None:
                 found = find(run.start.disk, meant, run.savers, to_train=False, line=of)
                 limit = limit_in_batches(run.loaders.val_limit, ASKED, "limit_val_batches")
                 for call in run.case.logs:
+                    if call.hook == "on_validation_end":
+                        raise Refused("LogError", "nothing can be logged there")
                     in_batch = call.every <= (ASKED if limit is None else min(limit, ASKED))
                     if "validation" in call.hook and (call.hook in EPOCHS or in_batch):
                         call.levels()

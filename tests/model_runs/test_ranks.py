@@ -258,6 +258,24 @@ CHOSEN = {
         ),
         (Process(place=0.5), Process()),
     ),
+    "a validation that logs where nothing can be logged, behind a fit without one": (
+        Case(
+            Settings(max_epochs=0, limit_val_batches=2),
+            Data(3),
+            logs=(Log(hook="on_validation_end", name="val_b", on_step=False, every=3),),
+            checkpoints=Checkpoints(save_last=True),
+        ),
+        (Process(None, asks=("best", "last")),),
+    ),
+    "other ranks within an epoch of a stream that all read": (
+        Case(
+            Settings(max_steps=5, limit_train_batches=4),
+            Data(13, 2, kind="iterable", parts="same"),
+            VAL,
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(place=0.6), Process(ranks=2), Process(ranks=3, more=3)),
+    ),
     "a finished run within an epoch of a stream, on other ranks": (
         Case(
             Settings(max_steps=1),
