@@ -20,6 +20,7 @@ from typing import Any
 from instep.data.index import IndexLoader
 from instep.data.sampler import ShardedBatchSampler
 from instep.errors import DataError, UsageError
+from instep.health.run_status import read_status
 from instep.streams.index import Index, default_cache
 from instep.streams.order import order_from, place_of
 from instep.utils.atomic import replace
@@ -127,7 +128,7 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
     With the folder as "run", and those before it, which have no ledger, as "skipped".
 
     Raises:
-        UsageError: no folder has a ledger, or the step had no such rank.
+        UsageError: no folder has a ledger, the run has ended before the step, or the step had no such rank.
     """
     place = next((place for place, folder in enumerate(folders) if (folder / NAME).exists()), None)
     if place is None:
@@ -135,6 +136,9 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
             f"there is no {NAME} in {folders[0]}. Name a run in which a fit has begun; for another, "
             "`instep replay CKPT --steps 3` repeats steps and shows their samples"
         )
+    status = read_status(folders[place]) or {}
+    if status.get("status") == "done" and is_int(last := status.get("global_step"), 0) and step > last:
+        raise UsageError(f"{folders[place]} has ended at step {last}: there was no step {step}")
     answer = samples_of(folders[place], step, cache)
     batches = [batch for batch in answer["batches"] if rank in (None, batch["rank"])]
     if not batches:

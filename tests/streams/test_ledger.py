@@ -152,6 +152,8 @@ def test_an_older_run_is_not_taken_without_a_word(tmp_path: Path, capsys: pytest
     assert second.startswith(f"{folder}: step 2")
     assert main(["runs", "samples", folder, "--step", "2", "--rank", "4"]) == 1
     assert "step 2 had no rank 4: expected one of 0 to 0" in capsys.readouterr().err
+    assert main(["runs", "samples", folder, "--step", "999"]) == 1
+    assert "has ended at step 3: there was no step 999" in capsys.readouterr().err
 
 
 def test_a_run_is_named_as_in_the_other_commands(
