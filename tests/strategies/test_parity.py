@@ -165,6 +165,7 @@ def test_checkpoints_load_under_other_strategies(runs: Runs, names: list[str]) -
 
 
 @pytest.mark.dist
+@pytest.mark.extras
 def test_saved_memory_changes_no_loss_also_of_a_checkpoint_of_another_number_of_processes(tmp_path: Path) -> None:
     names = [name for name in parity_table.MEMORY if STRATEGIES[name].ranks <= 2]
     alone = by_ranks(["single process"], losses_of, str(tmp_path), FEW_STEPS)["single process"]

@@ -118,6 +118,7 @@ def draw(dice: random.Random, number: int) -> Leg:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
 def test_a_run_that_is_killed_and_resized_visits_what_one_process_does(seed: int, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def on_mesh(mesh: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.dist
+@pytest.mark.extras
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_ranks_that_share_their_data_count_it_once(mesh: dict[str, int]) -> None:
     assert run_ranks(on_mesh, 2, mesh) == [(3 * GLOBAL_BATCH * LENGTH, 3 * GLOBAL_BATCH)] * 2

@@ -50,7 +50,7 @@ def both_parts(folder: str, most: int, ckpt_path: Any) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("first", "then"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("first", "then"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.extras)])
 def test_each_step_has_the_rate_of_the_tokens_before_it(tmp_path: Path, first: int, then: int) -> None:
     run_ranks(both_parts, first, str(tmp_path), 300, None)
     run_ranks(both_parts, then, str(tmp_path), 700, "last")
