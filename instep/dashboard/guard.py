@@ -70,9 +70,7 @@ class Guard:
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> str:
         """Return why a request is turned away; "" where it may pass."""
-        if why := self._foreign(scope, headers):
-            return why
-        return "" if self._is_open or self._has_cookie(headers) else _ASK
+        return self._foreign(scope, headers) or ("" if self._is_open or self._has_cookie(headers) else _ASK)
 
     def _foreign(self, scope: Message, headers: dict[str, str]) -> str:
         host = headers.get("host", "")

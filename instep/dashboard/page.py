@@ -123,8 +123,7 @@ class View:
     def _pick(self, run: Run, is_picked: bool) -> Any:
         assert self._picked is not None
         if is_picked:
-            free = (number for number in range(_MOST_PICKED) if number not in self._picked.values())
-            number = next(free, None)
+            number = next((number for number in range(_MOST_PICKED) if number not in self._picked.values()), None)
             if number is None:
                 ui.notify(f"The plot takes {_MOST_PICKED} runs: take another one out first.")
             else:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from instep.dashboard.guard import Guard, is_loopback
@@ -48,10 +49,8 @@ class Address:
             return socket.create_server(where[:2], family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                text = (
-                    f"port {self.port} of {self.host} is taken, maybe by another dashboard: give --port N, or --port 0"
-                )
-                raise SettingError(f"{text} for any free one", field="port", got=self.port) from None
+                text = f"port {self.port} of {self.host} is taken, maybe by another dashboard: give --port N, or"
+                raise SettingError(f"{text} --port 0 for any free one", field="port", got=self.port) from None
             raise SettingError(
                 f"cannot listen at {self.host}, port {self.port}: {error.strerror or error}. --host takes a name or "
                 "address of this machine, and ports below 1024 need an administrator",
@@ -83,12 +82,11 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
     from instep.dashboard.source import Source  # late, as all below: other commands do not pay for it
 
     source = Source(folder)
-    with address.bind() as bound:
+    with address.bind() as bound, TemporaryDirectory(prefix="instep-") as private:
         port = bound.getsockname()[1]
         token = secrets.token_urlsafe(32)
         where = socket.gethostname() if address.host in ("0.0.0.0", "::", "") else address.host
-        where = f"[{where}]" if ":" in where else where
-        url = f"http://{where}:{port}/?token={token}"
+        url = f"http://{f'[{where}]' if ':' in where else where}:{port}/?token={token}"
         sys.stdout.write(clean(f"The dashboard of {folder} is at {url}\nCtrl-C ends it.\n"))
         if address.is_public():
             sys.stdout.write(
@@ -99,8 +97,16 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
         hosts = None if address.is_public() else frozenset({address.host})
         is_open = not (address.is_public() or address.wants_token)
         guard = Guard(_app(source, tensorboard, pages), token, hosts, port, is_open)
-        _run(guard, bound, url if opens and sys.stdout.isatty() else "")
+        shown = url.partition("?")[0] if is_open else _redirect(Path(private), url)
+        _run(guard, bound, shown if opens and sys.stdout.isatty() else "")
     sys.stdout.write("The dashboard has ended.\n")
+
+
+def _redirect(folder: Path, url: str) -> str:
+    """Write a page that leads to an address; every user of the machine can read a command line, but not this page."""
+    page = folder / "open.html"
+    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+    return page.as_uri()
 
 
 def _app(source: Any, tensorboard: str, pages: Pages) -> Any:
