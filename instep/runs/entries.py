@@ -33,7 +33,7 @@ _VERSION = 1
 _MOST_FILES = 64  # files in the cache: one for each folder that was searched
 _MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits of a run in the cache; a run with more is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
-_LIVE = ("starting", "running")
+_LIVE, _LIMITS = ("starting", "running"), ("max_epochs=", "max_steps=", "max_samples=", "max_tokens=")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Entry:
         if bad and status.state in ("finished", *_LIVE):
             first = min(bad, key=lambda name: (name != self.monitor, "loss" not in name))
             return f"{first} is {self.ends[first].last:g}, first at step {self.ends[first].first_bad:.0f}"
-        reached = status.state == "finished" and status.cause.startswith(("max_epochs=", "max_steps="))
+        reached = status.state == "finished" and status.cause.startswith(_LIMITS)
         return "" if reached else in_short(status.cause)
 
     @property
@@ -313,8 +313,9 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
 
 
 def _ends(*said: Any) -> Ends:
-    *places, count, not_finite = said
-    return Ends(*map(float, places), count=int(count), not_finite=int(not_finite))
+    *xs, count, bad = said
+    # One object for all nan: another one would be unequal to it, also inside of a container.
+    return Ends(*(math.nan if math.isnan(x) else x for x in map(float, xs)), count=int(count), not_finite=int(bad))
 
 
 def _check(values: Iterable[Any], kinds: Any) -> None:

@@ -14,10 +14,10 @@ from instep.runs.naming import value
 from instep.runs.status import own
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
-PATCH_BYTES, _LINES = 2**18, 400  # of a patch that is compared, of the lines that are shown
+PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400  # of a patch: what is read, lines that are compared, and shown
 
 Row = tuple[str, str, str, str]
-"""What is compared, of the one, of the other, and a sign for what differs."""
+"""A row of a comparison: name, text of the first run, text of the second, and "≠" where they differ."""
 
 
 def code_of(folder: Path) -> dict[str, str]:
@@ -73,10 +73,17 @@ def metrics(one: Entry, other: Entry) -> list[Row]:
 
 
 def patches(one: dict[str, str], other: dict[str, str]) -> str:
-    """Return how the uncommitted changes of two runs differ, as a unified diff; empty where they are the same."""
+    """Return how the uncommitted changes of two runs differ, as a unified diff; empty where they are the same.
+
+    Of long changes the first 2,000 lines are compared, and the text says so.
+    """
     before, after = (code.get("patch", "").splitlines() for code in (one, other))
-    lines = list(difflib.unified_diff(before, after, "first", "second", lineterm="", n=1)) if before != after else []
-    return "\n".join([*lines[:_LINES], *([f"and {len(lines) - _LINES:,} more lines"] * (len(lines) > _LINES))])
+    lines = list(difflib.unified_diff(before[:COMPARED], after[:COMPARED], "first", "second", lineterm="", n=1))
+    more = [f"and {len(lines) - _LINES:,} more lines"] * (len(lines) > _LINES)
+    more += [f"Only the first {COMPARED:,} lines of each were compared."] * (
+        before != after and max(len(before), len(after)) > COMPARED
+    )
+    return "\n".join([*lines[:_LINES], *more])
 
 
 def _text(of: Any) -> str:

@@ -18,7 +18,7 @@ _PLAIN = 8  # names that the legend shows all of
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """A line of a plot.
 
     Args:
@@ -56,13 +56,13 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     return out
 
 
-def line_of(name: str, curve: Curve, weight: float) -> Line:
+def line_of(name: str, curve: Curve, weight: float) -> PlotLine:
     """Return the line of a run."""
     values = smooth(curve.values, weight) if weight else curve.values
-    return Line(name, curve.steps, values, curve.values if weight else ())
+    return PlotLine(name, curve.steps, values, curve.values if weight else ())
 
 
-def band_of(name: str, curves: Sequence[Curve], weight: float) -> Line:
+def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
     """Return the mean of some runs, with the least and the greatest at each step.
 
     The runs are compared at up to 200 steps, between its points a run goes straight. A run that ended earlier counts
@@ -80,10 +80,10 @@ def band_of(name: str, curves: Sequence[Curve], weight: float) -> Line:
     seen = ~np.isnan(table).all(0)
     steps, table = steps[seen], table[:, seen]
     least, mean, greatest = (of(table, 0).tolist() for of in (np.nanmin, np.nanmean, np.nanmax))
-    return Line(f"{name} ({len(curves)})", steps.tolist(), mean, (), least, greatest)
+    return PlotLine(f"{name} ({len(curves)})", steps.tolist(), mean, (), least, greatest)
 
 
-def options(lines: Mapping[str, Sequence[Line]], log: bool) -> dict[str, Any]:
+def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any]:
     """Draw metrics one below the other, with a line and, for a group of runs, a band each.
 
     Args:
@@ -104,12 +104,12 @@ def options(lines: Mapping[str, Sequence[Line]], log: bool) -> dict[str, Any]:
     return {**drawn, "series": series, "legend": legend}
 
 
-def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[Line]], log: bool = False) -> None:
+def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[PlotLine]], log: bool = False) -> None:
     """Put the plot into NiceGUI's element; without a line show another element instead."""
     chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
 
 
-def _series(line: Line, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
+def _series(line: PlotLine, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
     # The value is the first number of a point: where both axes are numbers ECharts stacks the first one.
     at = {"type": "line", "xAxisIndex": index, "yAxisIndex": index, "encode": {"x": 1, "y": 0}, "color": colour}
     at |= {"showSymbol": len(line.steps) < 3}

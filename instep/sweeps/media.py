@@ -46,23 +46,27 @@ class Media:
     text: str = ""
 
 
-def read_media(folder: Path) -> list[Media]:
+def read_media(folder: Path) -> tuple[list[Media], int]:
     """Read what a run logged beside numbers: of each name the newest few, the newest first.
 
     Args:
         folder: of the run.
+
+    Returns:
+        What was read, and how many pictures are left out because all together would be more than `ALL_BYTES`.
     """
     kept: dict[str, deque[Media]] = {}
     for path in log_files(folder, ("metrics.jsonl",)):
         _keep(kept, _JSONLines(path).read())
     for path in log_files(folder, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))):
         _keep(kept, _Events(path).read())
-    found, left = list[Media](), ALL_BYTES
-    for media in sorted((each for of in kept.values() for each in of), key=lambda each: (each.name, -each.step)):
-        left -= len(media.picture)
-        if left >= 0:
+    found, free = list[Media](), ALL_BYTES
+    every = sorted((each for of in kept.values() for each in of), key=lambda each: (each.name, -each.step))
+    for media in every:
+        if len(media.picture) <= free:
+            free -= len(media.picture)
             found.append(media)
-    return found
+    return found, len(every) - len(found)
 
 
 def _keep(kept: dict[str, deque[Media]], found: Iterator[Any]) -> None:
@@ -115,11 +119,7 @@ class _Events(TensorBoardFile):
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")
-        for data in self._records(file):
-            try:
-                event = events.Event.FromString(data)
-            except Exception:  # noqa: BLE001  each build of protobuf has its own DecodeError; `MetricsReader` tells
-                continue
+        for event in self._messages(events.Event, self._records(file)):
             for value in event.summary.value:
                 kind = value.WhichOneof("value")
                 if kind == "image":

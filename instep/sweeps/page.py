@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -17,8 +18,8 @@ from instep.errors import UsageError
 from instep.runs import naming
 from instep.runs.entries import Entry
 from instep.runs.facts import number
-from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Panel, Shown
-from instep.sweeps.source import Sweep, View, Wish, means
+from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Shown, SweepPanel
+from instep.sweeps.source import Sweep, SweepTable, Wish, means
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
@@ -30,6 +31,7 @@ _ALWAYS = 2  # rank of a best value: it stands with the name and the state, wher
 _TEXT = 300  # characters of a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
 _STYLE = (Path(__file__).parent / "page.css").read_text()
+_PATH = "/sweep"
 _TEXT_OF = "p => p.data['c' + p.colDef.field.slice(1)]"
 _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
     "columnDefs": [],
@@ -52,7 +54,7 @@ def define_page(source: Source) -> None:
     """Define the page, which every browser that opens it gets anew."""
     sweep = Sweep(source.folder)
 
-    @ui.page("/sweep", title=f"{clean(source.folder.name)} - sweep - instep", reconnect_timeout=_GONE_S)
+    @ui.page(_PATH, title=f"{clean(source.folder.name)} - sweep - instep", reconnect_timeout=_GONE_S)
     def home(request: Request) -> None:
         Page(source, sweep, request.scope.get("may_write") is True).build()
 
@@ -71,12 +73,12 @@ class Page:
         self._ids: dict[Path, str] = {}
         self._ticked: set[Path] | None = None
         self._grid: ui.aggrid | None = None
-        self._panel: Panel | None = None
+        self._panel: SweepPanel | None = None
         self._wanted = 0
 
     def build(self) -> None:
         """Make the elements; what they show comes with the first refresh."""
-        self._counts = header(self._desk.source.folder, {"Live": "/", "Sweep": "/sweep"})
+        self._counts = header(self._desk.source.folder, {"Live": "/", "Sweep": _PATH})
         ui.add_css(_STYLE)
         with box("sweep", "main"):
             with box("card whole", "section"):
@@ -140,7 +142,7 @@ class Page:
         finally:
             self._wanted = 0
 
-    async def _read(self) -> View | None:
+    async def _read(self) -> SweepTable | None:
         wish = Wish(
             self._text.value or "", self._sort.value, tuple(self._columns.value or ()), self._archived.value is True
         )
@@ -152,7 +154,7 @@ class Page:
         self._problem.set_text("")
         return view
 
-    async def _show(self, view: View | None) -> None:
+    async def _show(self, view: SweepTable | None) -> None:
         if view is None:
             return
         self._desk.view = view
@@ -241,9 +243,10 @@ def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
     if header_ == "updated":
         return -entry.run.updated
     try:
-        return float(text.rstrip("* "))
+        number_ = float(text.rstrip("* "))
     except ValueError:
         return text or None
+    return number_ if math.isfinite(number_) else None  # nan is unequal to itself: the table would always be new
 
 
 def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
@@ -256,7 +259,7 @@ def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
         span = f"{number(mean)}, {number(least)} to {number(greatest)} in {count} runs"
         bests.append(f"best mean over {clean(seed, '')}: {name}: {span}; next {number(after[1])}, {after[0]}")
     running = [entry for entry in table.entries if entry.run.status.state in ("running", "starting")]
-    wrong = [entry for entry in table.entries if entry.why and entry not in running]
+    wrong = [entry for entry in table.entries if _went_wrong(entry) and entry not in running]
     facts = [
         ("Best", [line.removeprefix("best ") for line in bests] or ["no run has a metric yet"]),
         ("Differs", [_differs(table.entries, desk.view.params)]),
@@ -264,6 +267,12 @@ def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
         ("Still runs", _few([f"{entry.name}: {_doing(entry)}" for entry in running])),
     ]
     return [(title, lines or ["none"]) for title, lines in facts]
+
+
+def _went_wrong(entry: Entry) -> bool:
+    """Return True if a run did not finish, or finished with a metric that is not finite."""
+    is_bad = any(not math.isfinite(ends.last) for ends in entry.ends.values())
+    return is_bad if entry.run.status.state == "finished" else bool(entry.why)
 
 
 def _few(lines: Sequence[str]) -> list[str]:

@@ -13,12 +13,13 @@ from nicegui import ui
 from instep.dashboard.details import box, fill, text_table
 from instep.dashboard.source import Source, in_thread
 from instep.errors import UsageError
+from instep.runs import Curve
 from instep.runs.entries import Entry
 from instep.runs.label import read_label, write_label
 from instep.runs.table import Metric, Table, metric_of
 from instep.sweeps import beside, curves, plots
-from instep.sweeps.media import Media, read_media
-from instep.sweeps.source import Sweep, View, by_group
+from instep.sweeps.media import ALL_BYTES, Media, read_media
+from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
@@ -43,7 +44,7 @@ class Desk:
     sweep: Sweep
     may_write: bool
     changed: Callable[[], Any]
-    view: View = field(default_factory=lambda: View(Table([], [], [])))
+    view: SweepTable = field(default_factory=lambda: SweepTable(Table([], [], [])))
     chosen: list[Entry] = field(default_factory=list)
 
     def metric(self) -> Metric | None:
@@ -58,7 +59,7 @@ class Desk:
 
 
 class Shown(dict[str, Any]):
-    """What a page shows, by the part of it."""
+    """Data that a page shows now, by the name of the part that shows it."""
 
     def changed(self, part: str, data: Any) -> bool:
         """Keep what a part shows now; return True if it is not what was there."""
@@ -67,7 +68,7 @@ class Shown(dict[str, Any]):
         return is_new
 
 
-class Panel:
+class SweepPanel:
     """Part of the page about the runs that are chosen.
 
     Args:
@@ -108,6 +109,11 @@ class Panel:
         select.set_options(names, value=kept if is_there else default)
 
 
+def _marks(entries: Sequence[Entry]) -> list[Any]:
+    """Return what tells whether runs are as they were; their metrics do not, as nan is unequal to itself."""
+    return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
+
+
 def _names(words: Sequence[str]) -> dict[Any, str]:
     return {word: clean(word, "") for word in words}
 
@@ -118,10 +124,11 @@ def _draw(plot: ui.echart, options: dict[str, Any]) -> None:
     plot.update()
 
 
-class Curves(Panel):
+class Curves(SweepPanel):
     """Curves of the chosen runs, each alone or as bands over a hyperparameter such as the seed."""
 
     def build(self) -> None:
+        self._kept: dict[Path, tuple[Any, dict[str, Curve]]] = {}
         with box("controls"):
             self._metrics = self._select("Metrics", multiple=True).props("use-chips")
             self._over = self._select("Bands over")
@@ -147,13 +154,25 @@ class Curves(Panel):
         if self._shown.changed("plot", (found, self._log.value)):
             curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
-    def _lines(self, chosen: list[Entry], names: list[str], over: str, weight: float) -> dict[str, list[curves.Line]]:
-        read = {entry.run.folder: self.desk.source.metrics(entry.run).curves for entry in chosen}
+    def _curves(self, entry: Entry, names: list[str]) -> tuple[Any, dict[str, Curve]]:
+        """Read curves of a run where its files have changed; the source may not keep all metrics of so many runs.
+
+        Returns:
+            What tells whether they are as they were, and the curves.
+        """
+        mark, kept = (entry.run.stamp, names), self._kept.get(entry.run.folder)
+        if kept is not None and kept[0] == mark:
+            return kept
+        found = self.desk.source.metrics(entry.run).curves
+        return mark, {name: found[name] for name in names if name in found}
+
+    def _lines(self, chosen: list[Entry], names: list[str], over: str, weight: float) -> Any:
+        read = self._kept = {entry.run.folder: self._curves(entry, names) for entry in chosen}
         groups = by_group(chosen, over) if over else {entry.name: [entry] for entry in chosen}
-        lines: dict[str, list[curves.Line]] = {name: [] for name in names}
+        lines: dict[str, list[curves.PlotLine]] = {name: [] for name in names}
         for name, of in lines.items():
             for group, entries in groups.items():
-                there = [read[entry.run.folder].get(name) for entry in entries]
+                there = [read[entry.run.folder][1].get(name) for entry in entries]
                 there = [curve for curve in there if curve is not None and curve.values]
                 if len(there) > 1:
                     of.append(curves.band_of(group, there, weight))
@@ -162,7 +181,7 @@ class Curves(Panel):
         return lines
 
 
-class Hyperparameters(Panel):
+class Against(SweepPanel):
     """Hyperparameters of all runs in the table against the metric."""
 
     def build(self) -> None:
@@ -183,12 +202,12 @@ class Hyperparameters(Panel):
             return
         self._about.set_text("All runs of the table. The thick line is the best run; dotted ones have no best value.")
         chosen = {entry.run.folder for entry in desk.chosen}
-        if self._shown.changed("plots", (entries, params, metric, chosen, self._across.value)):
+        if self._shown.changed("plots", (_marks(entries), params, metric, chosen, self._across.value)):
             _draw(self._lines, plots.parallel(entries, params, metric))
             _draw(self._points, plots.scatter(entries, str(self._across.value or ""), metric, chosen))
 
 
-class _OfRuns(Panel):
+class _OfRuns(SweepPanel):
     """Panel of one or two of the chosen runs."""
 
     def _select_run(self, label: str) -> ui.select:
@@ -219,12 +238,12 @@ class Beside(_OfRuns):
         self._none = ui.label("Neither run has a curve of the metric.").classes("quiet")
 
     async def refresh(self) -> None:
-        pair = self._offer_runs(self._one, self._other)
-        if len(pair) < 2:
+        pair, metric = self._offer_runs(self._one, self._other), self.desk.metric()
+        asked = metric.name if metric else "", bool(self._same.value)
+        if len(pair) < 2 or not self._shown.changed("pair", (_marks(pair), asked)):
             return
-        metric = self.desk.metric()
-        data = await self._read(self._compare, *pair, metric.name if metric else "", bool(self._same.value))
-        if data is None or not self._shown.changed("data", data):
+        data = await self._read(self._compare, *pair, *asked)
+        if data is None:
             return
         *tables, patch, lines = data
         for table, rows in zip(self._tables, tables, strict=True):
@@ -252,13 +271,16 @@ class Logged(_OfRuns):
     async def refresh(self) -> None:
         for entry in self._offer_runs(self._run):
             if self._shown.changed("run", (entry.run.folder, entry.run.stamp)):
-                found = await self._read(read_media, entry.run.folder)
-                if found is not None and self._shown.changed("media", found):
+                data = await self._read(read_media, entry.run.folder)
+                if data is not None and self._shown.changed("media", data):
+                    found, left_out = data
                     self._box.clear()
                     with self._box:
                         for media in found:
                             self._show(media)
-                        if not found:
+                        if left_out:
+                            ui.label(f"{left_out:,} pictures do not fit into {ALL_BYTES >> 20} MiB.").classes("quiet")
+                        elif not found:
                             ui.label(
                                 "This run has no pictures, tables or texts in its own folder. JSONLinesLogger and "
                                 "TensorBoardLogger keep them there; CSVLogger keeps none, and a tracker keeps its own."
@@ -334,9 +356,9 @@ def _write(folder: Path, changes: dict[str, Any]) -> None:
     write_label(folder, replace(read_label(folder), **changes))
 
 
-PANELS: dict[str, type[Panel]] = {
+PANELS: dict[str, type[SweepPanel]] = {
     "Curves": Curves,
-    "Hyperparameters": Hyperparameters,
+    "Hyperparameters": Against,
     "Two runs": Beside,
     "Logged": Logged,
     "Notes": Notes,

@@ -20,7 +20,7 @@ FRESH_S, SHARE = 2.0, 10.0  # runs are read again after so long, or so many time
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person wants to see.
+    """What a person asked the page for.
 
     Args:
         text: a condition, or a part of a name, tag or note.
@@ -36,8 +36,8 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class View:
-    """What a wish comes to.
+class SweepTable:
+    """Table of the runs that were asked for, with the names that can be chosen from.
 
     Args:
         table: the runs, in order.
@@ -83,7 +83,7 @@ class Sweep:
         with self._lock:
             self._until = -1.0
 
-    def view(self, wish: Wish) -> View:
+    def view(self, wish: Wish) -> SweepTable:
         """Make the table that a person wants.
 
         Raises:
@@ -100,7 +100,7 @@ class Sweep:
 
         columns = list(filter(is_known, wish.columns))
         table = Table.of(found, columns, sort if is_known(sort) else "", condition)
-        return View(table, differing([entry.params for entry in entries]), list(names), sort, len(entries))
+        return SweepTable(table, differing([entry.params for entry in entries]), list(names), sort, len(entries))
 
 
 def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
@@ -121,11 +121,15 @@ def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
         over: the hyperparameter, such as the seed.
     """
     keys = [key for key in differing([entry.params for entry in entries]) if key != over]
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
-        said = [f"{naming.short(key, keys)}={naming.value(entry.params[key])}" for key in keys if key in entry.params]
-        groups.setdefault(" ".join(said) or "all", []).append(entry)
-    return groups
+        groups.setdefault(tuple(repr(entry.params.get(key)) for key in keys), []).append(entry)
+    named: dict[str, list[Entry]] = {}
+    for group in groups.values():
+        params = group[0].params
+        said = " ".join(f"{naming.short(key, keys)}={naming.value(params[key])}" for key in keys if key in params)
+        named[f"{said} #{len(named) + 1}" if said in named else said or "all"] = group  # two values may look the same
+    return named
 
 
 def means(entries: Sequence[Entry], metric: Metric, over: str) -> list[tuple[str, float, float, float, int]]:

@@ -7,7 +7,7 @@ import pytest
 
 from instep.dashboard.chart import shown
 from instep.runs import Curve
-from instep.sweeps.curves import POINTS, Line, band_of, line_of, options, smooth
+from instep.sweeps.curves import POINTS, PlotLine, band_of, line_of, options, smooth
 
 
 def curve(steps, values) -> Curve:
@@ -47,7 +47,7 @@ def test_the_raw_curve_stays_behind_the_smoothed_one_and_a_log_scale_leaves_out_
     raw, smoothed = drawn["series"]
     assert raw["data"] == [[1.0, 1], [2.0, 3]]
     assert (smoothed["name"], len(smoothed["data"])) == (shown("a"), 2)
-    band = Line("b", [1, 2], [1.0, 2.0], (), [0.0, 1.0], [2.0, 4.0])
+    band = PlotLine("b", [1, 2], [1.0, 2.0], (), [0.0, 1.0], [2.0, 4.0])
     least, above, mean = options({"loss": [band]}, log=True)["series"]
     assert (least["data"], above["data"]) == ([[1.0, 2]], [[3.0, 2]])  # stacked: the least, and what comes on top
     assert least["stack"] == above["stack"]

@@ -21,7 +21,7 @@ def test_pictures_tables_and_texts_of_our_local_loggers_are_read_back(tmp_path, 
     logger.log_table("confusion", columns=["a|b", "right"], data=[["3", 97], ["8", None]], step=9)
     logger.log_text("sample", "once <b>upon</b>", step=9)
     logger.finalize()
-    found = read_media(tmp_path / "run")
+    found, _ = read_media(tmp_path / "run")
     pictures = [media for media in found if media.picture]
     assert [media.step for media in pictures] == [4, 3, 2]  # the newest few
     assert np.array_equal(np.asarray(Image.open(BytesIO(pictures[0].picture))), picture)
@@ -35,7 +35,7 @@ def test_a_logger_that_keeps_none_has_none(tmp_path):
     logger = CSVLogger(tmp_path, version="run")
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.finalize()
-    assert read_media(tmp_path / "run") == []
+    assert read_media(tmp_path / "run") == ([], 0)
 
 
 def test_nothing_outside_of_the_run_and_nothing_that_is_no_picture_is_read(tmp_path):
@@ -63,4 +63,16 @@ def test_nothing_outside_of_the_run_and_nothing_that_is_no_picture_is_read(tmp_p
         file.write(
             '{"kind": "text", "step": "x"\n{"kind": "text", "name": 3, "step": 1e999, "value": 0}\n' + "[" * 9999
         )
-    assert [media.name for media in read_media(run) if media.picture] == [f"n{len(values) - 1}"]
+    assert [media.name for media in read_media(run)[0] if media.picture] == [f"n{len(values) - 1}"]
+
+
+def test_a_small_picture_is_shown_after_those_that_do_not_fit(tmp_path):
+    (tmp_path / "media").mkdir()
+    png = b"\x89PNG\r\n\x1a\n"
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for number in range(9):
+            (tmp_path / "media" / f"{number}.png").write_bytes(png + bytes(900_000 if number < 8 else 10))
+            row = {"step": 1, "kind": "image", "name": f"n{number}", "value": [f"media/{number}.png"]}
+            file.write(json.dumps(row) + "\n")
+    found, left_out = read_media(tmp_path)
+    assert (found[-1].name, len(found), left_out) == ("n8", 7, 2)

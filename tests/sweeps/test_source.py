@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from instep.cli.main import main
 from instep.dashboard.chart import shown
 from instep.errors import UsageError
+from instep.runs.entries import read_entries
 from instep.runs.label import Label, write_label
 from instep.runs.table import metric_of
 from instep.sweeps import beside, plots
@@ -88,3 +90,46 @@ def test_two_runs_differ_in_settings_state_code_and_metrics(root):
     assert rows["branch"] == ("main", "main", "")
     assert [row[0] for row in beside.metrics(failed, fine)] == ["train_loss", "val_loss"]
     assert "+b" in beside.patches({"patch": "a"}, {"patch": "b"})
+
+
+def finished(root, number: int, setting: str, cause: str, values: list[float]) -> None:
+    folder = root / f"version_{number}"
+    folder.mkdir()
+    (folder / "status.json").write_text(json.dumps({"status": "done", "exit_code": 0, "reason": cause}))
+    (folder / "hparams.yaml").write_text(f"text: {setting}\nseed: {number}\n")
+    lines = [f"{step},{value}" for step, value in enumerate(values)]
+    (folder / "metrics.csv").write_text("\n".join(["step,val_loss", *lines, ""]))
+
+
+def test_settings_whose_shortened_texts_are_the_same_are_groups_of_their_own(tmp_path):
+    for number in range(4):
+        finished(tmp_path, number, "x" * 100 + str(number // 2), "max_epochs=1 reached", [1.0])
+    groups = by_group(Sweep(tmp_path).entries(), "seed")
+    assert [len(group) for group in groups.values()] == [2, 2]
+    assert [name.partition(" ")[2] for name in groups] == ["", "#2"]
+
+
+def test_a_run_of_the_index_is_equal_to_itself_where_a_metric_is_nan(tmp_path):
+    finished(tmp_path, 0, "a", "max_epochs=1 reached", [1.0, math.nan])
+    read_entries(tmp_path)
+    one, other = read_entries(tmp_path), read_entries(tmp_path)
+    assert one[0].ends == other[0].ends
+
+
+def test_long_changes_are_compared_as_far_as_the_page_says():
+    one, other = ({"patch": "\n".join(f"{word} {line}" for line in range(3000))} for word in ("a", "b"))
+    said = beside.patches(one, other).splitlines()
+    assert said[-1] == "Only the first 2,000 lines of each were compared."
+    assert beside.patches(one, one) == ""
+
+
+def test_a_run_that_finished_went_wrong_only_where_a_metric_is_not_finite(tmp_path):
+    pytest.importorskip("nicegui")
+    from instep.sweeps.page import _went_wrong
+
+    causes = ("max_tokens=5000 reached", "max_samples=64 reached", "val_loss did not improve", "max_steps=2 reached")
+    for number, cause in enumerate(causes):
+        finished(tmp_path, number, "a", cause, [1.0, math.nan if number == 3 else 0.5])
+    entries = {entry.params["seed"]: entry for entry in read_entries(tmp_path)}
+    assert [_went_wrong(entries[number]) for number in range(4)] == [False, False, False, True]
+    assert [entries[number].why for number in range(2)] == ["", ""]
