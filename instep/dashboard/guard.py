@@ -130,7 +130,7 @@ def _query(scope: Message) -> list[tuple[str, str]]:
 def _without_token(scope: Message) -> str:
     """Return the path that was asked for, so that the token stays in no history; always one of this server."""
     rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
-    return "/" + (f"?{rest}" if rest else "")
+    return (scope["path"] if scope["path"][1:].isidentifier() else "/") + (f"?{rest}" if rest else "")
 
 
 async def _answer(send: Any, status: int, text: str, headers: dict[str, str]) -> None:

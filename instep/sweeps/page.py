@@ -33,10 +33,13 @@ _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", 
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _PATH = "/sweep"
 _TEXT_OF = "p => p.data['c' + p.colDef.field.slice(1)]"
+_TICK = "e => e.api.forEachNode(node => node.setSelected(node.data.ticked))"
 _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
     "columnDefs": [],
     "rowData": [],
     ":getRowId": "p => p.data.id",
+    ":onFirstDataRendered": _TICK,
+    ":onRowDataUpdated": _TICK,
     ":rowClassRules": "({best: p => p.data && p.data.best})",
     "rowSelection": {"mode": "multiRow", "headerCheckbox": True, "enableClickSelection": False},
     "selectionColumnDef": {"pinned": "left", "width": 42, "resizable": False},
@@ -111,7 +114,9 @@ class Page:
         assert self._grid is not None
         folders = {key: folder for folder, key in self._ids.items()}
         rows = await self._grid.get_selected_rows()
-        self._ticked = {folders[row["id"]] for row in rows if row.get("id") in folders}
+        shown = {entry.run.folder for entry in self._desk.view.table.entries}
+        chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
+        self._ticked = (self._ticked or set()) - shown | chosen  # what the filter leaves out stays as it was
         if len(self._ticked) > MOST_DRAWN:
             ui.notify(f"The first {MOST_DRAWN} of {len(self._ticked):,} runs are drawn.")
         self._choose()
@@ -187,10 +192,11 @@ class Page:
     def _show_rows(self) -> None:
         columns, rows = self._cells()
         is_other, is_new = self._shown.changed("columns", columns), self._shown.changed("rows", rows)
+        ticked = {self._ids[folder] for folder in self._ticked or ()}
+        rows = [{**row, "ticked": row["id"] in ticked} for row in rows]
         if self._grid is None:
-            ticked = [self._ids[folder] for folder in self._ticked or ()]
-            options = {**_GRID, "columnDefs": columns, "rowData": rows, "initialState": {"rowSelection": ticked}}
             with self._rows:
+                options = {**_GRID, "columnDefs": columns, "rowData": rows}
                 self._grid = ui.aggrid(options, theme="quartz", auto_size_columns=False).classes("rows")
                 self._grid.on("selectionChanged", self._tick, args=[])
             return

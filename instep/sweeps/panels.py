@@ -15,7 +15,7 @@ from instep.dashboard.source import Source, in_thread
 from instep.errors import UsageError
 from instep.runs import Curve
 from instep.runs.entries import Entry
-from instep.runs.label import read_label, write_label
+from instep.runs.label import Label, read_label, write_label
 from instep.runs.table import Metric, Table, metric_of
 from instep.sweeps import beside, curves, plots
 from instep.sweeps.media import ALL_BYTES, Media, read_media
@@ -324,29 +324,36 @@ class Notes(_OfRuns):
             self._said.set_text("To write, open the address that `instep dashboard` printed: it has the token.")
 
     async def refresh(self) -> None:
-        for entry in self._offer_runs(self._run):
-            label, is_other = entry.run.label, self._shown.changed("run", entry.run.folder)
-            values = label.name, " ".join(label.tags), label.note, label.archived
-            for element, value, before in zip(self._fields, values, self._before, strict=True):
-                if is_other or (element.value or "") == (before or ""):  # else somebody is typing
-                    element.set_value(value)
-            self._folder, self._before = entry.run.folder, values
+        # What is being typed stays with its run, also where the filter leaves the run out.
+        types = self._run.value == str(self._folder) and self._given() != self._before
+        if not types:
+            picked = self._offer_runs(self._run)
+            self._folder = picked[0].run.folder if picked else None
+        label = Label() if self._folder is None else await in_thread(read_label, self._folder)
+        values = label.name, " ".join(label.tags), label.note, label.archived
+        for element, value, given, before in zip(self._fields, values, self._given(), self._before, strict=True):
+            if not types or given == before:
+                element.set_value(value)
+        self._before = values
+
+    def _given(self) -> tuple[Any, ...]:
+        """Return what the fields hold."""
+        return *(str(each.value or "").strip() for each in self._fields[:3]), self._archived.value is True
 
     async def _write(self) -> None:
         """Write what was changed here; what another page or the command changed since stays."""
         if not self.desk.may_write or self._folder is None:
             return
-        name, tags, note = (str(each.value or "").strip() for each in self._fields[:3])
-        given = (name, tags, note, self._archived.value is True)
-        pairs = zip(("name", "tags", "note", "archived"), given, self._before, strict=True)
+        pairs = zip(("name", "tags", "note", "archived"), self._given(), self._before, strict=True)
         changes: dict[str, Any] = {field: value for field, value, before in pairs if value != before}
         if "tags" in changes:
-            changes["tags"] = tuple(dict.fromkeys(tags.split()))
+            changes["tags"] = tuple(dict.fromkeys(changes["tags"].split()))
         try:
             await in_thread(_write, self._folder, changes)
         except (UsageError, OSError) as error:
             self._said.set_text(clean(f"Not saved: {error}"))
             return
+        self._before = self._given()
         self._said.set_text("Saved.")
         self.desk.sweep.forget()
         await self.desk.changed()

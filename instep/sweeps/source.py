@@ -105,11 +105,15 @@ class Sweep:
 
 def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
     """Return all runs and a condition on them; a text that is none is looked for in name, path, tags and note."""
-    with suppress(UsageError):
+    try:
         if text.strip():
             where.parse(text)
+    except UsageError:
+        runs = {run.folder for run in search(entries, text)}
+        if not runs and any(sign in text for sign in "<>="):
+            raise
+    else:
         return entries, text
-    runs = {run.folder for run in search(entries, text)}
     return [entry for entry in entries if entry.run.folder in runs], ""
 
 
