@@ -195,6 +195,41 @@ def test_who_has_the_token_writes_a_name_tags_and_a_note_by_the_keyboard_alone(t
         assert stranger.get_by_label("Name", exact=True).is_disabled()
 
 
+def test_a_filter_unticks_no_run_and_takes_no_note_to_another(tmp_path, browser):
+    folders = [
+        make_run(tmp_path / f"version_{n}", {"lr": lr, "batch": 16, "seed": 0}) for n, lr in enumerate((0.1, 0.01))
+    ]
+    with dashboard(tmp_path) as (url, _):
+        address, _, token = url.partition("?")
+        browser.open(f"{address}sweep?{token}").locator(".ag-row").first.wait_for()  # the token leads to the page
+        page = open_sweep(browser, url)
+        wait_series(page, 2)
+        text = page.get_by_label("Filter")
+        text.fill("lr<0.05")
+        wait_series(page, 1)
+        text.fill("lr<")
+        page.locator(".problem", has_text="lr<").wait_for()
+        text.fill("")
+        wait_series(page, 2)
+        tab(page, "Notes")
+        note = page.get_by_label("Note", exact=True)
+        picked = page.get_by_label("Run", exact=True).input_value()
+        note.fill("of this run")
+        text.fill("nothing has this name")
+        page.wait_for_function("() => document.querySelectorAll('.ag-center-cols-container .ag-row').length == 0")
+        assert note.input_value() == "of this run"
+        page.get_by_role("button", name="Save").click()
+        page.get_by_text("Saved.").wait_for()
+        page.wait_for_function(
+            "() => document.querySelector('textarea').value == ''"
+        )  # no run is shown, so none is written
+        note.fill("of no run")
+        page.get_by_role("button", name="Save").click()
+    notes = {read_label(folder).note for folder in folders}
+    assert picked
+    assert notes == {"of this run", ""}
+
+
 _ATTACKS = (
     HOSTILE,
     "</script><script>window.pwned=1</script>",
