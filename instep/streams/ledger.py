@@ -137,7 +137,8 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
             "`instep replay CKPT --steps 3` repeats steps and shows their samples"
         )
     status = read_status(folders[place]) or {}
-    if status.get("status") == "done" and is_int(last := status.get("global_step"), 0) and step > last:
+    last: Any = status.get("global_step")
+    if status.get("status") == "done" and is_int(last, 0) and step > last:
         raise UsageError(f"{folders[place]} has ended at step {last}: there was no step {step}")
     answer = samples_of(folders[place], step, cache)
     batches = [batch for batch in answer["batches"] if rank in (None, batch["rank"])]
