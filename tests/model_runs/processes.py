@@ -244,7 +244,8 @@ def assert_parts_are_the_whole(
     manual = case.optimization.manual
     if case.stop_at is not None:
         return
-    if manual is not None and max(manual.every) > 1:  # what is accumulated by hand is no part of a checkpoint
+    # What is accumulated by hand is no part of a checkpoint.
+    if manual is not None and ((manual.both and not manual.toggles) or max(manual.every) > 1):
         return
     errors = [part[-1].args[0] for part in (whole, first, second) if part[-1].name == "error"]
     if any(error != "Preempted" for error in errors):
