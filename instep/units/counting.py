@@ -144,7 +144,8 @@ class UnitCount(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._takes_own = batch is None  # training_step(dataloader_iter)
         if not self._takes_own:
-            self._add(batch, trainer.batch_share.mine, trainer.batch_share.all)
+            mine, of_all, *_ = trainer.batch_share
+            self._add(batch, mine, of_all)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -197,7 +198,7 @@ class UnitCount(Callback):
     # ---- what the total decides
 
     def _plan(self) -> None:
-        """Set the total at which there is something to do."""
+        """Find the next total at which the run validates, saves or ends."""
         every = [each for each in (self.val_every, self.save_every) if each is not None]
         marks = [(self.total // each + 1) * each for each in every]
         self._acted, self._next = self.total, min((*marks, math.inf if self.maximum is None else self.maximum))
@@ -221,7 +222,7 @@ class UnitCount(Callback):
 
 
 class _OnDevice:
-    """Number on a device, on its way to the host behind what the device does by now."""
+    """Number on a device, whose copy to the host has been started."""
 
     def __init__(self, value: Tensor) -> None:
         self._event, self._value = None, value
@@ -246,7 +247,7 @@ def _start_sum(mine: int) -> tuple[Any, Tensor]:
 
 
 class Samples(UnitCount):
-    """End, validate, save and log by the samples that all ranks have trained on.
+    """Callback that ends, validates, saves and logs by the samples that all ranks have trained on.
 
     Each sample counts once: a batch that a rank runs again to keep step with the others counts nothing, and ranks of
     tp, cp and pp that read the same data count it once. A count belongs to an optimizer step: what is due comes at the
@@ -259,7 +260,7 @@ class Samples(UnitCount):
             `val_check_interval` asks for. Callbacks that read a metric act after each validation.
         save_every_samples: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
             multiple of it. Where a validation is due at the same step it comes first.
-        log: give the total to the loggers as `samples` every `log_every_n_steps` steps, which `x_axis="samples"` of a
+        log: log the total as `samples` every `log_every_n_steps` steps, which `x_axis="samples"` of a
             logger needs.
 
     Attributes:
@@ -299,9 +300,9 @@ class Samples(UnitCount):
 
 
 class Tokens(UnitCount):
-    """End, validate, save and log by the tokens that all ranks have trained on.
+    """Callback that ends, validates, saves and logs by the tokens that all ranks have trained on.
 
-    What a token is, `count` says. Else it is as with `Samples`: each batch that a step takes counts once, with the step
+    `count` says what a token is. Else it is as with `Samples`: each batch that a step takes counts once, with the step
     that it is part of, under accumulation too; a step that `Trainer(nonfinite="skip")` leaves out counts, as it does in
     `global_step`.
 
@@ -314,7 +315,7 @@ class Tokens(UnitCount):
             `val_check_interval` asks for. Callbacks that read a metric act after each validation.
         save_every_tokens: save through the run's first ModelCheckpoint, without a rank, after each step that passes a
             multiple of it. Where a validation is due at the same step it comes first.
-        log: give the total to the loggers as `tokens` every `log_every_n_steps` steps, which `x_axis="tokens"` of a
+        log: log the total as `tokens` every `log_every_n_steps` steps, which `x_axis="tokens"` of a
             logger needs.
         ignore: value of the entries that do not count. None: 0 of `attention_mask`, `loss_mask` and `sequence_ids`,
             -100 of `labels`; of any other key all entries count.
