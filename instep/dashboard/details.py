@@ -31,6 +31,15 @@ def box(classes: str, tag: str = "div") -> ui.element:
     return ui.element(tag).classes(classes)
 
 
+class Shown(dict[str, Any]):
+    """Data that a page shows now, by the name of the part that shows it."""
+
+    def changed(self, part: str, data: Any) -> bool:
+        """Keep what a part shows now; return True if it is not what was there."""
+        before, self[part] = self.get(part, ...), data
+        return before != data
+
+
 def header(folder: Path, links: Mapping[str, str]) -> ui.label:
     """Make the bar above a page, with links to the others; return the label for what it counts."""
     ui.add_css(_STYLE)
@@ -224,7 +233,7 @@ class Hardware(Panel):
         ui.label("Logged by the run").classes("title")
         self._nothing = ui.label("Nothing yet: Trainer(callbacks=[DeviceStatsMonitor()]) logs it.").classes("quiet")
         self._chart = ui.echart({}).classes("plot")
-        self._drawn: Any = None
+        self._drawn = Shown()
 
     def show(self, data: Any) -> None:
         now, curves = data
@@ -235,8 +244,7 @@ class Hardware(Panel):
                     ui.label(name).classes("name")
                     ui.linear_progress(min(1.0, part), show_value=False).props(f"rounded size=6px aria-label='{name}'")
                     ui.label(text).classes("quiet")
-        if curves != self._drawn:
-            self._drawn = curves
+        if self._drawn.changed("curves", curves):
             drawn = {name.rpartition("/")[2]: [(self.run.name, 0, curve)] for name, curve in curves.items()}
             chart.draw(self._chart, self._nothing, chart.options(drawn))
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from instep.dashboard import chart
-from instep.dashboard.details import PANELS, Panel, ago, box, header
+from instep.dashboard.details import PANELS, Panel, Shown, ago, box, header
 from instep.dashboard.source import Source, in_thread
 from instep.runs import Run
 from instep.runs.entries import Entry, without_metrics
@@ -40,7 +40,26 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
         View(source, tensorboard, links, run).build()
 
 
-class View:
+class Refreshing:
+    """Page that is refreshed by a timer and by hand: one turn after another, and none is added to those that wait."""
+
+    def __init__(self) -> None:
+        self._shown, self._turn, self._is_due = Shown(), asyncio.Lock(), False
+
+    async def refresh(self) -> None:
+        """Read again, and show what changed; a turn that is under way begins again at its end."""
+        self._is_due = True
+        if not self._turn.locked():
+            async with self._turn:
+                while self._is_due:
+                    self._is_due = False
+                    await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Read again, and show what changed."""
+
+
+class View(Refreshing):
     """The page of one browser.
 
     Args:
@@ -57,8 +76,7 @@ class View:
         self._picked: dict[Path, int] | None = None  # with the number of its color
         self._metrics: list[str] | None = None
         self._panel: Panel | None = None
-        self._shown: dict[str, Any] = {}
-        self._wanted = 0
+        super().__init__()
 
     def build(self) -> None:
         """Make the elements; what they show comes with the first refresh."""
@@ -102,13 +120,13 @@ class View:
         with box("line"):
             self._name = ui.label().classes("title")
             self._chip = ui.label().classes("chip")
-        with ui.tabs(on_change=self._change_tab).props("dense no-caps align=left inline-label outside-arrows") as tabs:
+        self._tabs = ui.tabs(on_change=self._change_tab)
+        with self._tabs.props("dense no-caps align=left inline-label outside-arrows"):
             for name in PANELS:
                 ui.tab(name)
-        self._tabs = tabs
         self._reading = ui.spinner(size="sm").classes("reading")
         self._details = box("stack")
-        tabs.set_value("Overview")
+        self._tabs.set_value("Overview")
 
     # ---- what the person does
 
@@ -147,32 +165,17 @@ class View:
 
     # ---- what changes by itself
 
-    async def refresh(self) -> None:
-        """Read again, and draw what changed."""
-        self._wanted += 1
-        if self._wanted > 1:  # it goes on, and begins again at its end
-            return
-        try:
-            while (wanted := self._wanted) > 0:
-                self._runs = await in_thread(lambda: without_metrics(self._source.runs()))
-                self._names = {entry.run.folder: entry.name for entry in self._runs}
-                self._open_default()
-                self._show_list()
-                await asyncio.gather(self._show_details(), self._show_plot())
-                self._wanted = min(self._wanted - wanted, 1)
-        finally:
-            self._wanted = 0
-
-    def _changed(self, what: str, data: Any) -> bool:
-        is_new = what not in self._shown or self._shown[what] != data
-        self._shown[what] = data
-        return is_new
+    async def _refresh(self) -> None:
+        self._runs = await in_thread(lambda: without_metrics(self._source.runs()))
+        self._names = {entry.run.folder: entry.name for entry in self._runs}
+        self._open_default()
+        self._show_list()
+        await asyncio.gather(self._show_details(), self._show_plot())
 
     def _open_default(self) -> None:
         by_folder = {entry.run.folder: entry.run for entry in self._runs}
-        if self._open is None:
-            self._open = next((run for run in by_folder.values() if run.name == self._asked), None)
-        self._open = by_folder.get(self._open.folder) if self._open else next(iter(by_folder.values()), None)
+        run = self._open or next((run for run in by_folder.values() if run.name == self._asked), None)
+        self._open = by_folder.get(run.folder) if run else next(iter(by_folder.values()), None)
         if self._picked is None and self._runs:
             self._picked = {folder: number for number, folder in enumerate(list(by_folder)[:3])}
 
@@ -184,7 +187,7 @@ class View:
         running = sum(entry.run.status.state == "running" for entry in self._runs)
         self._counts.set_text(f"{len(self._runs):,} run{'s' * (len(self._runs) != 1)}, {running:,} running")
         self._page.set_visibility(self._page.max > 1)
-        if not self._changed("list", rows):
+        if not self._shown.changed("list", rows):
             return
         self._list.clear()
         with self._list:
@@ -226,7 +229,7 @@ class View:
                 panel.build()
         panel.run = run
         data = await in_thread(panel.read)
-        if panel is self._panel and self._changed("panel", data):
+        if panel is self._panel and self._shown.changed("panel", data):
             panel.show(data)
             self._reading.set_visibility(False)
             self._details.set_visibility(True)
@@ -239,12 +242,12 @@ class View:
         if self._metrics is None and names:
             self._metrics = sorted(names, key=lambda name: ("loss" not in name.lower(), name.startswith("epoch")))[:1]
         chosen = [name for name in self._metrics or () if name in names]
-        if self._changed("names", (list(names), chosen)):
+        if self._shown.changed("names", (list(names), chosen)):
             self._chosen.set_options({name: clean(name) for name in names}, value=chosen)
         drawn = {
             name: [(self._names[run.folder], colours[run.folder], of[name]) for run, of in curves if name in of]
             for name in chosen
         }
-        if self._changed("plot", (drawn, log, by_time)):
+        if self._shown.changed("plot", (drawn, log, by_time)):
             self._no_plot.set_text("Pick runs in the list, and metrics above.")
             chart.draw(self._plot, self._no_plot, chart.options(drawn, log, by_time))

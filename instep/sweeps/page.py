@@ -13,12 +13,13 @@ from fastapi import Request
 from nicegui import ui
 
 from instep.dashboard.details import ago, box, header
+from instep.dashboard.page import Refreshing
 from instep.dashboard.source import Source, in_thread
 from instep.errors import UsageError
 from instep.runs import naming
 from instep.runs.entries import Entry
 from instep.runs.facts import number
-from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, Shown, SweepPanel
+from instep.sweeps.panels import MOST_DRAWN, PANELS, Desk, SweepPanel
 from instep.sweeps.source import Sweep, SweepTable, Wish, means
 from instep.utils.untrusted_files import clean
 
@@ -62,7 +63,7 @@ def define_page(source: Source) -> None:
         Page(source, sweep, request.scope.get("may_write") is True).build()
 
 
-class Page:
+class Page(Refreshing):
     """The page of one browser.
 
     Args:
@@ -72,12 +73,12 @@ class Page:
     """
 
     def __init__(self, source: Source, sweep: Sweep, may_write: bool) -> None:
-        self._desk, self._shown = Desk(source, sweep, may_write, self.refresh), Shown()
+        super().__init__()
+        self._desk = Desk(source, sweep, may_write, self.refresh)
         self._ids: dict[Path, str] = {}
         self._ticked: set[Path] | None = None
         self._grid: ui.aggrid | None = None
         self._panel: SweepPanel | None = None
-        self._wanted = 0
 
     def build(self) -> None:
         """Make the elements; what they show comes with the first refresh."""
@@ -135,17 +136,8 @@ class Page:
 
     # ---- what changes by itself
 
-    async def refresh(self) -> None:
-        """Read again, and show what changed."""
-        self._wanted += 1
-        if self._wanted > 1:  # it goes on, and begins again at its end
-            return
-        try:
-            while (wanted := self._wanted) > 0:
-                await self._show(await self._read())
-                self._wanted = min(self._wanted - wanted, 1)
-        finally:
-            self._wanted = 0
+    async def _refresh(self) -> None:
+        await self._show(await self._read())
 
     async def _read(self) -> SweepTable | None:
         wish = Wish(

@@ -10,7 +10,7 @@ from typing import Any
 
 from nicegui import ui
 
-from instep.dashboard.details import box, fill, text_table
+from instep.dashboard.details import Shown, box, fill, text_table
 from instep.dashboard.source import Source, in_thread
 from instep.errors import UsageError
 from instep.runs import Curve
@@ -56,16 +56,6 @@ class Desk:
     def seed(self) -> str:
         """Return the hyperparameter that is a seed; empty where none differs."""
         return next((key for key in self.view.params if key.rpartition("/")[2].lower() in _SEEDS), "")
-
-
-class Shown(dict[str, Any]):
-    """Data that a page shows now, by the name of the part that shows it."""
-
-    def changed(self, part: str, data: Any) -> bool:
-        """Keep what a part shows now; return True if it is not what was there."""
-        is_new = part not in self or self[part] != data
-        self[part] = data
-        return is_new
 
 
 class SweepPanel:
