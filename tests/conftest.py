@@ -163,3 +163,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="module", name="engine")
+def _engine() -> Iterator[Any]:
+    with browser.browse() as started:
+        yield started.engine
+
+
+@pytest.fixture(name="browser")
+def _browser(engine: Any) -> Iterator[browser.Browser]:
+    opened = browser.Browser(engine)
+    yield opened
+    opened.close()
+    assert not [error for error in opened.errors if "ERR_CONNECTION_REFUSED" not in error]  # of a page left open

@@ -18,7 +18,6 @@ import pytest
 from instep import Trainer
 from instep.loggers import CSVLogger
 from tests.helpers.axe import violations
-from tests.helpers.browser import Browser, browse
 from tests.helpers.spawn import HANG_S
 from tests.trainer.toys import Toy, loader
 
@@ -59,20 +58,6 @@ def dashboard(folder: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen
     finally:
         server.terminate()
         server.communicate(timeout=HANG_S)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    with browse() as browser:
-        yield browser.engine
-
-
-@pytest.fixture
-def browser(engine: Any) -> Iterator[Browser]:
-    browser = Browser(engine)
-    yield browser
-    browser.close()
-    assert not [error for error in browser.errors if "ERR_CONNECTION_REFUSED" not in error]  # of a page left open
 
 
 def overflow(page: Any) -> int:

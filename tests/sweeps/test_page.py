@@ -13,24 +13,10 @@ from instep.runs.label import MOST_NAME, Label, read_label, write_label
 from instep.sweeps.source import Sweep, Wish
 from tests.dashboard.test_page import HOSTILE, dashboard
 from tests.helpers.axe import violations
-from tests.helpers.browser import Browser, browse
+from tests.helpers.browser import Browser
 from tests.sweeps.sweep import DISK, log_media, make_run, make_sweep
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    with browse() as browser:
-        yield browser.engine
-
-
-@pytest.fixture
-def browser(engine: Any) -> Iterator[Browser]:
-    browser = Browser(engine)
-    yield browser
-    browser.close()
-    assert not [error for error in browser.errors if "ERR_CONNECTION_REFUSED" not in error]
 
 
 @pytest.fixture(scope="module")
