@@ -54,9 +54,6 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
                 "training_step returned None to skip a batch. With several processes the others would wait for this "
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
-        place = ctx.position.epoch, ctx.position.batch
-        ctx.position.batches_without_loss += place != ctx.counts.without_loss  # a closure may return None several times
-        ctx.counts.without_loss = place
         warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
         return None
     if not isinstance(loss, Tensor):
@@ -87,7 +84,8 @@ def check_losses(ctx: RunContext) -> None:
     """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
     at, name = ctx.position, type(ctx.module).__name__
     done = at.earlier_batches + at.batch
-    if ctx.optimizers and at.batches_without_loss and at.batches_without_loss == done:
+    needs_loss = ctx.optimizers and ctx.module.automatic_optimization
+    if needs_loss and done and not (at.had_loss or ctx.counts.in_window):
         raise HookError(
             f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
             "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "

@@ -134,7 +134,7 @@ class Position:
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
         closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
         nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
-        batches_without_loss: batches for which `training_step` returned None.
+        had_loss: whether `training_step` has returned a loss, for a batch of any optimizer window so far.
         loaded_epoch: the epoch in which the loaders were asked for, without `reload_dataloaders_every_n_epochs`.
         loaded_step: `global_step` then; with reloading, when the training loader was asked for last.
         val_loaded_epoch: the epoch in which validation's loaders were asked for last, with reloading.
@@ -153,7 +153,7 @@ class Position:
     skipped_rest: bool = False
     closed_step: int = -1
     nonfinite_steps: int = 0
-    batches_without_loss: int = 0
+    had_loss: bool = False
     loaded_epoch: int = 0
     loaded_step: int = 0
     val_loaded_step: int = 0
@@ -178,6 +178,7 @@ class Position:
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
         if "closed_step" not in state_dict:  # an earlier instep did not write it
             self.closed_step = self.global_step
+        self.had_loss = state_dict.get("had_loss", True)  # nor this
         self.epoch_over = self.epoch_ended
 
     @property
@@ -322,7 +323,6 @@ class StepCounts:
         in_window: micro-batches of the open optimizer window that gave gradients.
         of_batch: optimizer steps of the batch in hand, in manual optimization.
         handed_over: step whose values were handed to the loggers last; a manual step may take several batches.
-        without_loss: epoch and batch of the last `training_step` that returned None.
         recompiles: what is compiled anew, where the module is compiled.
     """
 
@@ -333,7 +333,6 @@ class StepCounts:
     in_window: int = 0
     of_batch: int = 0
     handed_over: int = 0
-    without_loss: tuple[int, int] = (-1, -1)
     recompiles: Recompiles | None = None
 
 

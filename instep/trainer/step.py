@@ -91,7 +91,8 @@ def automatic_step(ctx: RunContext) -> Step:
         else:
             output = train(batch, batch_idx)
             stepped = finish()
-        counts.in_window = 0
+        if counts.in_window:
+            at.had_loss, counts.in_window = True, 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1
         if schedules and stepped:

@@ -199,6 +199,7 @@ def _rank_main(payload: bytes, env: dict[str, str], log: str, sender: Connection
     output = open(log, "ab", buffering=0)  # noqa: SIM115 (open until the process ends)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
+    faulthandler.enable(output)  # a crash of torch's own code leaves the stacks in the report
     faulthandler.register(signal.SIGQUIT, file=output, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -13,6 +13,7 @@ from tests.helpers.spawn import run_command
 from tests.model.checkpoints import Checkpoints
 from tests.model.data import Combined, Data
 from tests.model.logs import Log
+from tests.model.optimization import Optimization
 from tests.model.run import Case, Settings
 from tests.model.stopping import Stopping
 from tests.model_runs.coverage import admits
@@ -284,6 +285,17 @@ CHOSEN = {
             checkpoints=Checkpoints(every_n_train_steps=4),
         ),
         (Process(), Process(ranks=2)),
+    ),
+    "other ranks at the end of an epoch with a skipped batch": (
+        Case(
+            Settings(max_steps=9, limit_val_batches=1, val_check_interval=1, accumulate_grad_batches=2),
+            Data(6, 2),
+            VAL,
+            optimization=Optimization(skips=3),
+            checkpoints=Checkpoints(monitor="val", save_top_k=-1),
+            watch="few",
+        ),
+        (Process(place=0.35), Process(ranks=3)),
     ),
 }
 
