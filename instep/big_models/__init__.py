@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from instep.big_models.empty import init_on_device as init_on_device
     from instep.big_models.hooks import AlignDevicesHook as AlignDevicesHook
     from instep.big_models.hooks import CpuOffload as CpuOffload
-    from instep.big_models.hooks import LayerwiseCastingHook as LayerwiseCastingHook
     from instep.big_models.hooks import ModelHook as ModelHook
     from instep.big_models.hooks import SequentialHook as SequentialHook
     from instep.big_models.hooks import UserCpuOffloadHook as UserCpuOffloadHook
     from instep.big_models.hooks import add_hook_to_module as add_hook_to_module
     from instep.big_models.hooks import attach_align_device_hook as attach_align_device_hook
-    from instep.big_models.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from instep.big_models.hooks import remove_hook_from_module as remove_hook_from_module
+    from instep.big_models.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
+    from instep.big_models.layerwise_casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from instep.big_models.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from instep.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from instep.big_models.memory import get_max_memory as get_max_memory
