@@ -161,9 +161,25 @@ def run_on_ranks(case: Case, process: Process, starts: list[Start], disks: list[
             continue
         its.disk = Remembering(its.disk)
         its.trigger, its.sets_before = start.trigger, start.sets_before
+        if start.breaks_at is not None:
+            goes_on = run(case, draw, other, replace(its, disk=deepcopy(its.disk)))
+            its.breaks_at = end_of_validation(goes_on, stopped)
         by_rank.append(run(case, draw, other, its))
         disks[other] = as_seen_by(its.disk, disks[rank])
     return by_rank
+
+
+def end_of_validation(goes_on: list[Event], stopped: list[Event]) -> int | None:
+    """Return the number of the event that a rank waits for in vain, since another one is broken off in a validation.
+
+    Args:
+        goes_on: the rank's events without the break.
+        stopped: those of the one that is broken off.
+    """
+    start, end = (("C", f"on_validation_{name}") for name in ("start", "epoch_end"))
+    begun, ended = (sum((event.owner, event.name) == hook for event in stopped) for hook in (start, end))
+    ends = [n for n, event in enumerate(goes_on) if (event.owner, event.name) == end]
+    return ends[ended] if begun > ended and len(ends) > ended else None
 
 
 def difference_on_ranks(

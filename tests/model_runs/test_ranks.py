@@ -286,6 +286,17 @@ CHOSEN = {
         ),
         (Process(), Process(ranks=2)),
     ),
+    "a validation that was asked for, in which another rank is killed": (
+        Case(
+            Settings(max_epochs=2, val_check_interval=5, check_val_every_n_epoch=None),
+            Data(6, 3),
+            VAL,
+            ranks=2,
+            checkpoints=EVERY_STEP,
+            watch="few",
+        ),
+        (Process(place=0.95, kills=True, rank=1, trigger="validate", asks_place=0.85), Process(more=2)),
+    ),
     "other ranks at the end of an epoch with a skipped batch": (
         Case(
             Settings(max_steps=9, limit_val_batches=1, val_check_interval=1, accumulate_grad_batches=2),
