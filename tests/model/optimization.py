@@ -93,6 +93,10 @@ class Optimization:
     def skipped(self, batch_idx: int) -> bool:
         return bool(self.skips) and (batch_idx + 1) % self.skips == 0
 
+    def check_skip(self, batch_idx: int, ranks: int) -> None:
+        if ranks > 1 and self.skipped(batch_idx):
+            raise Refused("HookError", "the other ranks would wait for this one's gradients")
+
     def outputs(self, batch_idx: int) -> str:
         """Return what `on_train_batch_end` gets: what `training_step` returned, a loss always within a dict."""
         if self.skipped(batch_idx):

@@ -461,6 +461,7 @@ class Run:
             if given.manual is not None:
                 train_by_hand(self, dealt, batch_idx, last)
             else:
+                given.check_skip(batch_idx, self.case.ranks)
                 self.backward(place == 0, batch_idx, skipped[place])
                 if place == len(window) - 1:
                     step_all(self, batch_idx, window, skipped)
@@ -472,10 +473,9 @@ class Run:
 
     def backward(self, first: bool, batch_idx: int, skipped: bool) -> None:
         """Zero the gradients where a window begins, and compute those of a batch, if it is not skipped."""
-        if first:
-            for _ in range(self.case.optimization.optimizers):
-                self.both("on_before_zero_grad")
-                self.module("optimizer_zero_grad", self.epoch, batch_idx)
+        for _ in range(self.case.optimization.optimizers if first else 0):
+            self.both("on_before_zero_grad")
+            self.module("optimizer_zero_grad", self.epoch, batch_idx)
         if not skipped:
             self.both("on_before_backward")
             self.module("backward")

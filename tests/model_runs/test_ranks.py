@@ -286,6 +286,15 @@ CHOSEN = {
         ),
         (Process(), Process(ranks=2)),
     ),
+    "other ranks that may not skip a batch": (
+        Case(
+            Settings(max_epochs=1, accumulate_grad_batches=4),
+            Data(9, 2),
+            optimization=Optimization(skips=2),
+            checkpoints=EVERY_STEP,
+        ),
+        (Process(place=0.3), Process(ranks=3)),
+    ),
     "a validation that was asked for, in which another rank is killed": (
         Case(
             Settings(max_epochs=2, val_check_interval=5, check_val_every_n_epoch=None),
