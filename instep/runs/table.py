@@ -237,8 +237,7 @@ class Table:
         states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common()) or "none fits"
         lines = [f"{len(self.entries):,} run{'s' * (len(self.entries) != 1)}: {states}"]
         lines += [line for metric in self.metrics if (line := self._best(metric))]
-        ended = [entry for entry in self.entries if entry.why and entry.run.status.state != "finished"]
-        ended += [entry for entry in self.entries if entry.why and entry.run.status.state == "finished"]
+        ended = sorted((e for e in self.entries if e.why), key=lambda entry: entry.run.status.state == "finished")
         if ended and not told:
             lines += [f"{upright(entry.name)}: {entry.run.status.state}: {entry.why}" for entry in ended[:_FEW]]
             lines += [f"and {len(ended) - _FEW:,} more with a reason"] * (len(ended) > _FEW)
@@ -250,11 +249,12 @@ class Table:
         if not tops:
             return ""
         (value, step), *after = tops
-        line = f"best {metric.name} (*): {number(value)} at step {step:.0f}, {upright(ranked[0].name)}"
+        line = f"best {metric.name} (*): {upright(ranked[0].name)} with {number(value)} at step {step:.0f}"
         if after:
             apart = abs(after[0][0] - value)
-            part = f" ({apart / abs(value):.0%})" if value else ""
-            line += f"; {number(apart)}{part} from the next, {upright(ranked[1].name)}"
+            part = f" ({apart / abs(value):.1%})" if value else ""
+            than = f"better by {number(apart)}{part} than" if apart else "as good as"
+            line += f", {than} the next, {upright(ranked[1].name)}"
         return line
 
 
