@@ -423,7 +423,9 @@ def graphed(folder: Path, recorder: Stand | None, module: Any, **settings: Any) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_on_a_device(scheduled: bool, precision: str, tmp_path: Path, caplog: Any, recorder: Stand | None) -> None:
+def test_recorded_steps_on_a_device_have_the_plain_losses(
+    scheduled: bool, precision: str, tmp_path: Path, caplog: Any, recorder: Stand | None
+) -> None:
     scheduled = scheduled and gpu.on_device("a recorded optimizer whose rate changes")
     make = lambda: Net(scheduled=scheduled, device=gpu.DEVICE)  # noqa: E731
     plain = train(tmp_path, make(), **gpu.ON_DEVICE, precision=precision)

@@ -249,7 +249,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "ignore:The given buffer is not writable:UserWarning",  # of torch 2.9's export
 )
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of(
+def test_every_block_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

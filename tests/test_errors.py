@@ -44,7 +44,7 @@ def test_the_tree_in_the_docstring_is_the_tree():
     assert seen == defined - {Preempted}
 
 
-def test_standard_families():
+def test_errors_belong_to_pythons_families():
     assert issubclass(SettingError, ValueError)
     assert issubclass(CheckpointNotFoundError, FileNotFoundError)
     assert issubclass(UnsavableStateError, TypeError)

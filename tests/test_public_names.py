@@ -416,7 +416,7 @@ print(json.dumps([len(gc.get_objects()) - before, sorted(sys.modules)]))
     assert objects < most, "load what only a run needs when it runs; benchmarks/import_time.py has the bar in seconds"
 
 
-def test_unknown_name():
+def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute"):
         _ = instep.Trainor
 

@@ -112,7 +112,7 @@ def test_the_state_is_plain_and_other_arguments_are_those_of_the_program(name: s
         ("cosine", {"total_steps": 10, "warm_up": 1}, "no argument 'warm_up'; it takes total_steps, warmup_steps"),
     ],
 )
-def test_wrong_arguments(name: str, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_schedules_are_named(name: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         schedules.make(name, optimizer(), **arguments)
 

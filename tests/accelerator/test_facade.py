@@ -41,7 +41,7 @@ def _passed_on() -> dict[str, Any]:
     return report
 
 
-def test_collectives_and_places() -> None:
+def test_collectives_and_places_of_an_accelerator_on_two_ranks() -> None:
     first, second = run_ranks(_passed_on, 2)
     assert (first["local main"], second["local main"]) == (True, False)
     assert first["gathered"] == second["gathered"] == [0, 7, 1, 7]

@@ -66,7 +66,7 @@ def test_the_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GradientAccumulationPlugin(num_steps=3).num_steps == 3
 
 
-def test_by_kind() -> None:
+def test_handlers_are_sorted_by_kind_and_what_is_none_is_refused() -> None:
     scaler, ddp = GradScalerKwargs(init_scale=2.0), DistributedDataParallelKwargs()
     assert by_kind([scaler, ddp]) == {GradScalerKwargs: scaler, DistributedDataParallelKwargs: ddp}
     assert by_kind(None) == {}

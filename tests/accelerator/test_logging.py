@@ -76,7 +76,7 @@ def log_on_ranks(shared: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.dist
-def test_ranks(tmp_path: Path) -> None:
+def test_the_logger_writes_on_the_ranks_that_are_asked_for(tmp_path: Path) -> None:
     (before, lines), *others = run_ranks(log_on_ranks, 3, str(tmp_path / "log"))
     assert before == ["before the state"]
     assert lines[:3] == ["main", "[RANK 0] each", "[RANK 0] once"]

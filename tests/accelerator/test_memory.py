@@ -73,7 +73,7 @@ def test_sizes_are_halved_and_the_one_that_worked_is_kept() -> None:
     assert not process.is_held()  # the function may build the state as it likes
 
 
-def test_a_reduction_of_ones_own() -> None:
+def test_a_batch_size_is_searched_with_the_users_own_reduction() -> None:
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda size: size - 3)
@@ -136,7 +136,7 @@ def test_the_batch_size_is_left_out_of_the_call() -> None:
             find_executable_batch_size(starting_batch_size=size)  # pyright: ignore[reportCallIssue,reportArgumentType]
 
 
-def test_memory_is_released() -> None:
+def test_release_memory_drops_the_objects() -> None:
     class Model(torch.nn.Linear):
         pass
 

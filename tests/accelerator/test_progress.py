@@ -33,7 +33,7 @@ def test_a_user_s_disable_holds() -> None:
     assert stream.getvalue() == ""
 
 
-def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_without_tqdm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(MissingPackageError, match=r"pip install tqdm$"):

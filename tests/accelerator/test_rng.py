@@ -30,7 +30,7 @@ def test_set_seed_repeats() -> None:
         set_seed(-1)
 
 
-def test_deterministic() -> None:
+def test_set_seed_turns_deterministic_algorithms_on() -> None:
     try:
         set_seed(0, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
@@ -79,7 +79,7 @@ def on_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_ranks() -> None:
+def test_seeds_of_ranks_differ_until_they_are_synchronized() -> None:
     for rank, result in enumerate(run_ranks(on_ranks, 2)):
         assert result["seeds"] == [3, 3 + rank]
         first, second = result["apart"]

@@ -130,7 +130,7 @@ def test_one_logger_given_twice_is_refused(make: Any, twice: list[Any]) -> None:
         make(log_with=twice)
 
 
-def test_starting_twice_is_refused(make: Any, tmp_path: Path) -> None:
+def test_starting_trackers_twice_is_refused(make: Any, tmp_path: Path) -> None:
     rows = Rows()
     accelerator = make(log_with=rows, project_dir=tmp_path)
     accelerator.init_trackers("project", config={"lr": 1})

@@ -146,7 +146,7 @@ def pipes() -> dict[str, list[float]]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.skipif(not PIPES, reason="torch is too old for these pipes")
-def test_losses_of_a_pipeline_stay() -> None:
+def test_checkpointing_keeps_the_losses_of_a_pipeline() -> None:
     for found in run_ranks(pipes, 2):
         assert found["blocks"] == pytest.approx(found["plain"], abs=1e-6)
 
@@ -191,7 +191,7 @@ def test_modules_built_late_and_left_as_they_were() -> None:
         assert not any("forward" in vars(part) for part in module.modules())
 
 
-def test_two_of_them_share_a_run() -> None:
+def test_two_activation_checkpointings_share_a_run() -> None:
     seen, strategy = Seen(), Strategy()
     first, second = (ActivationCheckpointing(lambda name, _, n=n: name == f"blocks.{n}") for n in range(2))
     expected = train(steps=2, limit_val_batches=0).losses
@@ -222,7 +222,7 @@ def test_checkpoints_with_and_without_are_alike(tmp_path: Path) -> None:
         assert run.losses == whole[2:]
 
 
-def test_a_loop_of_ones_own() -> None:
+def test_a_handwritten_loop_with_checkpointing_has_the_same_losses() -> None:
     def loop(policy: ActivationCheckpointing | None) -> tuple[list[float], int]:
         torch.manual_seed(3)
         model: Any = TinyGPT()
@@ -260,7 +260,7 @@ def test_a_loop_of_ones_own() -> None:
         ({"memory_budget": 0.5, "every": 2}, "leave parts, every, save and context_fn out"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
+def test_wrong_settings_of_activation_checkpointing_are_named(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
         ActivationCheckpointing(**settings)
 
@@ -309,7 +309,7 @@ def test_the_estimate_counts_what_is_kept(words: list[str] | None) -> None:
 
 
 @pytest.mark.extras
-def test_the_estimate_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_memory_counts_what_checkpointing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["estimate-memory", "tests.cli.memory.models:Net", "--args", '{"width": 64, "depth": 12}', "--input"]
     command += ["2048x64", "--input", "2048:int64", "--strategy", "single_device", "fsdp", "--devices", "2"]
     command += ["--precision", "32-true", "--json"]

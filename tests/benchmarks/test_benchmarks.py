@@ -52,7 +52,7 @@ def test_a_soak_that_loses_something_says_so_and_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_overhead(tmp_path: Path) -> None:
+def test_the_benchmark_of_overhead_writes_its_numbers(tmp_path: Path) -> None:
     args = ("--steps", "200", "--repetitions", "1", "--contenders", "handwritten", "instep", "--cases", "bare")
     result = run("overhead.py", tmp_path, *args)
     assert [(row["contender"], row["case"]) for row in result["results"]] == [
@@ -65,7 +65,9 @@ def test_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("contender", "data"), [("instep", "ready"), ("accelerator", "loader")])
-def test_overhead_of_everything(contender: str, data: str, tmp_path: Path) -> None:
+def test_the_benchmark_of_overhead_with_everything_on_writes_its_numbers(
+    contender: str, data: str, tmp_path: Path
+) -> None:
     args = ("--steps", "200", "--repetitions", "1", "--contenders", contender, "--cases", "everything")
     result = run("overhead.py", tmp_path, *args, "--data", data)
     assert result["data"] == data
@@ -76,14 +78,14 @@ def test_overhead_of_everything(contender: str, data: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_memory(tmp_path: Path) -> None:
+def test_the_benchmark_of_memory_stays_below_its_limit(tmp_path: Path) -> None:
     result = run("memory.py", tmp_path, "--quick", "--repetitions", "1", "--contenders", "handwritten", "instep")
     growth = {(row["contender"], row["case"]): row["growth_mb"]["median"] for row in result["results"]}
     assert growth["instep", "everything"] < result["limit_mb"]
 
 
 @pytest.mark.slow
-def test_import_time(tmp_path: Path) -> None:
+def test_the_benchmark_of_import_time_writes_its_numbers(tmp_path: Path) -> None:
     result = run("import_time.py", tmp_path, "--rounds", "1", "--contenders", "instep")
     assert result["results"]["instep"]["in_one_process_s"]["median"] > 0
     assert result["import_instep_loads_torch"] is False
@@ -91,7 +93,7 @@ def test_import_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint(tmp_path: Path) -> None:
+def test_the_benchmark_of_checkpoints_compares_ways_to_save(tmp_path: Path) -> None:
     [result] = run("checkpoint.py", tmp_path, "--quick")["results"]
     assert {"instep", "instep background", "torch.save", "torch.save + fsync", "dcp", "dcp async"} <= set(
         result["seconds"]
@@ -107,7 +109,7 @@ def safe_ones(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_strategies(tmp_path: Path) -> None:
+def test_the_benchmark_of_strategies_writes_its_numbers(tmp_path: Path) -> None:
     result = run("strategies.py", tmp_path, "--quick", "--strategies", "ddp", "--steps", "3")
     [step], [memory] = result["strategies_step_quick"]["results"], result["strategies_memory_quick"]["results"]
     assert step["strategy"] == memory["strategy"] == "ddp"
@@ -118,7 +120,7 @@ def test_strategies(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_first_step(tmp_path: Path) -> None:
+def test_the_benchmark_of_the_first_step_adds_up(tmp_path: Path) -> None:
     result = run("first_step.py", tmp_path, "--quick", "--ways", "instep launch, instep")
     assert list(result["results"]) == ["torchrun, by hand", "instep launch, instep"]
     for way in result["results"].values():

@@ -135,7 +135,7 @@ def test_steps_are_printed(capsys):
     assert "0 is split" in capsys.readouterr().out
 
 
-def test_balanced_shares():
+def test_balanced_memory_gives_devices_like_shares():
     model = chain(6)  # shares of 384 / n + 1.25 of a layer
     assert get_balanced_memory(model, {0: 500, 1: 500, 2: 500, "cpu": 9}) == {0: 208, 1: 208, 2: 500, "cpu": 9}
     assert get_balanced_memory(model, {0: 0, 1: 500, 3: 500}) == {0: 0, 1: 272, 3: 500}
@@ -171,7 +171,7 @@ def test_a_map_is_checked_against_the_model():
         check_device_map(model, {"": "cpu", "1.up": 0})
 
 
-def test_entries_are_joined():
+def test_entries_of_one_device_are_joined():
     assert clean_device_map({"a.x": 0, "a.y.0": 1, "a.y.1": 1, "b": "cpu"}) == {"a.x": 0, "a.y": 1, "b": "cpu"}
     assert clean_device_map({"a": 0, "b.c": 0}) == {"": 0}
 

@@ -47,7 +47,7 @@ def test_parameters_are_empty_and_buffers_are_kept():
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_a_model_of_a_terabyte():
+def test_empty_weights_of_a_terabyte_take_no_memory():
     with init_empty_weights():
         model = nn.Sequential(*(nn.Linear(50_000, 50_000, bias=False) for _ in range(100)))
     assert sum(p.nbytes for p in model.parameters()) == 10**12

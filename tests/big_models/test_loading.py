@@ -247,7 +247,7 @@ def test_nothing_is_half_loaded(what: str, tmp_path: Path, monkeypatch: pytest.M
     assert not Path("harmed").exists()
 
 
-def test_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_and_missing_files_of_loading_are_named(tmp_path: Path) -> None:
     arguments: list[dict[str, Any]] = [{"offload_8bit_bnb": True}, {"full_state_dict": False}, {"dtype": "float33"}]
     for argument in arguments:
         with pytest.raises(SettingError, match=next(iter(argument))):

@@ -36,7 +36,7 @@ def test_bytes_of_an_element():
         dtype_byte_size("float12")
 
 
-def test_sizes():
+def test_sizes_of_modules_count_each_dtype_and_tied_weights_once():
     model = nn.Sequential(Block(), nn.ReLU())
     sizes = compute_module_sizes(model)
     assert sizes["0.up"] == sizes["0.up.weight"] == 64

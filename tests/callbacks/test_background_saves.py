@@ -156,7 +156,9 @@ def fails(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("save_on_exception", [False, True])
-def test_an_exception_lets_it_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_on_exception: bool) -> None:
+def test_an_exception_lets_the_background_save_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_on_exception: bool
+) -> None:
     steps = Steps()
 
     def hold(operation: str, path: Path) -> None:

@@ -72,7 +72,7 @@ DIVERGED = EarlyStoppingReason.DIVERGENCE_THRESHOLD
         ({"patience": 1}, 1.0, 1.0, 0, (EXHAUSTED, 1.0, 1)),
     ],
 )
-def test_policy(policy, value, best, waited, expected):
+def test_the_stopping_policy_judges_each_value_as_the_table_says(policy, value, best, waited, expected):
     reason, new_best, new_waited = StoppingPolicy(**policy).judge(value, best, waited)
     assert (reason, new_best, new_waited) == expected
     assert math.copysign(1, new_best) == math.copysign(1, expected[1])
@@ -226,7 +226,7 @@ def test_verbose_prints_on_rank_zero_or_everywhere(capsys):
     ],
     ids=str,
 )
-def test_wrong_options(options):
+def test_wrong_options_of_early_stopping_are_named(options):
     with pytest.raises(SettingError, match=next(iter(options))):
         EarlyStopping(**{"monitor": "loss", **options})
 

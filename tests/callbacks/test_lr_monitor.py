@@ -38,7 +38,7 @@ def test_logs_every_n_steps_once_per_step():
     assert monitor.lrs == {"lr-Adam/pg1": [0.1] * 4, "lr-Adam/pg2": [0.5]}
 
 
-def test_never_by_step():
+def test_the_learning_rate_monitor_logs_nothing_by_step_without_an_interval():
     trainer = FakeTrainer(optimizers=[Adam(parameters(), lr=0.1)], log_every_n_steps=0)
     assert fit(LearningRateMonitor(), trainer) == []
     trainer.global_step = 0
@@ -98,7 +98,7 @@ def test_momentum_and_weight_decay():
     assert without.last_momentum_values == {"lr-Adagrad-momentum": None}
 
 
-def test_errors():
+def test_the_learning_rate_monitor_names_what_is_wrong():
     with pytest.raises(SettingError, match="logging_interval"):
         LearningRateMonitor("batch")
     with pytest.raises(SettingError, match="no logger"):

@@ -34,7 +34,7 @@ NAN, INF = math.nan, math.inf
         ("epoch{epoch}", False, "epoch3"),
     ],
 )
-def test_names(template: str, insert: bool, expected: str):
+def test_names_of_checkpoints_are_formatted_as_the_template_says(template: str, insert: bool, expected: str):
     values = {"epoch": 3, "step": 120, "val_loss": 0.2567, "val/acc": 1.0}
     assert format_name(template, values, insert) == expected
 
@@ -183,7 +183,7 @@ def test_every_n_train_steps_counts_windows(tmp_path: Path):
     assert names(tmp_path / "kept") == ["step-00000001-1", "step-00000002-1"]
 
 
-def test_by_time(tmp_path: Path):
+def test_checkpoints_by_time_are_saved_when_the_interval_is_over(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", train_time_interval=timedelta(microseconds=1))
     run(tmp_path, saver, max_epochs=2, trigger_every=1)
     assert len(names(tmp_path / "kept")) == 1
@@ -247,7 +247,7 @@ def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp
     assert again.global_step == 8
 
 
-def test_two_with_other_metrics_keep_their_own(tmp_path: Path):
+def test_two_model_checkpoints_with_other_metrics_keep_their_own(tmp_path: Path):
     class Two(Scored):
         def on_validation_epoch_end(self) -> None:
             if not self.trainer.sanity_checking:
@@ -265,7 +265,7 @@ def test_two_with_other_metrics_keep_their_own(tmp_path: Path):
         run(tmp_path, ModelCheckpoint(monitor="a"), ModelCheckpoint(monitor="a"))
 
 
-def test_weights_only(tmp_path: Path):
+def test_save_weights_only_leaves_the_optimizer_out(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", save_weights_only=True)
     run(tmp_path, saver)
     (info,) = CheckpointStore(tmp_path / "kept").scan()
@@ -280,7 +280,7 @@ class Fails(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def test_on_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_save_on_exception_keeps_the_step_before_the_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saver = ModelCheckpoint(tmp_path / "kept", monitor="never", save_on_exception=True, verbose=True)
     with pytest.raises(ValueError, match="no more"):
         run(tmp_path, saver, module=Fails())
@@ -367,7 +367,7 @@ def test_a_checkpoint_that_has_gone_is_forgotten(scores: list[float], best: floa
 
 
 @pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
-def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):
+def test_two_model_checkpoints_of_one_folder_both_take_in_the_checkpoint_that_they_resume_from(tmp_path: Path):
     def two() -> list[Any]:
         return [ModelCheckpoint(tmp_path / "kept"), ModelCheckpoint(tmp_path / "kept", every_n_epochs=2)]
 

@@ -23,7 +23,7 @@ def model() -> nn.Module:
     return net
 
 
-def test_counts_and_sizes():
+def test_the_summary_counts_parameters_and_bytes():
     summary = summarize(model())
     assert [(row.name, row.type, row.params, row.trainable) for row in summary.rows] == [
         ("body", "Sequential", 260, 260),
@@ -38,7 +38,7 @@ def test_counts_and_sizes():
 @pytest.mark.parametrize(
     ("depth", "names"), [(0, []), (1, ["body", "head"]), (-1, ["body", "body.0", "body.1", "head"])]
 )
-def test_depth(depth, names):
+def test_the_summary_shows_modules_down_to_max_depth(depth, names):
     assert [row.name for row in summarize(model(), depth).rows] == names
 
 
@@ -67,7 +67,7 @@ def test_parts_that_are_on_other_ranks_have_no_row():
     assert str(summary).endswith("This is this rank's stage of the model only; the other parts are on other ranks.")
 
 
-def test_plain_text(capsys):
+def test_the_summary_without_rich_is_a_plain_table(capsys):
     trainer = FakeTrainer(callbacks=[ModelSummary(), ModelCheckpoint()])
     trainer.callbacks[0].on_fit_start(trainer, model())
     text = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_only_rank_zero_prints(capsys):
     assert (trainer.printed, capsys.readouterr().out) == ([], "")
 
 
-def test_wrong_depth():
+def test_a_max_depth_below_minus_one_is_refused():
     with pytest.raises(SettingError, match="max_depth"):
         ModelSummary(max_depth=-2)
     with pytest.raises(SettingError, match="max_depth"):

@@ -81,7 +81,7 @@ TABLE: list[tuple[str, list[float], list[int], int | None, int, int]] = [
 
 
 @pytest.mark.parametrize(("mode", "values", "kept", "best", "waited", "halvings"), TABLE)
-def test_watchers(
+def test_checkpoints_stopping_and_schedule_judge_a_monitored_value_alike(
     mode: str, values: list[float], kept: list[int], best: int | None, waited: int, halvings: int, tmp_path: Path
 ):
     worst = INF if mode == "min" else -INF

@@ -63,7 +63,7 @@ def test_other_ranks_never_decide(clock):
     assert trainer.triggers == []
 
 
-def test_epoch_interval(clock):
+def test_a_timer_with_an_epoch_interval_stops_at_the_epochs_end(clock):
     timer, trainer = Timer(duration={"seconds": 1}, interval="epoch", verbose=False), FakeTrainer()
     timer.on_train_start(trainer, None)
     clock.now += 2
@@ -90,7 +90,7 @@ def test_a_hook_at_every_step_only_where_it_is_used(clock):
     assert seen == [0]
 
 
-def test_earlier_runs_count(clock):
+def test_a_resumed_timer_counts_the_seconds_of_earlier_runs(clock):
     timer, trainer = Timer(duration={"seconds": 10}), FakeTrainer()
     timer.on_train_start(trainer, None)
     clock.now += 7
@@ -128,7 +128,7 @@ def test_no_time_at_all_is_no_step(duration, tmp_path):
     assert trainer.global_step == 0
 
 
-def test_wrong_options():
+def test_wrong_options_of_the_timer_are_named():
     with pytest.raises(SettingError, match="zero or a time above it"):
         Timer(timedelta(-1))
     with pytest.raises(SettingError, match="interval"):

@@ -21,7 +21,7 @@ def test_a_small_file_has_the_plain_checksum(tmp_path: Path) -> None:
     assert hash_file(tmp_path / "x") == record
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_an_empty_file_has_a_hash(tmp_path: Path) -> None:
     assert LocalFiles().write_file(tmp_path / "x", b"") == hash_file(tmp_path / "x")
 
 

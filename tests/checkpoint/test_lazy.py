@@ -74,7 +74,7 @@ def test_a_grid_of_boxes_and_one_that_two_ranks_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex128, torch.float8_e4m3fn, torch.int64])
 @pytest.mark.parametrize("flat", [False, True])
-def test_dtypes(tmp_path: Path, dtype: torch.dtype, flat: bool) -> None:
+def test_lazy_tensors_of_every_dtype_join_bit_for_bit(tmp_path: Path, dtype: torch.dtype, flat: bool) -> None:
     tensor = (torch.arange(12) % 2).to(dtype).reshape(3, 4)
     joined = stored(tmp_path, [cut(tensor, rank, 2, flat) for rank in range(2)])
     assert joined.dtype == dtype

@@ -199,7 +199,7 @@ def test_of_another_host_the_counter_is_watched(tmp_path: Path, capfd: pytest.Ca
     mine.release()
 
 
-def test_on_an_object_store(bucket: Bucket) -> None:
+def test_a_lease_on_an_object_store_keeps_the_second_run_out(bucket: Bucket) -> None:
     url = f"{bucket.url}/run"
     mine, theirs = CheckpointStore(url), CheckpointStore(url)
     with start_command([sys.executable, "-c", OWN, url]) as process:

@@ -40,7 +40,7 @@ def test_nan_scores_are_strict_json_and_come_back() -> None:
     assert math.isnan(Manifest.from_bytes(data, HERE).info["score"])
 
 
-def test_people_can_read_it() -> None:
+def test_a_manifest_is_json_that_people_can_read() -> None:
     body = json.loads(MANIFEST.to_bytes())
     assert body["step"] == 1200
     assert body["files"]["a.json"] == {"bytes": 3, "xxh3": "ab"}
@@ -102,7 +102,7 @@ def test_what_a_later_instep_adds_to_this_format_is_left_out() -> None:
     assert Manifest.from_bytes(sealed({**body, "new": {"x": [1]}}), HERE) == MANIFEST
 
 
-def test_a_folder_without_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointNotFoundError, match=r"has no manifest\.json"):
             read_manifest(path)

@@ -214,5 +214,5 @@ def decide_alike(folder: str) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def test_rank_zero_decides(tmp_path: Path) -> None:
+def test_rank_zero_decides_what_is_resolved_for_all(tmp_path: Path) -> None:
     assert run_ranks(decide_alike, 2, str(tmp_path)) == [("CheckpointNotFoundError", [])] * 2

@@ -112,6 +112,6 @@ def test_unions_are_flat_and_know_their_modes():
         (KeepBest, (1, "lowest"), r"mode='lowest'"),
     ],
 )
-def test_wrong_arguments(make: Any, arguments: tuple[Any, ...], message: str):
+def test_wrong_arguments_of_retention_policies_are_refused(make: Any, arguments: tuple[Any, ...], message: str):
     with pytest.raises(SettingError, match=message):
         make(*arguments)

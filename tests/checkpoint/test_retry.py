@@ -107,7 +107,9 @@ def test_a_users_own_error_is_raised_at_once(tmp_path: Path, pauses: list[float]
 
 
 @pytest.mark.parametrize("method", ["read", "size", "hash", "folders"])
-def test_reading_asks_again(tmp_path: Path, method: str, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_once_is_tried_again(
+    tmp_path: Path, method: str, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without it a short fault would make a run go on from an older checkpoint."""
     store = CheckpointStore(tmp_path)
     store.save(1, writes(1.0))

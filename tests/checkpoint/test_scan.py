@@ -36,7 +36,7 @@ def scored(mode: str, *scores: float | None) -> list[CheckpointInfo]:
         ("min", [], []),
     ],
 )
-def test_the_best(mode: str, scores: list[float | None], order: list[int]) -> None:
+def test_checkpoints_are_ordered_by_their_score(mode: str, scores: list[float | None], order: list[int]) -> None:
     assert [c.step for c in best_first(scored(mode, *scores))] == order
 
 
@@ -59,7 +59,7 @@ def test_an_unknown_mode_and_keyword() -> None:
         check_keyword("latest")
 
 
-def test_kind() -> None:
+def test_a_checkpoint_is_full_unless_it_says_another_kind() -> None:
     assert checkpoint(1).kind == "full"
     assert checkpoint(1, kind="weights").kind == "weights"
 

@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "run" / "checkpoints")
 
 
-def test_save_and_read(store: CheckpointStore) -> None:
+def test_what_is_saved_verifies_and_reads_back(store: CheckpointStore) -> None:
     path = store.save(1200, writes(0.5), info={"kind": "full", "epoch": 3}, run_id="abc")
     assert path == store.root / "step-00001200-1"
     assert store.verify(path) == []
@@ -104,13 +104,13 @@ def test_a_broken_folder_is_never_written_into(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".x", "a/b", "..", "a\\b", "x" * 200])
-def test_wrong_names(store: CheckpointStore, name: str) -> None:
+def test_names_that_are_no_plain_word_cannot_name_a_checkpoint(store: CheckpointStore, name: str) -> None:
     with pytest.raises(SettingError, match="cannot name a checkpoint"):
         store.save(1, writes(1.0), name=name)
     assert not store.root.exists()
 
 
-def test_a_wrong_step(store: CheckpointStore) -> None:
+def test_a_negative_step_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(SettingError, match="no count of steps"):
         store.save(-1, writes(1.0))
 
@@ -122,7 +122,7 @@ def test_wrong_file_names(store: CheckpointStore, name: str) -> None:
     assert left_over(store) == []
 
 
-def test_an_empty_store(store: CheckpointStore) -> None:
+def test_an_empty_store_has_no_newest_and_no_best_checkpoint(store: CheckpointStore) -> None:
     assert store.scan() == []
     assert store.newest_verified() is None
     assert store.resolve("auto") is None
@@ -199,7 +199,7 @@ def test_two_files_of_one_name(store: CheckpointStore) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_read_only_folder(tmp_path: Path) -> None:
+def test_a_save_in_a_read_only_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="could not start a checkpoint"):
         CheckpointStore(tmp_path / "x").save(1, writes(1.0))
@@ -401,7 +401,7 @@ def test_reading_without_verification_is_for_what_was_verified(store: Checkpoint
         store.read(path).state("rank-0")
 
 
-def test_reading_what_is_not_there(store: CheckpointStore) -> None:
+def test_reading_a_missing_file_names_those_that_are_there(store: CheckpointStore) -> None:
     path = store.save(1, writes(1.0))
     with pytest.raises(
         CheckpointNotFoundError, match=r"has no scheduler.json; it has model.safetensors, optimizer.json"
@@ -459,7 +459,7 @@ def test_a_path_without_the_attempt_is_the_latest_one(store: CheckpointStore) ->
 # Deleting and sweeping.
 
 
-def test_delete(store: CheckpointStore) -> None:
+def test_deleting_a_checkpoint_twice_leaves_the_others(store: CheckpointStore) -> None:
     kept, gone = store.save(1, writes(1.0)), store.save(2, writes(2.0))
     store.delete(gone)
     store.delete(gone)

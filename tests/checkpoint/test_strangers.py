@@ -149,7 +149,7 @@ SETS_AN_ATTRIBUTE = b"\x80\x02cpathlib\nPosixPath\nN}U\tread_textctorch\nSize\ns
         b"\x80\x02",
     ],
 )
-def test_a_description_that_is_none(data: bytes, tmp_path: Path) -> None:
+def test_a_foreign_description_that_is_no_description_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     before = Path.read_text
     with pytest.raises(CheckpointError, match="does not describe a checkpoint"):

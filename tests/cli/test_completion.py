@@ -49,7 +49,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_bash_completes_commands_and_options(tmp_path: Path, environment: dict[str, str]) -> None:
     script = BASH.format(asked="".join(ASK.format(line=line) for line in [*ASKED, "instep "]))
     done = run_command(["bash", "-c", script], cwd=tmp_path, env=environment)
     *found, all_of_them = [line.strip() for line in done.stdout.splitlines()]
@@ -71,7 +71,7 @@ def test_the_options_of_a_trainer(tmp_path: Path, environment: dict[str, str]) -
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
-def test_fish(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_fish_completes_commands_and_options(tmp_path: Path, environment: dict[str, str]) -> None:
     for line, wanted in ASKED.items():
         script = f"instep completion fish | source; complete -C '{line}'"
         done = run_command(["fish", "-c", script], cwd=tmp_path, env=environment)

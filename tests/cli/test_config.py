@@ -82,7 +82,9 @@ def test_default_update_show_and_validate(file: Path, tmp_path: Path, capsys: py
         (["templates", "fsdq"], "Did you mean 'fsdp'"),
     ],
 )
-def test_wrong_words(words: list[str], expected: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_instep_config_refuses_wrong_words_and_writes_nothing(
+    words: list[str], expected: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert expected in instep(capsys, "config", *words, code=2)
     assert not file.exists()
 
@@ -160,7 +162,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in answers)))
 
 
-def test_questions(
+def test_instep_config_asks_and_writes_the_answers(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, *[""] * 8)
@@ -193,7 +195,9 @@ def test_questions(
     assert "there is nobody to answer: `instep config default" in instep(capsys, "config", "--config", "new", code=1)
 
 
-def test_env(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instep_env_hides_secrets_and_names_versions(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file.parent.mkdir()
     file.write_text("env: {WANDB_API_KEY: abc123, A: b}\n")
     monkeypatch.setenv("INSTEP_PRECISION", "bf16")
@@ -241,7 +245,7 @@ _ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}
     ],
     ids=["aliases", "keys", "deep", "tag", "value", "bytes", "pipe"],
 )
-def test_files_of_strangers(
+def test_a_strangers_configuration_is_refused_by_every_command(
     words: list[str],
     text: str | bytes,
     said: str,

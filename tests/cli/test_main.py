@@ -19,7 +19,7 @@ LINES, COLUMNS = 40, 120  # of a screen
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["checkpoint"], ["checkpoint", "--help"]])
-def test_the_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_of_commands_fits_a_screen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= LINES
@@ -51,7 +51,7 @@ def test_every_help_has_examples_and_exit_codes_and_fits_a_screen(
 
 
 @pytest.mark.parametrize("words", [["chekpoint"], ["checkpoint", "lss"], ["checkpoint", "ls", "--nothing"], ["replay"]])
-def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_commands_end_with_2_and_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(words)
     except SystemExit as end:

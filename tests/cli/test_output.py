@@ -28,7 +28,7 @@ def test_a_table_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert shown.count("b") >= 150, "nothing is cut off"
 
 
-def test_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_strict_and_names_large_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     large = torch.zeros(3, 4, dtype=torch.bfloat16)
     output.say_json({1: (float("nan"), float("-inf")), "t": torch.ones(2), "large": large, "p": Path("x"), "b": True})
     assert json.loads(capsys.readouterr().out) == {
@@ -40,7 +40,7 @@ def test_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tree_shows_nested_values_by_indentation(capsys: pytest.CaptureFixture[str]) -> None:
     output.tree("nothing", {})
     output.tree("title", {"a": {"b": [1, 2], "c": [{"d": None}, {"d": [[1], [2]]}]}, "t": torch.zeros(9), "empty": {}})
     assert capsys.readouterr().out.splitlines() == [
@@ -61,5 +61,5 @@ def test_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("created", "said"), [("yesterday", "yesterday"), ("2999-01-01T00:00:00+00:00", "0 s ago")])
-def test_odd_times(created: str, said: str) -> None:
+def test_the_age_of_an_odd_time_is_shown_as_it_is(created: str, said: str) -> None:
     assert output.age(created) == said

@@ -136,11 +136,13 @@ class TestOneProcess:
         assert lines[2] == ["3", "0", "5", *exact, str(last[1])]
         assert "Warning" not in done.stderr
 
-    def test_the_runs_own_end(self, alone: tuple[Path, Path], replay: Any) -> None:
+    def test_a_replay_ends_where_the_run_ended(self, alone: tuple[Path, Path], replay: Any) -> None:
         root, checkpoints = alone
         check(root, replay(checkpoints / "step-00000010-1", "--steps", "99"), [11, 12], ranks=1)
 
-    def test_another_program(self, alone: tuple[Path, Path], tmp_path: Path, replay: Any) -> None:
+    def test_a_program_that_was_moved_is_replayed_from_its_new_place(
+        self, alone: tuple[Path, Path], tmp_path: Path, replay: Any
+    ) -> None:
         root, checkpoints = alone
         moved = tmp_path / "moved.py"
         moved.write_text(Path(PROGRAM).read_text())
@@ -186,7 +188,7 @@ class TestOneProcess:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("launcher", ["itself", "torchrun"])
-def test_two_ranks(launcher: str, tmp_path: Path, replay: Any) -> None:
+def test_two_ranks_are_replayed_under_any_launcher(launcher: str, tmp_path: Path, replay: Any) -> None:
     """With `devices` in the program it starts its ranks again; what torchrun started, replay starts."""
     argv = [PROGRAM, "--devices", "2"]
     if launcher == "torchrun":
@@ -246,7 +248,7 @@ def test_a_program_that_ran_with_options_of_the_interpreter(tmp_path: Path) -> N
     assert _program(args, recorded, tmp_path / "run" / "step-1-1", 1) == (program, str(tmp_path), True)
 
 
-def test_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(tmp_path, {"world_size": 1})
     os.truncate(path / "model.safetensors", 20)
     assert main(["replay", str(path)]) == 1
@@ -356,7 +358,7 @@ def test_a_secret_that_was_left_out_is_asked_for(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "x"])
-def test_counts(count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_refuses_a_wrong_number_of_steps(count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["replay", str(tmp_path), "--steps", count])
     assert end.value.code == 2

@@ -60,12 +60,12 @@ def test_the_trainer_command_starts_its_ranks_and_tests_from_the_saved_config(
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_under_instep_launch(tmp_path: Path) -> None:
+def test_instep_fit_runs_under_instep_launch(tmp_path: Path) -> None:
     run("-m", "instep", "launch", "--devices=2", "-m", "instep", *words(tmp_path))
     assert same_weights(tmp_path / "out.json")["launcher"] == "torchrun"
 
 
-def test_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_words_of_the_command_line_name_files_and_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert dotted(["--module=a.b:C", "--data", "sub/file.py:D", "--model.x", "a:b"]) == [
         "--model=a.b.C",
         "--data",

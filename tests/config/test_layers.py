@@ -152,7 +152,7 @@ def test_a_setting_is_read_alike_from_text_and_from_yaml(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "text"), [("strategy_options", '{"a": 1'), ("strategy_options", "a=[1"), ("env", "{A")]
 )
-def test_broken_members(name: str, text: str) -> None:
+def test_broken_members_of_an_option_name_the_option(name: str, text: str) -> None:
     with pytest.raises(SettingError, match=rf"{name}=.*: expected .*NAME=VALUE"):
         check({name: text}, {})
 
@@ -163,7 +163,9 @@ def test_numbers_in_a_file(tmp_path: Path) -> None:
     assert options == {"a": 1e-5, "b": "1e", "c": 3}
 
 
-def test_which_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_file_is_the_named_one_then_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     default, other = tmp_path / "instep" / "config.yaml", tmp_path / "other.yaml"
     assert default_file(environ) == default
@@ -186,7 +188,7 @@ def test_which_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", list(templates()))
-def test_templates_hold(name: str) -> None:
+def test_every_template_passes_its_own_check(name: str) -> None:
     launch = resolve(config=name, environ={})
     launch.check()
     assert launch.file is not None

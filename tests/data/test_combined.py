@@ -77,7 +77,9 @@ def run(source: BatchSource, stop: int | None = None) -> list[Any]:
     "mode, steps, a_batches, b_batches",
     [("min_size", 3, 3, 3), ("max_size_cycle", 5, 5, 5), ("max_size", 5, 5, 3)],
 )
-def test_modes(mode: str, steps: int, a_batches: int, b_batches: int, stream: bool) -> None:
+def test_each_mode_of_a_combined_loader_takes_its_number_of_batches(
+    mode: str, steps: int, a_batches: int, b_batches: int, stream: bool
+) -> None:
     source = combined(mode, stream=stream)
     assert source.num_batches == (None if stream else steps)
     batches = run(source)
@@ -184,7 +186,7 @@ def test_counts_and_weights_of_ranks() -> None:
     assert ranks[0].sample_indices(2) == [ranks[0].flattened[0].sample_indices(2), None]
 
 
-def test_limits() -> None:
+def test_a_limit_shortens_a_combined_loader() -> None:
     source = combined("max_size_cycle")
     source.limit(2)
     whole = run(source)
@@ -253,7 +255,7 @@ def test_plain_lists_are_loaders(loaders: Any, batches: list[Any]) -> None:
     assert list(CombinedLoader(loaders)) == batches
 
 
-def test_empty_loaders() -> None:
+def test_combined_loaders_with_an_empty_one_end_as_their_mode_says() -> None:
     assert list(CombinedLoader([range(3), range(0)])) == []
     assert list(CombinedLoader([range(2), range(0)], "max_size")) == [[0, None], [1, None]]
     assert [batch for batch, *_ in CombinedLoader([range(0), range(2), range(0)], "sequential")] == [0, 1]
@@ -261,7 +263,7 @@ def test_empty_loaders() -> None:
         list(CombinedLoader([range(2), range(0)], "max_size_cycle"))
 
 
-def test_wrong_use() -> None:
+def test_wrong_uses_of_a_combined_loader_are_named() -> None:
     with pytest.raises(SettingError, match="max_size_cycle"):
         CombinedLoader([range(2)], "max_cycle")
     with pytest.raises(DataError, match="no loader"):

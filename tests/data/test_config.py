@@ -29,7 +29,7 @@ def test_defaults_do_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPat
         ({"data_seed": True}, "data_seed=True: expected an integer, or None"),
     ],
 )
-def test_values_are_checked(settings: dict[str, Any], expected: str) -> None:
+def test_values_of_a_loader_configuration_are_checked(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(SettingError, match=expected) as caught:
         DataLoaderConfiguration(**settings)
     assert caught.value.field == next(iter(settings))

@@ -305,7 +305,7 @@ def _combined() -> list[Any]:
     return steps
 
 
-def test_combined_with_others() -> None:
+def test_a_dispatched_loader_combines_with_others_and_ends_with_the_last() -> None:
     first, second = run_ranks(_combined, 2)
     assert [step[1] for step in first] == [(4, 8), (4, 7), (3, 5)]
     assert [step[1] for step in second] == [(4, 8), (3, 7), (2, 5)]

@@ -114,7 +114,9 @@ SHARDED = {  # the loader, the settings and how many samples a step has
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("mode", SHARDED)
-def test_sharded(mode: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_loaders_give_every_sample_once_and_in_order(
+    mode: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("instep.data.loader.gather_object", lambda obj: [obj])  # ranks are played one after the other
     monkeypatch.setattr("instep.data.index.gather_object", lambda obj: [obj])
     closely = endings(world)
@@ -192,7 +194,7 @@ def _exchanged(mode: str) -> list[list[list[int]]]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_exchanged(world: int) -> None:
+def test_exchanged_batches_give_every_sample_once_and_in_order(world: int) -> None:
     by_mode = run_ranks(_all_exchanged, world)
     for mode in EXCHANGED:
         expected = []

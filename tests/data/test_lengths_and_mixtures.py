@@ -53,7 +53,7 @@ def test_settings_that_do_not_fit_together() -> None:
         LengthBucketBatchSampler([1, 3], max_tokens=4, drop_last=True)
 
 
-def test_little_is_padded() -> None:
+def test_buckets_of_like_lengths_need_little_padding() -> None:
     lengths = torch.randint(1, 500, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def padded(batches: Any) -> int:

@@ -25,12 +25,14 @@ from instep.errors import SettingError
         (4, None, 4),
     ],
 )
-def test_meaning(limit: int | float | None, num_batches: int | None, expected: int | float) -> None:
+def test_a_limit_is_a_count_or_a_share_of_the_batches(
+    limit: int | float | None, num_batches: int | None, expected: int | float
+) -> None:
     assert resolve_limit(limit, num_batches, "limit_val_batches") == expected
 
 
 @pytest.mark.parametrize("limit, num_batches", [(-1, 7), (1.5, 7), (-0.1, 7), (True, 7), ("1", 7), (0.5, None)])
-def test_refused(limit: int | float, num_batches: int | None) -> None:
+def test_limits_that_are_no_count_and_no_share_are_refused(limit: int | float, num_batches: int | None) -> None:
     with pytest.raises(SettingError, match="limit_val_batches=") as caught:
         resolve_limit(limit, num_batches, "limit_val_batches")
     assert caught.value.field == "limit_val_batches"

@@ -596,7 +596,7 @@ def test_known_orders_are_recognised() -> None:
         assert source.batch_size == 4
 
 
-def test_nothing_is_warned_about() -> None:
+def test_a_plain_loader_is_prepared_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Counter(flat(list(prepare_loader(DataLoader(Numbers(5)))))) == Counter(range(5))

@@ -63,7 +63,7 @@ class Endless(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_from_datasets() -> None:
+def test_a_data_module_is_made_from_datasets() -> None:
     first, second = TensorDataset(torch.arange(6)), TensorDataset(torch.arange(4))
     data = DataModule.from_datasets({"a": first, "b": Endless()}, [first, second], test_dataset=first, batch_size=2)
     train = data.train_dataloader()

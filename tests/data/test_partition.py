@@ -46,7 +46,7 @@ CASES = {  # the batch, its known size, whether it must have it, the samples fou
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_samples(case: str) -> None:
+def test_batches_of_every_form_are_counted_and_divided(case: str) -> None:
     batch, size, exact, rows, rest = CASES[case]
     splitter = Splitter()
     assert splitter.count(batch, size, exact) == rows
@@ -65,7 +65,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_no_guess(case: str) -> None:
+def test_a_batch_of_unknown_size_is_refused_not_guessed(case: str) -> None:
     batch, size, exact = REFUSED[case]
     splitter = Splitter()
     with pytest.raises(DataError, match="dispatch_batches=False"):

@@ -182,7 +182,7 @@ def test_uniform_is_where_all_batches_are_even(total: int | None, even: int, uni
     assert Plan(0, total, uniform_until=even, total_is_final=True).uniform is uniform
 
 
-def test_rank_weight():
+def test_the_weight_of_a_rank_is_its_share_of_the_samples():
     source = Source(Plan(0, 1, uniform_until=0, total_is_final=True), 4)
     assert rank_weight(source) == 1.0, "unknown: all weigh alike"
     for mine, weight in ((0, 0.0), (1, 0.5), (2, 1.0), (8, 4.0)):

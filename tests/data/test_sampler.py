@@ -135,7 +135,7 @@ def test_a_drawn_order_may_hold_any_keys() -> None:
     assert [sampler.samples(1) for sampler in samplers] == [(1, 1), (0, 1)]
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_of_the_sharded_sampler_are_named() -> None:
     with pytest.raises(SettingError, match="batch_size=0"):
         ShardedBatchSampler(3, 0, shuffle=False, seed=0)
     with pytest.raises(SettingError, match="rank=2"):

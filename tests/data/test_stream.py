@@ -193,7 +193,7 @@ def test_resume_by_reading_again_says_so() -> None:
         run(source)
 
 
-def test_lengths() -> None:
+def test_a_stream_has_a_length_only_where_it_claims_one() -> None:
     unsized = prepare_loader(DataLoader(Stream(11), batch_size=2))
     assert unsized.num_batches is None
     assert unsized  # not by its length
@@ -408,7 +408,7 @@ def test_close_ends_the_workers_of_a_pass_that_was_left() -> None:
     source.close()
 
 
-def test_stateful_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stateful_loader_without_torchdata_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchdata", None)
     monkeypatch.delitem(sys.modules, "torchdata.stateful_dataloader")
     with pytest.raises(MissingPackageError, match=r"pip install 'instep\[data\]'"):

@@ -90,7 +90,9 @@ class Fixed(Data):
 """
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_loader_measures_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "loaders_to_tune.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     quick = ["--workers", "0", "--seconds", "0.02"]

@@ -21,7 +21,7 @@ from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
 
 
-def test_a_process_alone() -> None:
+def test_a_process_alone_gathers_and_broadcasts_to_itself() -> None:
     assert control_group() is None
     assert gather_object("text") == ["text"]
     assert gather_object(["a", "b"]) == ["a", "b"]

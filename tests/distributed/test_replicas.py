@@ -101,7 +101,7 @@ def test_the_digest_sees_one_changed_bit_on_any_device(monkeypatch: pytest.Monke
     assert digest(torch.zeros(3, dtype=torch.bfloat16)) != digest(torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_arguments_are_checked() -> None:
+def test_arguments_of_the_check_of_replicas_are_checked() -> None:
     with pytest.raises(SettingError, match="every_n_steps=0: expected an integer of at least 1"):
         ReplicaCheck(every_n_steps=0)
     with pytest.raises(SettingError, match="on_difference='halt' is not known"):

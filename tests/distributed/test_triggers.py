@@ -135,7 +135,7 @@ def test_after_abandon_nothing_is_agreed() -> None:
     assert own.pending
 
 
-def test_every_is_checked() -> None:
+def test_triggers_refuse_an_interval_of_zero() -> None:
     with pytest.raises(SettingError, match="trigger_every=0"):
         Triggers(every=0)
 

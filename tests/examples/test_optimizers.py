@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "optimizers.py"
 
 
 @pytest.mark.filterwarnings("ignore")  # the example's script, as a user runs it
-def test_smoke() -> None:
+def test_the_example_of_optimizers_learns_with_each() -> None:
     main = runpy.run_path(str(EXAMPLE))["main"]
     reached = main(["--smoke", "--schedule", "wsd"])
     assert set(reached) == {"sgd", "adamw", "nadam", "radam", "adafactor", "lbfgs", "muon"}

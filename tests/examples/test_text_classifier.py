@@ -147,7 +147,7 @@ def test_the_commands_of_the_walk(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.gpu
 @gpu.needs("float16 that is worth two trainings of a transformer")
-def test_float16(tmp_path: Path) -> None:
+def test_float16_is_as_accurate_as_float32(tmp_path: Path) -> None:
     whole = run(TRAINER, tmp_path / "32", "--precision", "32-true")
     half = run(TRAINER, tmp_path / "16", "--precision", "16-mixed")
     assert half["val_accuracy"][-1] == pytest.approx(whole["val_accuracy"][-1], abs=0.01)

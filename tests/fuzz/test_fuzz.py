@@ -128,14 +128,14 @@ def _fopen(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_watch_sees(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_sees_each_forbidden_act(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "ASLEEP_S", 0.5)
     kind, call = FORBIDDEN[name]
     end = child.run(lambda: call(home), home)
     assert (end.kind, end.allowed) == (kind, False), end.text
 
 
-def test_the_watch_lets_pass(home: Path) -> None:
+def test_the_watch_lets_work_in_the_input_folder_pass(home: Path) -> None:
     def raises() -> None:
         (home / "in/new").write_text("x")
         (home / "in/new").read_text()

@@ -274,7 +274,9 @@ def test_a_failed_job_is_restarted_and_its_ranks_can_meet_again(job: Job) -> Non
         ([-10], [-10, 1], False, 1),
     ],
 )
-def test_the_job_code(first: list[int], last: list[int], killed: bool, expected: int) -> None:
+def test_the_exit_code_of_a_job_is_made_of_those_of_its_ranks(
+    first: list[int], last: list[int], killed: bool, expected: int
+) -> None:
     assert job_code(first, last, killed) == expected
     assert job_code(first, last, killed, early=True) == (75 if first == [-10] else expected)
 

@@ -105,7 +105,7 @@ def test_the_jobs_of_a_sweep_run_once_each(devices: int, tmp_path: Path) -> None
 
 
 @pytest.mark.hydra
-def test_a_failure(tmp_path: Path) -> None:
+def test_a_failure_under_hydra_shows_the_users_lines_alone(tmp_path: Path) -> None:
     alone = run(tmp_path, "do=fail", code=1)
     assert alone.stderr.rstrip().endswith("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.")
     assert "hydra/core/utils.py" not in alone.stderr

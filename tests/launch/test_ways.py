@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist]
 
 
 @pytest.mark.parametrize("way", ["its own start", "torchrun"])
-def test_the_same_weights(way: str, tmp_path: Path) -> None:
+def test_every_way_to_launch_ends_with_the_same_weights(way: str, tmp_path: Path) -> None:
     command = job(tmp_path / "out.json", *(["--devices", "2"] if way == "its own start" else []))
     if way == "torchrun":
         command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *command)
@@ -49,7 +49,7 @@ def test_pods_of_a_kubernetes_operator(tmp_path: Path) -> None:
     assert (result["world_size"], result["num_nodes"]) == (2, 2)
 
 
-def test_other_weights_are_found(tmp_path: Path) -> None:
+def test_a_way_to_launch_with_other_weights_is_found(tmp_path: Path) -> None:
     result = reference(2)
     (tmp_path / "out.json").write_text(json.dumps({**result, "weights": "0" * 64}))
     with pytest.raises(AssertionError):

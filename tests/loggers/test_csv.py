@@ -29,7 +29,7 @@ def opened(folder: Path, **options) -> CSVLogger:
     return logger
 
 
-def test_rows_and_columns(tmp_path):
+def test_csv_logger_writes_a_row_for_each_step_and_a_column_for_each_name(tmp_path):
     logger = opened(tmp_path)
     logger.log_metrics({"loss": 0.1, "epoch": 0}, step=50)
     logger.log_metrics({"val_loss": 0.0}, step=60)
@@ -67,7 +67,7 @@ def test_later_columns_rewrite_the_file_once_per_flush(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "hparams.yaml"}
 
 
-def test_flushes_by_steps(tmp_path):
+def test_csv_logger_flushes_after_so_many_steps(tmp_path):
     logger = opened(tmp_path, flush_logs_every_n_steps=100)
     for step in (0, 50):
         logger.log_metrics({"a": 1.0}, step=step)
@@ -191,7 +191,7 @@ def test_names_with_commas_quotes_and_line_breaks(tmp_path):
     assert read(tmp_path) == [{"step": 1, 'a,"b"\nc': 1.0}, {"step": 2, 'a,"b"\nc': 1.0}]
 
 
-def test_hyperparameters(tmp_path):
+def test_csv_logger_writes_hyperparameters_and_their_metrics(tmp_path):
     logger = CSVLogger()
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}}, metrics={"score": 1.0})
     logger.delivery.start(tmp_path)
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
         opened(tmp_path / "file" / "below")
 
 
-def test_wrong_options():
+def test_wrong_options_of_the_csv_logger_are_named():
     with pytest.raises(SettingError, match="flush_logs_every_n_steps=0"):
         CSVLogger(flush_logs_every_n_steps=0)
 

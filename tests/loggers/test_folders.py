@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[str | None, dict[str, Any], Place]] = {
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_the_folder_that_is_chosen(case: str) -> None:
+def test_the_folder_of_a_run_is_chosen_as_the_table_says(case: str) -> None:
     asked, there, chosen = PLACES[case]
     assert choose_place(asked, **there) == chosen
 

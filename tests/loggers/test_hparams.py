@@ -24,7 +24,7 @@ class Config:
     path: Path = Path("data")
 
 
-def test_plain_values():
+def test_hyperparameters_of_every_kind_become_plain_values():
     params = {
         "none": None,
         "nan": float("nan"),
@@ -63,13 +63,13 @@ def test_plain_values():
         "array": [0, 1],
         "partial": "partial(torch.optim.sgd.SGD, lr=0.5, fns=[torch.tanh])",
         "torch": "torch.relu",
-        "lambda": "tests.loggers.test_hparams.test_plain_values.<locals>.<lambda>",
+        "lambda": "tests.loggers.test_hparams.test_hyperparameters_of_every_kind_become_plain_values.<locals>.<lambda>",
         "1": True,
         "torch.nn.modules.linear.Linear": 2,
     }
 
 
-def test_flatten():
+def test_nested_hyperparameters_are_flattened_to_paths():
     assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None, "f": {}}) == {
         "a/b/c": 1,
         "a/d": "[1, 2]",
@@ -86,7 +86,7 @@ def test_two_hyperparameters_of_one_name_in_one_level_are_a_warning(params):
         flatten(params)
 
 
-def test_merge_file(tmp_path):
+def test_hyperparameters_are_merged_into_their_file(tmp_path):
     path = tmp_path / NAME
     merge_file(path, {"a": 1e-5, "b": 2, "date": "2001-01-01"})
     merge_file(path, {"b": (3, Config())})

@@ -263,7 +263,7 @@ def test_arguments_that_wandb_does_not_know(tmp_path):
     "options",
     [{"mode": "onlin"}, {"offline": True, "mode": "online"}, {"id": "a", "version": "b"}, {"init_timeout_s": 0}],
 )
-def test_wrong_options(options):
+def test_wrong_options_of_the_wandb_logger_are_refused(options):
     with pytest.raises(SettingError):
         WandbLogger(**options)
 

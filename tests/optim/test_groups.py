@@ -91,7 +91,7 @@ def test_rates_by_layer() -> None:
         (lambda m: param_groups(m.requires_grad_(False)), "nothing to optimize"),
     ],
 )
-def test_wrong_groups(call: Any, message: str) -> None:
+def test_wrong_parameter_groups_are_refused(call: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         call(Tied())
 

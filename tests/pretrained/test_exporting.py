@@ -361,6 +361,6 @@ def test_a_module_without_such_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"every_n_steps": 0}, {"keep": 0}, {"tokenizer": "gpt2"}, {"max_shard_size": "big"}]
 )
-def test_wrong_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_settings_of_the_export_are_named(settings: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):
         PretrainedExport(tmp_path, **settings)

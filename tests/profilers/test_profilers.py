@@ -188,7 +188,7 @@ def test_a_memory_snapshot_needs_cuda() -> None:
         (lambda: PyTorchProfiler(table_kwargs={"row_limit": 3}), "table_kwargs has 'row_limit'"),
     ],
 )
-def test_wrong_arguments(make: Any, said: str) -> None:
+def test_wrong_arguments_of_profilers_are_named(make: Any, said: str) -> None:
     with pytest.raises(SettingError, match=said):
         make()
 

@@ -137,7 +137,7 @@ def test_the_index_is_read_in_place_of_files_and_is_worth_nothing_once_they_chan
         ("state<finished", ""),
     ],
 )
-def test_a_condition_chooses(tmp_path: Path, condition: str, expected: str) -> None:
+def test_a_condition_chooses_the_runs_of_the_table(tmp_path: Path, condition: str, expected: str) -> None:
     runs = sweep(tmp_path / "runs")
     write_label(runs / "version_3", Label(tags=("good", "new")))
     table = Table.of(read_entries(runs), condition=condition)

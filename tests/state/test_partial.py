@@ -36,7 +36,7 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
     return "no error"
 
 
-def test_a_process_alone() -> None:
+def test_a_process_alone_knows_its_place() -> None:
     state = PartialState(cpu=True)
     assert [getattr(state, name) for name in FACTS] == [
         torch.device("cpu"), DistributedType.NO, None, 1, 0, 0, 1, 0, True, True, True, False,
@@ -101,7 +101,7 @@ def test_first_blocks_let_errors_through() -> None:
             raise KeyError("mine")
 
 
-def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partial_state_prints_as_print_does(capsys: pytest.CaptureFixture[str]) -> None:
     PartialState(cpu=True).print("a", "b", sep="-")
     assert capsys.readouterr().out == "a-b\n"
 

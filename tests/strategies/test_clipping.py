@@ -102,7 +102,7 @@ def test_every_element_counts_once_on_every_mesh() -> None:
         torch.testing.assert_close(seen["stages"], torch.linalg.vector_norm(whole["plain"]))
 
 
-def test_without_processes() -> None:
+def test_gradients_are_clipped_without_a_process_group() -> None:
     from instep.strategies.clipping import clip_norm_, clip_value_
 
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))

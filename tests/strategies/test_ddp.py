@@ -185,7 +185,7 @@ def wrap_cases() -> list[Any]:
 
 
 @pytest.mark.dist
-def test_wrap() -> None:
+def test_ddp_wraps_what_is_trained_and_broadcasts_what_is_not() -> None:
     for reduced, (itself, weight) in run_ranks(wrap_cases, 2):
         assert reduced == [False, True]
         assert itself

@@ -212,7 +212,7 @@ def train_manually(strategy: str, batch_size: int) -> list[list[float]]:
 
 
 @pytest.mark.dist
-def test_manual_optimization(ranks: list[dict[str, Any]]) -> None:
+def test_manual_optimization_under_fsdp_agrees_with_one_process(ranks: list[dict[str, Any]]) -> None:
     alone = torch.tensor(train_manually("auto", 8))
     assert len(alone) == 8
     for seen in ranks:
@@ -270,7 +270,7 @@ def replay() -> list[Any]:
 
 
 @pytest.mark.dist
-def test_nothing_comes_of_a_replayed_batch(ranks: list[dict[str, Any]]) -> None:
+def test_a_replayed_batch_adds_nothing_to_sharded_gradients(ranks: list[dict[str, Any]]) -> None:
     assert [seen["replayed"][0][0] for seen in ranks] == [False, True]
     for seen in ranks:
         (_, spoilt), (_, healthy) = seen["replayed"]
@@ -495,7 +495,7 @@ def test_plain_files_are_read_by_boxes(tmp_path: Path) -> None:
         ({"forward_methods": "encode"}, "forward_methods"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], field: str) -> None:
+def test_wrong_options_of_fsdp_are_named(options: dict[str, Any], field: str) -> None:
     with pytest.raises(SettingError) as caught:
         FSDPStrategy(**options)
     assert caught.value.field == field

@@ -138,7 +138,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.dist
 @groups
-def test_strategies_agree(runs: Runs, names: list[str]) -> None:
+def test_strategies_of_two_processes_agree(runs: Runs, names: list[str]) -> None:
     runs.train(["single process", *names])
     print("\n".join(parity_table.parity_rows(runs.losses)))
     assert runs.far() == {}

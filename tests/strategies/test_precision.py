@@ -74,7 +74,7 @@ def test_half_autocast_is_refused_on_a_cpu():
         quiet(precision="16-mixed")
 
 
-def test_unknown_names():
+def test_an_unknown_precision_suggests_the_nearest():
     with pytest.raises(SettingError, match=r"Did you mean 'bf16-mixed'"):
         Precision("bf16_mixed", CPU)
     assert len(PRECISIONS) == 7
@@ -119,7 +119,7 @@ def test_options_without_a_place_are_said():
         Precision("64-true", CPU, autocast_options={"cache_enabled": False})
 
 
-def test_autocast_options():
+def test_autocast_options_reach_the_context():
     precision = Precision("bf16-mixed", CPU, autocast_options={"enabled": False})
     linear = torch.nn.Linear(2, 2)
 
@@ -134,7 +134,7 @@ def test_autocast_options():
     assert Precision("32-true", CPU).context({"enabled": True}) is None
 
 
-def test_scaler_options():
+def test_scaler_options_reach_the_gradient_scaler():
     meta = torch.device("meta")  # scaling is the same arithmetic everywhere; a scaler of a CPU is refused
     precision = Precision("16-mixed", meta, scaler_options={"init_scale": 8.0, "enabled": True})
     assert precision.scaler is not None

@@ -39,7 +39,7 @@ def registered() -> Iterator[None]:
         ("Auto", 1, Strategy),
     ],
 )
-def test_names(name: str, world_size: int, kind: type):
+def test_names_of_strategies_give_their_classes(name: str, world_size: int, kind: type):
     assert type(resolve_strategy(name, world_size)) is kind
 
 

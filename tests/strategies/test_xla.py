@@ -211,7 +211,7 @@ def test_losses_are_those_of_the_cpu(metrics: Any, alone: Trained) -> None:
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name, dtype", [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_bfloat16(name: str, dtype: torch.dtype, alone: Trained, tmp_path: Path) -> None:
+def test_bfloat16_on_xla_is_near_float32(name: str, dtype: torch.dtype, alone: Trained, tmp_path: Path) -> None:
     got = train(precision=name, steps=4)
     assert got.losses == pytest.approx(alone.losses[:8], abs=3e-2)
     assert got.losses != pytest.approx(alone.losses[:8], abs=1e-5)
@@ -255,7 +255,7 @@ def test_evaluation_outside_of_fit(alone: Trained) -> None:
 
 
 @pytest.mark.xla
-def test_a_handwritten_loop(metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handwritten_loop_on_xla_ends_each_step_once(metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_xla  # late: not everywhere
 
     ends: list[int] = []

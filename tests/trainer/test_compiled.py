@@ -92,7 +92,7 @@ def _fit(folder: str, strategy: str) -> int:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks(tmp_path: Path, strategy: str):
+def test_a_compiled_module_trains_on_two_ranks_as_alone(tmp_path: Path, strategy: str):
     assert min(run_ranks(_fit, 2, str(tmp_path), strategy)) >= 2
     (saved,) = tmp_path.glob("saved-*")
     torch.manual_seed(1)

@@ -163,7 +163,7 @@ def test_best_without_a_metric_is_the_newest_also_of_weights_alone(tmp_path: Pat
         assert_same(weights(other), weights(module))
 
 
-def test_another_trainer_finds_them_in_the_root(tmp_path: Path):
+def test_another_trainer_finds_checkpoints_in_the_root_folder(tmp_path: Path):
     first = fitted(tmp_path)
     assert first.checkpoint_callback is not None
     module = LoggingToy()
@@ -252,7 +252,7 @@ def test_saving_inside_a_run_by_a_hook(tmp_path: Path):
 # ---- loading
 
 
-def test_load_from_checkpoint(tmp_path: Path):
+def test_load_from_checkpoint_restores_weights_and_hyperparameters(tmp_path: Path):
     module = Sized(6, lr=0.25, last_name="x")
     trainer = quiet(max_epochs=1)
     trainer.fit(module, loader())

@@ -27,7 +27,7 @@ from tests.trainer.toys import Toy, quiet
         (4, 4, 32, (1, 1)),
     ],
 )
-def test_table(global_batch, world, loader, expected):
+def test_the_global_batch_gives_batch_size_and_accumulation_as_the_table_says(global_batch, world, loader, expected):
     assert derive(global_batch, world, loader) == expected
 
 
@@ -110,7 +110,10 @@ def by_hand() -> tuple[list[float], float]:
 
 
 def test_steps_are_of_the_sizes_that_were_asked_for() -> None:
-    """Each window is the mean over its own samples, at its epoch's end too (on ranks: test_at_another_world_size)."""
+    """Each window is the mean over its own samples, at its epoch's end too.
+
+    On ranks: test_a_run_resumes_at_another_world_size.
+    """
     losses, weight = by_hand()
     got = grow()
     assert got[0] == pytest.approx(losses, abs=1e-5)

@@ -213,7 +213,7 @@ class Data(DataModule):
         return loader(3, 3)
 
 
-def test_a_datamodule():
+def test_a_data_modules_hooks_are_called_in_order():
     data = Data()
     trainer = quiet(max_epochs=2)
     trainer.fit(Toy(), datamodule=data)

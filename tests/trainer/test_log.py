@@ -191,7 +191,7 @@ def test_what_is_logged_after_the_forward_belongs_to_its_own_batch(method: str, 
     assert float(trainer.callback_metrics["x"]) == (2 * (0 + 1 + 2) + 3) / 7
 
 
-def test_by_epoch_only(tmp_path: Any):
+def test_a_value_logged_by_epoch_only_has_one_row_an_epoch(tmp_path: Any):
     _, logger = run(tmp_path, logging_in("training_step", on_step=False, on_epoch=True), max_epochs=2)
     assert logger.of("x") == [(4, 1.5), (8, 5.5)]
 
@@ -338,7 +338,7 @@ def test_what_is_logged_keeps_no_graph(tmp_path: Any):
     run(tmp_path, Model())
 
 
-def test_kinds_of_numbers(tmp_path: Any):
+def test_every_kind_of_number_can_be_logged(tmp_path: Any):
     class Model(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("int", 3)
@@ -446,7 +446,7 @@ def test_a_metric_object_is_computed_and_reset_at_the_epochs_end(tmp_path: Any):
     assert logger.of("x_epoch") == [(4, 1.5), (8, 2.5)]
 
 
-def test_torchmetrics(tmp_path: Any):
+def test_a_metric_of_torchmetrics_is_computed_at_the_epochs_end(tmp_path: Any):
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Model(Toy):
@@ -531,7 +531,7 @@ def test_a_metric_that_was_not_logged_in_an_epoch_is_not_computed(tmp_path: Any)
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_wrong_values(value: Any, message: str, late: bool, tmp_path: Any):
+def test_values_that_cannot_be_logged_are_named(value: Any, message: str, late: bool, tmp_path: Any):
     module = Toy()
 
     def logs(batch: Any, batch_idx: int) -> Any:

@@ -70,7 +70,7 @@ def test_several_optimizers_in_manual_optimization():
         assert configure(form, model).optimizers == [first, second]
 
 
-def test_none_trains_nothing(model):
+def test_configure_optimizers_of_none_trains_nothing_and_warns(model):
     with pytest.warns(UserWarning, match="trains nothing"):
         assert configure(None, model) == ([], [])
 
@@ -210,7 +210,7 @@ def test_plateau_gets_its_metric_zero_too():
     assert steps.calls == [(0.0,), (torch.tensor(2.0),)]
 
 
-def test_a_missing_metric():
+def test_a_plateau_schedule_without_its_metric_names_those_there_are():
     steps = Steps()
     config = LRSchedulerConfig(steps, monitor="val_loss", reduce_on_plateau=True)
     with pytest.raises(SettingError, match=r"'val_loss', which is not available\. Available metrics are: acc, loss"):
@@ -280,7 +280,7 @@ class Toggling(Model):
         self.events.append("untoggle")
 
 
-def test_toggle_model(opt):
+def test_toggle_model_freezes_the_parameters_of_other_optimizers(opt):
     module = Toggling()
 
     @contextmanager

@@ -60,7 +60,9 @@ class Scored(Toy):
         ([3, 2, 50, 1, 1], {"divergence_threshold": 10}, 3, "DIVERGENCE_THRESHOLD"),
     ],
 )
-def test_early_stopping(scores: list[float], options: dict[str, Any], epochs: int, reason: str):
+def test_early_stopping_ends_the_run_and_says_why(
+    scores: list[float], options: dict[str, Any], epochs: int, reason: str
+):
     stopping = EarlyStopping("score", **options)
     trainer = quiet(max_epochs=5, callbacks=stopping)
     trainer.fit(Scored(scores), loader(), loader(3))

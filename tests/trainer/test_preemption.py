@@ -122,7 +122,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize("index", range(len(ALONE)), ids=[" ".join(map(str, case)) for case in ALONE])
-def test_a_process_alone(index: int, tmp_path: Path) -> None:
+def test_a_signal_to_a_process_alone_saves_and_the_run_goes_on(index: int, tmp_path: Path) -> None:
     batches, commits = stop_and_go_on(tmp_path, [ALONE[index]])[0]
     assert batches == {"validation": VALIDATION + 2, "step": 0, "set-up": 0, "sanity check": 0}.get(
         ALONE[index][0], batches
@@ -152,7 +152,7 @@ def test_a_run_that_saves_nothing_ends_as_the_signal_would_have_ended_it(
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_any_rank_or_all(tmp_path: Path) -> None:
+def test_a_signal_to_any_rank_or_all_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     cases = [
         ("step", "SIGTERM", 1),
         ("step", "SIGUSR1", 0),

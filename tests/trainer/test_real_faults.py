@@ -248,7 +248,7 @@ def falls_back(saved: tuple[Path, str], root: Path, damage: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("left", ["none", "half", "all but one byte"])
-def test_a_truncated_file(name: str, left: str, saved: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_falls_back_from_a_truncated_file(name: str, left: str, saved: tuple[Path, str], tmp_path: Path) -> None:
     def cut(newest: Path) -> None:
         size = (newest / name).stat().st_size
         os.truncate(newest / name, {"none": 0, "half": size // 2, "all but one byte": size - 1}[left])
@@ -407,7 +407,7 @@ def test_no_code_in_a_file_of_any_name_runs(name: str, saved: tuple[Path, str], 
         assert not canary.exists()
 
 
-def test_the_canary_sings(tmp_path: Path) -> None:
+def test_a_pickle_that_is_read_without_care_runs_code(tmp_path: Path) -> None:
     """The test above can fail: read without care, the same bytes run."""
     pickle.loads(pickle.dumps(RunsCode(tmp_path / "pwned")))
     assert (tmp_path / "pwned").is_dir()

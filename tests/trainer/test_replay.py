@@ -145,7 +145,7 @@ def test_manual_optimization_steps_twice(checkpoint: Path, output: Path, tmp_pat
     assert [(len(step["grad_norms"]), step["batches"][0]["loss"]) for step in lines(output)] == [(2, None)] * 2
 
 
-def test_otherwise_nothing_changes(tmp_path: Path) -> None:
+def test_a_trainer_outside_of_a_replay_is_unchanged(tmp_path: Path) -> None:
     ours = trainer(tmp_path)
     callbacks = list(ours.callbacks)
     assert find_replay() is None

@@ -104,7 +104,7 @@ WORKER_CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKER_CASES)
-def test_with_loader_workers(name: str, tmp_path: Path) -> None:
+def test_a_run_with_loader_workers_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     check(WORKER_CASES[name], tmp_path, [[2, 6]])
 
 
@@ -213,7 +213,7 @@ def check_on_ranks(root: Path, cases: list[tuple[Case, list[list[int]]]]) -> Non
     ],
     ids=["map", "workers-and-fractions", "own-states"],
 )
-def test_on_two_ranks(cases: Any, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_resumes_bit_for_bit(cases: Any, tmp_path: Path) -> None:
     run_ranks(check_on_ranks, 2, tmp_path, cases)
 
 
@@ -285,7 +285,7 @@ class _Stop(Callback):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+def test_a_run_resumes_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     whole_seen, whole_losses, whole_weights, whole_means = train_part(tmp_path / "whole", None)
     first = run_ranks(train_part, before, tmp_path / "parts", 2)
     second = run_ranks(train_part, after, tmp_path / "parts", None)

@@ -219,7 +219,7 @@ def test_another_schedule_does_not_get_the_state_of_the_old_one(kind: str, said:
         ({"lr": float("nan")}, "lr=nan"),
     ],
 )
-def test_contradictions(arguments: dict[str, Any], message: str):
+def test_wrong_arguments_of_resume_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(SettingError, match=message):
         Resume(**arguments)
 

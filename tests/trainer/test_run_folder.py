@@ -398,7 +398,7 @@ def test_an_evaluation_before_it_keeps_no_fit_from_its_run(tmp_path: Path):
     assert new.log_dir == folder, "a run that begins takes it"
 
 
-def test_one_logger_of_several_trainers(tmp_path: Path):
+def test_one_logger_of_several_trainers_has_a_folder_for_each(tmp_path: Path):
     logger = CSVLogger(tmp_path)
     folders = []
     for _ in range(2):  # as in cross-validation

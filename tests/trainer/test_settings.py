@@ -17,7 +17,7 @@ from instep.trainer.settings import _CHECKS, Settings, reject_unknown, resolve
 from instep.utils.porting import INSTEAD, instead_of
 
 
-def test_defaults():
+def test_settings_have_lightnings_defaults():
     settings = resolve()
     assert settings == Settings()
     assert (settings.max_epochs, settings.max_steps, settings.max_time) == (1000, -1, None)
@@ -93,7 +93,7 @@ ONE_HOUR = timedelta(hours=1)
         ("trigger_every", 1, 1),
     ],
 )
-def test_good_values(name, value, expected):
+def test_good_values_of_settings_are_taken(name, value, expected):
     same(name, value, expected)
 
 
@@ -112,7 +112,7 @@ def test_good_values(name, value, expected):
         ("16-true", "16-true"),
     ],
 )
-def test_precision_aliases(given, expected):
+def test_every_alias_of_a_precision_is_taken(given, expected):
     same("precision", given, expected, accelerator="cpu")
 
 
@@ -230,7 +230,7 @@ def test_the_default_limit_applies_only_without_another(given, epochs, steps):
         ({"barebones": True, "num_sanity_val_steps": 2}, "num_sanity_val_steps=2"),
     ],
 )
-def test_contradictions(given, said):
+def test_contradicting_settings_are_refused(given, said):
     with pytest.raises(SettingError, match=said):
         resolve(**given)
 
@@ -252,14 +252,14 @@ def test_overfit_batches_goes_before_the_limits():
         {"barebones": True, "enable_progress_bar": False, "logger": False, "callbacks": []},
     ],
 )
-def test_allowed_combinations(given):
+def test_settings_that_do_not_contradict_are_allowed(given):
     settings = resolve(**given)
     for name in ("check_val_every_n_epoch", "val_check_interval"):
         if given.get(name, "") is None:
             assert getattr(settings, name) is None
 
 
-def test_with_a_gpu(monkeypatch):
+def test_settings_of_a_gpu_are_resolved(monkeypatch):
     gpu = device.DeviceKind("cuda", "nccl", device.DistributedType.MULTI_GPU, lambda: 2)
     monkeypatch.setitem(device.KINDS, "cuda", gpu)
     for accelerator in ("auto", "gpu", "cuda"):
@@ -274,7 +274,7 @@ def test_an_accelerator_that_is_not_here(monkeypatch):
         resolve(accelerator="cuda")
 
 
-def test_plugins_become_tuples():
+def test_callbacks_and_loggers_become_tuples():
     callback, logger, strategy = Callback(), Logger(), DDPStrategy()
     settings = resolve(callbacks=callback, logger=[logger], strategy=strategy)
     assert settings.callbacks == (callback,)
@@ -303,7 +303,7 @@ def test_fast_dev_run():
     assert settings.enable_progress_bar
 
 
-def test_barebones():
+def test_barebones_turns_loggers_callbacks_and_checks_off():
     settings = resolve(barebones=True, max_epochs=2)
     assert settings.logger == settings.callbacks == ()
     assert not any([settings.enable_checkpointing, settings.enable_progress_bar, settings.enable_model_summary])

@@ -108,7 +108,7 @@ class Typed(Toy):
         self.save_hyperparameters()
 
 
-def test_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hyperparameters_of_omegaconf_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create({"net": {"width": 3}, "twice": "${net.width}", "sizes": [1, 2]})
     expected = {"net": {"width": 3}, "twice": 3, "sizes": [1, 2]}
@@ -130,7 +130,7 @@ def test_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         refuses(Typed, path, name, config.sizes)
 
 
-def test_pydantic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hyperparameters_of_pydantic_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pydantic = pytest.importorskip("pydantic", minversion="2.0")
 
     class Imports(pydantic.BaseModel):
@@ -171,7 +171,7 @@ def test_pydantic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "antigravity" not in sys.modules
 
 
-def test_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_namespace_of_arguments_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     args = Namespace(a=1, net={"b": 2})
     module = Typed(None, args)
     assert module.hparams.args is args

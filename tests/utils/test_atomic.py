@@ -46,7 +46,7 @@ def test_creating_never_takes_a_name_that_something_has(tmp_path: Path, folder: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_small_files(tmp_path: Path) -> None:
+def test_small_files_are_created_once_and_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "lease"
     assert create_exclusive(path, b"mine")
     assert not create_exclusive(path, b"yours")

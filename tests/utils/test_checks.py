@@ -52,7 +52,7 @@ def test_a_dataclass_carries_its_checks() -> None:
      (FLAG, "0", False), (TEXT, "a", "a"), (DEVICES, "all", -1), (DEVICES, "0, 1", (0, 1)), (DEVICES, "0,", (0,)),
      (DEVICES, "2", 2)],
 )  # fmt: skip
-def test_texts_are_read(check: Any, text: str, value: Any) -> None:
+def test_checks_read_their_values_from_text(check: Any, text: str, value: Any) -> None:
     got = check.from_text("x", text)
     assert got == value
     assert type(got) is type(value)
@@ -83,7 +83,7 @@ def test_texts_of_another_kind_are_refused(check: Any, text: str) -> None:
         ({"hours": 1, "minutes": 1}, 3660),
     ],
 )
-def test_parse_duration(value: Any, seconds: float):
+def test_durations_are_parsed_from_texts_and_timedeltas(value: Any, seconds: float):
     assert parse_duration("max_time", value) == timedelta(seconds=seconds)
 
 
@@ -92,7 +92,7 @@ def test_parse_duration(value: Any, seconds: float):
     ["12:00:00", "1:2:3:x", "1:2:3:4", "", "00:00:00:00", 60, None, {"hour": 1}, {"hours": float("nan")},
      {"days": 10**12}, timedelta(seconds=-1), timedelta(0), {}],
 )  # fmt: skip
-def test_parse_duration_refuses(value: Any):
+def test_wrong_durations_are_refused(value: Any):
     with pytest.raises(SettingError, match=r"max_time=.*DD:HH:MM:SS"):
         parse_duration("max_time", value)
 

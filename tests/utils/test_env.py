@@ -65,7 +65,7 @@ def test_a_trainer_takes_up_what_its_program_leaves_open(monkeypatch: pytest.Mon
         quiet(accumulate_grad_batches=1)
 
 
-def test_an_accelerator_takes_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_takes_up_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_ACCUMULATE_GRAD_BATCHES", "3")
     monkeypatch.setenv("INSTEP_STRATEGY", "dpp")
     with pytest.raises(SettingError, match=r"INSTEP_STRATEGY='dpp'.*Did you mean"):

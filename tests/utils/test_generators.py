@@ -93,7 +93,7 @@ def test_every_position_that_a_generator_reaches_is_taken() -> None:
 
 
 @pytest.mark.parametrize("missing", ["python", "torch"])
-def test_a_missing_one(missing: str) -> None:
+def test_a_missing_generator_in_a_checkpoint_is_named(missing: str) -> None:
     state = rng_state()
     del state[missing]
     with pytest.raises(CorruptCheckpointError, match=f"those of {missing} are missing"):

@@ -78,7 +78,7 @@ def test_a_container_is_kept_by_its_entries(config):
     assert model.hparams.lr == 0.5
 
 
-def test_plain_values():
+def test_hyperparameters_become_plain_values_and_back():
     values = {"config": Config(), "space": Namespace(a=AttributeDict(b=(1, Config(lr=2)))), "kept": torch.relu, 3: {1}}
     assert plain_values(values) == {
         "config": {"lr": 0.5, "sizes": [1, 2]},
@@ -110,7 +110,7 @@ def test_an_empty_dict_keeps_nothing():
     assert model.hparams == {"width": 8, "lr": 0.1}
 
 
-def test_calls_add_up():
+def test_calls_of_save_hyperparameters_add_up():
     class Model(HyperParameters):
         def __init__(self, a: int, b: int) -> None:
             self.save_hyperparameters("a")
@@ -140,7 +140,7 @@ def test_without_a_call_both_are_empty():
     assert Silent()._log_hyperparams is False
 
 
-def test_logger_flag():
+def test_save_hyperparameters_can_leave_the_logger_out():
     class Quiet(HyperParameters):
         def __init__(self, a: int) -> None:
             self.save_hyperparameters(logger=False)
@@ -201,7 +201,7 @@ def test_through_a_decorated_init_and_a_helper_with_a_frame():
     assert Model(5).hparams == {"a": 5}
 
 
-def test_self_in_a_closure():
+def test_a_closure_over_self_is_no_hyperparameter():
     class Model(HyperParameters):
         def __init__(self, a: int) -> None:
             self.later = lambda: (self, a)
@@ -237,7 +237,7 @@ def test_values_are_kept_as_they_are():
     assert model.hparams.act is nn.ReLU
 
 
-def test_attribute_dict():
+def test_an_attribute_dict_reads_writes_and_copies():
     hparams = AttributeDict(a=1)
     hparams.b = 2
     del hparams.a

@@ -82,7 +82,7 @@ def test_round_trip_is_exact_and_training_goes_on_alike(make):
     assert equal(dict(net.state_dict()), dict(twin.state_dict()))
 
 
-def test_the_tree():
+def test_the_state_of_an_optimizer_is_a_tree_by_parameter_names():
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.25, betas=(0.5, 0.75))
     train(net, optimizer)
@@ -242,7 +242,7 @@ def test_parameters_outside_the_module_go_by_position():
     assert torch.equal(other.state[extra]["momentum_buffer"], torch.ones(3))
 
 
-def test_clean_name():
+def test_names_of_wrappers_are_cleaned_away():
     assert clean_name("_orig_mod.a._checkpoint_wrapped_module.0._orig_mod.weight") == "a.0.weight"
     assert clean_name("module.weight") == "module.weight"
     assert clean_name("module.module.weight", ddp=True) == "module.weight"

@@ -94,7 +94,7 @@ def test_without_a_schedule_and_with_several_optimizers():
         set_learning_rates(two, [plateau], [1, 2, 3])
 
 
-def test_from_zero():
+def test_rates_are_set_from_zero():
     optimizer = optimizer_of(0.0)
     scheduler = lrs.LambdaLR(optimizer, lambda step: 0.5)
     set_learning_rates([optimizer], [scheduler], 1.0)

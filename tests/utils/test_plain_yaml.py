@@ -12,7 +12,7 @@ from instep.utils import plain_yaml
 from instep.utils.plain_yaml import compose, load, read_text
 
 
-def test_plain_values() -> None:
+def test_plain_yaml_reads_values_anchors_and_merges() -> None:
     text = "a: &x {b: 1e-5, c: [yes, ~, 0x10]}\nd: *x\ne: {<<: *x, b: 2}\nf: 2001-01-01\n'g': !!str 1\n"
     inner = {"b": 1e-5, "c": [True, None, 16]}
     assert load(text, "here") == {"a": inner, "d": inner, "e": {**inner, "b": 2}, "f": "2001-01-01", "g": "1"}

@@ -39,7 +39,7 @@ def test_training_after_it_is_as_without_it(where: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-def test_evaluation(method: str) -> None:
+def test_the_batch_size_finder_serves_evaluation_and_prediction(method: str) -> None:
     module, data = Model(limit=30, where="validation"), Data()
     trainer = quiet(callbacks=[BatchSizeFinder()])
     result = getattr(trainer, method)(module, datamodule=data)
@@ -63,7 +63,7 @@ def test_evaluation(method: str) -> None:
         ({"max_trials": 0, "init_val": 7}, 7),
     ],
 )
-def test_search(search: dict[str, Any], expected: int) -> None:
+def test_the_batch_size_search_finds_the_expected_size(search: dict[str, Any], expected: int) -> None:
     tried: list[int] = []
 
     class Noting(Model):
@@ -104,7 +104,7 @@ def test_an_error_leaves_everything_as_it_was() -> None:
     assert (module.seen, trainer.global_step) == ([], 0)
 
 
-def test_refused() -> None:
+def test_wrong_arguments_of_the_batch_size_finder_are_refused() -> None:
     module, data = Model(), Data()
     for wrong in ({"mode": "cubic"}, {"margin": 1.0}, {"steps_per_trial": 0}, {"init_val": 0}):
         with pytest.raises(SettingError, match=r"cubic|below 1|at least 1"):

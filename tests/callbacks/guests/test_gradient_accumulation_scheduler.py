@@ -21,7 +21,7 @@ from tests.trainer.toys import Toy, loader, quiet
         ({1: True}, "Accumulation factor should be an int"),
     ],
 )
-def test_wrong_schedules(scheduling: Any, message: str) -> None:
+def test_wrong_accumulation_schedules_are_refused(scheduling: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         GradientAccumulationScheduler(scheduling)
 
@@ -86,7 +86,9 @@ class Newton(Toy):
         ({"callbacks": [LateSetter()]}, Toy, UsageError, "on_train_epoch_start"),
     ],
 )
-def test_refused_before_the_first_step(settings: Any, module: Any, error: type, message: str) -> None:
+def test_what_the_accumulation_scheduler_cannot_serve_is_refused_before_the_first_step(
+    settings: Any, module: Any, error: type, message: str
+) -> None:
     callbacks = settings.pop("callbacks", [GradientAccumulationScheduler({2: 2})])
     trainer = quiet(max_epochs=3, callbacks=callbacks, **settings)
     with pytest.raises(error, match=message):

@@ -48,7 +48,7 @@ def test_norms_of_the_whole_window_before_clipping(order: float) -> None:
         assert row == pytest.approx(module.norms[step], rel=1e-6)
 
 
-def test_by_layer_and_in_total() -> None:
+def test_gradient_norms_are_logged_by_layer_and_in_total() -> None:
     module = Deep()
     logger = fit(GradientMonitor(depth=2), module)
     assert {name for _, row in logger.rows for name in row} == {
@@ -101,7 +101,7 @@ def test_values_that_are_on_their_way_are_logged_before_a_save(tmp_path: Path) -
     assert list(logger.of("grad_2.0_norm_total")) == [1, 2, 3, 4]
 
 
-def test_arguments_are_checked() -> None:
+def test_arguments_of_the_gradient_monitor_are_checked() -> None:
     with pytest.raises(SettingError, match="norm_type=0"):
         GradientMonitor(0)
     with pytest.raises(SettingError, match="GradientMonitor needs a logger"):

@@ -10,7 +10,7 @@ from instep.errors import SettingError
 from instep.trainer.hooks import is_overridden
 
 
-def test_functions_become_hooks():
+def test_functions_become_hooks_of_a_lambda_callback():
     calls = []
     callback = LambdaCallback(
         setup=lambda trainer, module, stage: calls.append(stage),
@@ -29,14 +29,14 @@ def test_lambda_callback_can_be_pickled():
     assert callback.on_fit_end is print
 
 
-def test_two_do_not_share_hooks():
+def test_two_lambda_callbacks_do_not_share_hooks():
     first = LambdaCallback(on_fit_end=lambda trainer, module: 1)
     second = LambdaCallback()
     assert first.on_fit_end(None, None) == 1
     assert second.on_fit_end(None, None) is None
 
 
-def test_wrong_hooks():
+def test_a_lambda_callback_refuses_unknown_hooks_and_what_is_no_function():
     with pytest.raises(SettingError, match="Did you mean 'on_train_end'"):
         LambdaCallback(on_train_ends=print)
     with pytest.raises(SettingError, match="expected a function"):

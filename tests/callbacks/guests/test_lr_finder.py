@@ -122,7 +122,7 @@ def test_an_error_leaves_everything_as_it_was() -> None:
     assert different(after, trained(quiet(max_epochs=1), module, Data())) == []
 
 
-def test_rates_and_losses() -> None:
+def test_the_learning_rate_finder_records_rates_and_losses() -> None:
     class Known(Toy):
         """Each step's loss is what `losses` says of it."""
 
@@ -166,7 +166,7 @@ def test_suggestion_says_why_there_is_none(caplog: pytest.LogCaptureFixture) -> 
     assert "of 5 losses 0 are left without the first 10, the last 1" in caplog.text
 
 
-def test_refused() -> None:
+def test_wrong_arguments_of_the_learning_rate_finder_are_refused() -> None:
     module, data = Model(), Data()
     for wrong in ({"mode": "cubic"}, {"num_training_steps": 0}, {"min_lr": 0.0}, {"min_lr": 1}):
         with pytest.raises(SettingError, match=r"cubic|at least 1|above 0|other than min_lr=1"):
@@ -207,7 +207,7 @@ def test_refused() -> None:
 
 
 @pytest.mark.plots
-def test_plot() -> None:
+def test_the_learning_rate_plot_marks_the_suggestion() -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -130,7 +130,7 @@ def _ranks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_two_ranks(tmp_path: Path) -> None:
+def test_monitors_on_two_ranks_log_what_both_did(tmp_path: Path) -> None:
     main, other = run_ranks(_ranks, 2, tmp_path)
     throughput = main["throughput"]
     assert throughput["samples"] == {1: 6, 2: 12, 3: 13}  # three batches of three on each, and the last sample on one

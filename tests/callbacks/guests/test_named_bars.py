@@ -112,7 +112,7 @@ class Bar(TQDMProgressBar):
         self.train_progress_bar.set_postfix_str(f"{self.train_progress_bar.postfix}, mine")
 
 
-def test_tqdm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_tqdm_bar_counts_by_its_refresh_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     bar = Bar(refresh_rate=2)
     with pytest.raises(TypeError, match="has not been set yet"):
         _ = bar.train_progress_bar
@@ -159,7 +159,7 @@ def test_bars_that_show_nothing(make: Any, tmp_path: Path, capsys: pytest.Captur
         make(refresh_rate=-1)
 
 
-def test_rich(tmp_path: Path):
+def test_the_rich_bar_shows_tasks_columns_and_the_users_texts(tmp_path: Path):
     """Tasks by stage, columns and styles of the theme, and the user's texts; drawn by the thread, on a terminal."""
     from rich.progress import TextColumn
 

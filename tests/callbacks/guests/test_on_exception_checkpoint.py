@@ -76,7 +76,9 @@ def test_the_same_command_goes_on_from_it_bit_for_bit(where: str, tmp_path: Path
     assert kept(tmp_path) == [("step-00000008-1", 8, "full")]
 
 
-def test_without_a_model_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_without_model_checkpoint_starts_afresh_after_an_exception_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(ValueError, match="no more"):
         fit(tmp_path, "hook", regular=False)
     assert "starting afresh" in capsys.readouterr().out

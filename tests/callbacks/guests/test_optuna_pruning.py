@@ -54,7 +54,7 @@ def test_rank_zero_decides_and_all_are_pruned() -> None:
 
 
 @pytest.mark.optuna
-def test_a_study() -> None:
+def test_a_study_of_optuna_prunes_the_worse_trial() -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

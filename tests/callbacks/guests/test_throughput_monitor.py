@@ -66,7 +66,7 @@ def test_the_counted_step_has_the_same_bits() -> None:
     assert torch.equal(weights(ThroughputMonitor()), weights())
 
 
-def test_the_module_and_functions_tell() -> None:
+def test_throughput_takes_operations_from_the_module_and_sizes_from_functions() -> None:
     class Told(Toy):
         flops_per_batch = 7
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_from_its_totals(tmp_path: Path) -> None:
     assert trainer.callbacks[0]._mine.time_s > 0
 
 
-def test_test_and_predict() -> None:
+def test_test_and_predict_log_their_throughput() -> None:
     monitor, logger = ThroughputMonitor(), RecordingLogger()
     trainer = quiet(logger=logger, callbacks=monitor)
     trainer.test(Toy(), loader(7), verbose=False)

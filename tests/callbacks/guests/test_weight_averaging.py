@@ -280,12 +280,12 @@ def test_one_process_resumes_bit_for_bit(tmp_path):
         (lambda: StochasticWeightAveraging(swa_lrs=[0.2, 1]), "positive float, or a list of positive floats"),
     ],
 )
-def test_wrong_arguments(make, match):
+def test_wrong_arguments_of_weight_averaging_are_refused(make, match):
     with pytest.raises(SettingError, match=match):
         make()
 
 
-def test_refused_before_training(tmp_path):
+def test_what_weight_averaging_cannot_serve_is_refused_before_training(tmp_path):
     for callbacks, match in (
         ((WeightAveraging(), EMAWeightAveraging()), "two callbacks average"),
         ((StochasticWeightAveraging([0.1, 0.2]),), "2 learning rates"),

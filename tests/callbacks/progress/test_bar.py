@@ -164,7 +164,7 @@ def test_validation_is_shown_below_training(terminal):
     ("run", "stage", "title"),
     [("validate", "validate", "Validation"), ("test", "test", "Test"), ("predict", "predict", "Predict")],
 )
-def test_the_other_runs(terminal, run, stage, title):
+def test_the_bar_names_validation_test_and_prediction(terminal, run, stage, title):
     terminal.connect()
     trainer = FakeTrainer(progress=FakeProgress(stage, batch=3, total=7))
     bar = started(trainer, run)
@@ -175,7 +175,7 @@ def test_the_other_runs(terminal, run, stage, title):
     assert bar._thread is None
 
 
-def test_sanity_check(terminal):
+def test_the_bar_shows_the_sanity_check_and_no_epoch(terminal):
     terminal.connect()
     trainer = FakeTrainer(progress=FakeProgress("sanity", batch=1, total=2))
     bar = LiveProgressBar(refreshes_per_s=200.0)
@@ -255,7 +255,7 @@ def test_a_redirected_stdout_keeps_its_way(terminal, monkeypatch):
     assert "result" not in terminal.rest()
 
 
-def test_an_exception_ends_it_cleanly(terminal):
+def test_an_exception_ends_the_bar_cleanly(terminal):
     terminal.connect()
     trainer = FakeTrainer()
     bar = started(trainer)
@@ -454,13 +454,13 @@ def test_a_forked_worker_may_print(terminal):
     assert terminal.rest().count("from the child") == 5
 
 
-def test_wrong_rates():
+def test_wrong_refresh_rates_of_the_bar_are_named():
     for option in ("refreshes_per_s", "plain_every_s"):
         with pytest.raises(SettingError, match=option):
             LiveProgressBar(**{option: 0})
 
 
-def test_facts_of_a_run(monkeypatch, tmp_path):
+def test_the_bar_shows_samples_per_second_mfu_and_the_best_values(monkeypatch, tmp_path):
     """Samples/s by the loader, MFU by a throughput monitor, the best by what the checkpoints monitor, the loss."""
     pipe = no_terminal(monkeypatch)
 

@@ -47,18 +47,18 @@ def test_speed_over_a_pause_and_a_new_epoch():
         (View([Line("Epoch 1/2", 0, 0, 0.0, None)], {"n": 3, "who": "a"}), "0/0  0:00  n: 3  who: a"),
     ],
 )
-def test_plain_line(shown, expected):
+def test_a_view_without_a_terminal_is_one_plain_line(shown, expected):
     assert shown.plain() == f"Epoch 1/2  {expected}"
 
 
-def test_fraction():
+def test_the_fraction_of_a_line_is_none_without_a_total_and_at_most_one():
     assert Line("", 25, 100, 0, None).fraction == 0.25
     assert Line("", 5, None, 0, None).fraction is None
     assert Line("", 0, 0, 0, None).fraction is None
     assert Line("", 9, 8, 0, None).fraction == 1.0
 
 
-def test_titles():
+def test_titles_of_stages_count_epochs_and_loaders_from_one():
     assert title("train", 0, 10, 0) == "Epoch 1/10"
     assert title("train", 4, -1, 0) == title("train", 4, None, 0) == "Epoch 5"
     assert title("sanity", 0, None, 0) == "Sanity check"
@@ -78,7 +78,7 @@ def test_only_what_needs_no_device_is_shown():
     assert showable(metrics) == {"float": 0.0, "int": 3, "tensor": 0.5, "one": 2.0}
 
 
-def test_clock():
+def test_the_clock_shows_minutes_hours_and_unknown_times():
     assert [clock(value) for value in (None, 0, 59.9, 60, 3600, float("inf"))] == [
         "-:--", "0:00", "0:59", "1:00", "1:00:00", "-:--",
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_curve_covers_the_whole_run_in_few_points():
     assert flat.sparkline(8) == "▁"
 
 
-def test_the_best_values():
+def test_the_best_value_of_each_metric_ignores_nan():
     best = Best({"lr": "max"})
     for acc, loss in ((0.5, 1.0), (0.7, 2.0), (0.6, float("nan"))):
         best.update({"val_acc": acc, "val_loss": loss, "loss": loss, "val_time": 1.0, "lr": acc, "who": "a"})

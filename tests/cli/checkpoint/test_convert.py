@@ -143,7 +143,7 @@ def test_from_a_file_that_lightning_wrote(lightning: Any, tmp_path: Path, instep
     assert CheckpointStore(tmp_path).read(answer.json["written"]).manifest.step == 4
 
 
-def test_lightning_without_lightning(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
+def test_a_file_for_lightning_is_written_without_lightning(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
     instep("convert", checkpoint, tmp_path / "m.ckpt")
     loaded = torch.load(tmp_path / "m.ckpt", weights_only=True)
     assert loaded["hyper_parameters"] == HPARAMS
@@ -180,7 +180,7 @@ def prepared(folder: Path) -> tuple[Any, nn.Module, Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_accelerate_loads_it(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
+def test_accelerate_loads_a_converted_state(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
     answer = instep("convert", checkpoint, tmp_path / "state", "--to", "accelerate")
     assert answer.code == 0
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [
@@ -217,7 +217,9 @@ def test_from_a_folder_that_accelerate_wrote(tmp_path: Path, instep: Command) ->
         ("{", "is no index of weights' files"),
     ],
 )
-def test_a_bad_index(index: str, said: str, tmp_path: Path, instep: Command) -> None:
+def test_an_index_that_leads_out_of_its_folder_is_refused(
+    index: str, said: str, tmp_path: Path, instep: Command
+) -> None:
     write_tensors(tmp_path / "secret.safetensors", {"x": torch.ones(1)})
     folder = tmp_path / "state"
     folder.mkdir()
@@ -288,7 +290,7 @@ def test_the_other_pickles_of_a_folder_are_not_touched(tmp_path: Path, instep: C
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning", "accelerate"])
 @pytest.mark.parametrize("folder", [False, True])
-def test_nothing_is_overwritten(to: str, folder: bool, checkpoint: Path, tmp_path: Path, instep: Command) -> None:
+def test_convert_overwrites_nothing(to: str, folder: bool, checkpoint: Path, tmp_path: Path, instep: Command) -> None:
     target = tmp_path / "target"
     target.mkdir() if folder else target.write_text("mine")
     answer = instep("convert", checkpoint, target, "--to", to)

@@ -68,7 +68,9 @@ def test_diff_passes_over_the_names_of_two_equal_runs(tmp_path: Path, instep: Co
         ({"bias": torch.tensor([0.0, float("inf")])}, "bias: max abs inf, 1 of 2 elements"),
     ],
 )
-def test_tensors_by_kind(other: dict[str, torch.Tensor], said: str, tmp_path: Path, instep: Command) -> None:
+def test_diff_says_for_each_tensor_what_differs(
+    other: dict[str, torch.Tensor], said: str, tmp_path: Path, instep: Command
+) -> None:
     a = save(tmp_path, "a", lambda writer: writer.tensors("model.safetensors", {"bias": torch.zeros(2)}))
     b = save(tmp_path, "b", lambda writer: writer.tensors("model.safetensors", other))
     answer = instep("diff", a, b)
@@ -82,7 +84,7 @@ def test_equal_nans_are_equal(tmp_path: Path, instep: Command) -> None:
     assert instep("diff", a, b).code == 0
 
 
-def test_weights_alone(tmp_path: Path, instep: Command) -> None:
+def test_diff_compares_weights_alone_when_asked(tmp_path: Path, instep: Command) -> None:
     def write(step: int) -> Callable[[Writer], None]:
         def both(writer: Writer) -> None:
             writer.tensors("model.safetensors", weights(1.0))
@@ -95,7 +97,7 @@ def test_weights_alone(tmp_path: Path, instep: Command) -> None:
     assert instep("diff", a, b, "--weights").code == 0
 
 
-def test_files_of_one(tmp_path: Path, instep: Command) -> None:
+def test_diff_names_files_that_only_one_checkpoint_has(tmp_path: Path, instep: Command) -> None:
     a = save(tmp_path, "a", writes(1.0, 1))
     b = save(tmp_path, "b", lambda writer: writer.tensors("model.safetensors", weights(1.0)))
     answer = instep("diff", a, b)

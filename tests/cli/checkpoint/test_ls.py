@@ -14,7 +14,9 @@ from tests.cli.checkpoint.conftest import Command, writes
 
 
 @pytest.mark.parametrize("where", ["", "runs", "runs/version_0", "runs/version_0/checkpoints"])
-def test_every_level_finds_them(where: str, run_folder: Path, tmp_path: Path, instep: Command) -> None:
+def test_ls_finds_checkpoints_from_every_folder_above_them(
+    where: str, run_folder: Path, tmp_path: Path, instep: Command
+) -> None:
     answer = instep("ls", tmp_path / where)
     lines = answer.out.splitlines()
     assert answer.code == 0
@@ -54,7 +56,9 @@ def test_the_latest_attempt_of_a_name(tmp_path: Path, instep: Command) -> None:
         (lambda path: os.truncate(path / "manifest.json", 20), "cut short or damaged"),
     ],
 )
-def test_broken_ones_say_why(damage, note: str, checkpoint: Path, run_folder: Path, instep: Command) -> None:
+def test_ls_says_why_a_checkpoint_is_broken(
+    damage, note: str, checkpoint: Path, run_folder: Path, instep: Command
+) -> None:
     damage(checkpoint)
     answer = instep("ls", run_folder)
     assert answer.code == 1
@@ -89,14 +93,14 @@ def test_ls_says_which_run_holds_the_folder(run_folder: Path, instep: Command) -
     assert instep("ls", run_folder).code == 0
 
 
-def test_nothing_there(tmp_path: Path, instep: Command) -> None:
+def test_ls_of_a_folder_without_checkpoints_says_so(tmp_path: Path, instep: Command) -> None:
     answer = instep("ls", tmp_path)
     assert (answer.code, answer.out) == (1, "")
     assert answer.err.startswith(f"instep: there is no checkpoint in {tmp_path}")
     assert f"there is no checkpoint {tmp_path / 'gone'}: it does not exist" in instep("ls", tmp_path / "gone").err
 
 
-def test_a_url(instep: Command) -> None:
+def test_ls_lists_the_checkpoints_of_a_url(instep: Command) -> None:
     pytest.importorskip("upath")
     CheckpointStore("memory://ls/run").save(4, writes(1.0, 4), info={"kind": "full"})
     [folder] = instep("ls", "memory://ls", "--json").json["folders"]

@@ -60,7 +60,9 @@ def test_diff_compares_the_tensors_whoever_wrote_them(
     assert "model.safetensors linear.weight: max abs 2, 6 of 6 elements" in answer.out
 
 
-def test_verify_and_convert(folders: tuple[Path, Path, Path], tmp_path: Path, instep: Command) -> None:
+def test_sharded_checkpoints_are_verified_and_converted_whole(
+    folders: tuple[Path, Path, Path], tmp_path: Path, instep: Command
+) -> None:
     whole, two, _ = folders
     assert instep("verify", two).code == 0
     for source, name in ((whole, "a"), (two, "b")):

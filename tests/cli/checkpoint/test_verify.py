@@ -13,7 +13,7 @@ from tests.checkpoint.helpers import flip
 from tests.cli.checkpoint.conftest import Command
 
 
-def test_all_is_well(run_folder: Path, instep: Command) -> None:
+def test_verify_counts_checkpoints_that_are_whole(run_folder: Path, instep: Command) -> None:
     answer = instep("verify", run_folder)
     assert answer.code == 0
     assert answer.out.endswith("2 verified, 0 damaged\n")
@@ -40,7 +40,7 @@ def test_a_flipped_bit_is_found(name: str, checkpoint: Path, run_folder: Path, i
     assert answer.json["damaged"] == 1
 
 
-def test_without_manifest(checkpoint: Path, instep: Command) -> None:
+def test_verify_calls_a_checkpoint_without_manifest_damaged(checkpoint: Path, instep: Command) -> None:
     os.unlink(checkpoint / "manifest.json")
     answer = instep("verify", checkpoint)
     assert answer.code == 1

@@ -66,7 +66,7 @@ def test_peaks_of_deepspeed() -> None:
     hold(cases, 2, peaks[0])
 
 
-def test_sums() -> None:
+def test_the_estimate_is_the_sum_of_weights_gradients_and_states() -> None:
     one = estimate(subject(), Setup("single_device", "32-true"))
     assert one.weights == 4 * PARAMETERS
     assert one.gradients == pytest.approx(4 * PARAMETERS, rel=1e-5)  # and the loss
@@ -92,7 +92,9 @@ def test_sums() -> None:
     assert window.peak > many.peak + alone.gradients  # weights and gradients stay whole until the window's end
 
 
-def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_file_of_weights_knows_no_activations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = {"a.weight": torch.zeros(100, 50), "a.n": torch.zeros(3, dtype=torch.int64), "b": torch.zeros(7)}
     save_file(tensors, tmp_path / "x.safetensors")
     words = ["estimate-memory", str(tmp_path / "x.safetensors"), "--strategy", "single_device", "fsdp"]

@@ -101,7 +101,7 @@ def test_a_script_of_the_tests(path: Path) -> None:
         check(name, text)
 
 
-def test_the_awkward_one() -> None:
+def test_an_awkward_script_changes_only_in_the_expected_lines() -> None:
     new, findings, _ = migrate((HERE / "awkward_script.txt").read_text())
     old = (HERE / "awkward_script.txt").read_text()
     gone = [line[2:] for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line[0] == "-"]

@@ -163,7 +163,7 @@ def test_the_scripts_to_migrate_run_before_they_are_migrated(which: str, tmp_pat
         ("def f(lightning): return lightning.Trainer\n", "def f(lightning): return lightning.Trainer\n"),
     ],
 )
-def test_small_pieces(old: str, new: str | None) -> None:
+def test_small_pieces_of_code_are_migrated_as_the_table_says(old: str, new: str | None) -> None:
     got, findings, _ = migrate(old)
     want = "from instep.accelerator import set_seed\nfrom instep.distributed import gather\n" if new is None else new
     assert got == want
@@ -394,7 +394,7 @@ def test_what_is_not_taken_over_keeps_its_import() -> None:
     assert new.splitlines()[4] == "L.Flow(), instep.Trainer, tuner.X()"
 
 
-def test_long_lines() -> None:
+def test_migrate_breaks_import_lines_only_where_they_grow_too_long() -> None:
     names = [f"name_{number:02}" for number in range(10)]
     old = f"from accelerate.utils import {', '.join(names)}, set_seed\n"  # longer than 88
     new = migrate(old)[0]
@@ -529,7 +529,9 @@ def test_a_file_that_cannot_be_read_changes_none(tmp_path: Path, capsys: pytest.
     assert "c.py is not there" in capsys.readouterr().err
 
 
-def test_without_libcst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_migrate_without_libcst_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["migrate", str(tmp_path)]) == 1
     assert "pip install 'instep[migrate]'" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def shoot(browser: Browser, page: Any, name: str) -> None:
         browser.shoot(page, SHOTS / name)
 
 
-def test_mlflow(tmp_path: Path) -> None:
+def test_the_page_of_mlflow_shows_the_run(tmp_path: Path) -> None:
     assert train("mlflow", tmp_path) == 0
     from mlflow import MlflowClient
 
@@ -51,7 +51,7 @@ def test_mlflow(tmp_path: Path) -> None:
         shoot(browser, page, "mlflow-curves.webp")
 
 
-def test_trackio(tmp_path: Path) -> None:
+def test_the_page_of_trackio_shows_the_run(tmp_path: Path) -> None:
     assert train("trackio", tmp_path) == 0
     show = "import trackio, sys; trackio.show(open_browser=False, block_thread=True, server_port=int(sys.argv[1]))"
     environment = {**TRACKERS["trackio"].environment(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}

@@ -56,7 +56,7 @@ def _ways(strategy: str, where: str, size: str, rate: str) -> Any:
 
 
 @pytest.mark.dist
-def test_all_ranks_agree(tmp_path: Path) -> None:
+def test_all_ranks_agree_on_the_batch_size_and_the_rate_that_were_found(tmp_path: Path) -> None:
     first, second = run_ranks(_rank, 2, tmp_path)
     assert first == second
     for strategy, found, same_at_size, lr, same_at_rate in first:
