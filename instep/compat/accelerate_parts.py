@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import operator
 import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import parse
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -24,7 +24,7 @@ from instep import state as ours_state
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.resuming import RestoredPlace
 from instep.accelerator.unwrapping import without_compile
-from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.accelerator.wrappers import AcceleratedScheduler
 from instep.big_models import set_module_tensor_to_device as set_tensor
 from instep.compat.accelerate_saving import Attendance, save_alone, take_name
 from instep.compat.adapting import adapt
@@ -183,9 +183,6 @@ class _Order(Sequence[int]):
         return repr(self[:])
 
 
-_END = object()  # marks the end of a pass
-
-
 class _Loader(AcceleratedLoader):
     """A prepared loader that takes as many random numbers of the process as torch's does: dropout is alike then."""
 
@@ -193,13 +190,11 @@ class _Loader(AcceleratedLoader):
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
         """Give one pass, of which each batch is counted."""
+        self.attendance.advance()
         with closing(super().passes_from(batches)) as passing:  # pyright: ignore[reportArgumentType]  a generator
-            while True:
-                self.attendance.advance()
-                batch = next(passing, _END)
-                if batch is _END:
-                    return
+            for batch in passing:
                 yield batch
+                self.attendance.advance()
 
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         place = super()._begin(batches)
@@ -337,12 +332,11 @@ class Accelerator(_Accelerator):
         self._data_seed = asked.data_seed
         self._orders = _DrawnOrders()
         _Shared.forgotten = False
-        steps = gradient_accumulation_steps if gradient_accumulation_plugin is None else None
         super().__init__(
             cpu=None if process.is_held() else cpu or None,
             dataloader_config=asked.made(),
             kwargs_handlers=[handler for handler in kwargs_handlers or () if handler is not None],
-            gradient_accumulation_steps=steps,
+            gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_plugin is None else None,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             **kwargs,
         )
@@ -352,12 +346,11 @@ class Accelerator(_Accelerator):
     def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
         placed = list(zip(objects, device_placement or [None] * len(objects), strict=False))
-        for one, place in placed:
-            if isinstance(one, nn.Module):
-                self.prepare_model(one, place)
-        for one, place in placed:
-            if isinstance(one, DataLoader):
-                self.prepare_data_loader(one, place)
+        kinds: list[tuple[type, Any]] = [(nn.Module, self.prepare_model), (DataLoader, self.prepare_data_loader)]
+        for kind, prepare in kinds:
+            for one, place in placed:
+                if isinstance(one, kind):
+                    prepare(one, place)
         for one in named.values():
             self._keep_order(one)
         prepared = super().prepare(*objects, device_placement=device_placement, **named)
@@ -453,9 +446,6 @@ class Accelerator(_Accelerator):
     distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
     is_fsdp2: ReadOnly[bool] = ReadOnly(lambda a: a.state.fsdp_plugin is not None, "Whether the models are sharded.")
     _models: ReadOnly[list[nn.Module]] = ReadOnly(lambda a: list(a._prepared.models.values()))
-    _optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
-    _schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
-    _dataloaders: ReadOnly[list[Any]] = ReadOnly(lambda a: a._prepared.dataloaders)
 
     def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""
@@ -508,17 +498,11 @@ def set_module_tensor_to_device(
     set_tensor(*args, **kwargs)
 
 
-def check_cuda_p2p_ib_support() -> bool:
-    """Return True: NCCL finds out itself."""
-    return True
-
-
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another one."""
     found = library_or_version
-    if isinstance(found, str):
-        found = parse(importlib.metadata.version(found))
-    return STR_OPERATION_TO_FUNC[operation](found, parse(requirement_version))
+    version = parse(importlib.metadata.version(found)) if isinstance(found, str) else found
+    return SpecifierSet(operation + requirement_version).contains(version, prereleases=True)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -529,30 +513,19 @@ def is_torch_version(operation: str, version: str) -> bool:
 @contextmanager
 def patch_environment(**variables: Any) -> Iterator[None]:
     """Set variables of the environment, in capitals, for a block."""
-    before = {name.upper(): os.environ.get(name.upper()) for name in variables}
-    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
+    given = {name.upper(): str(value) for name, value in variables.items()}
+    before = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in given:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 should_reduce_batch_size = is_out_of_memory
-STR_OPERATION_TO_FUNC = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
-FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME = "pytorch_model", "model", "optimizer", "scheduler"

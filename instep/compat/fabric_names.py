@@ -21,10 +21,10 @@ from instep.callbacks.guests.throughput_monitor import Totals
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import find_device_kind
-from instep.strategies import DataParallelStrategy as DataParallelStrategy
 from instep.strategies import FSDPStrategy as _FSDPStrategy
 from instep.strategies import Precision as _Precision
 from instep.strategies import Strategy
+from instep.trainer import hooks
 from instep.trainer.module import TrainModule
 from instep.types import Stateful
 from instep.utils.flops import peak_flops
@@ -214,8 +214,7 @@ def convert_tensors_to_scalars(metrics: Any) -> Any:
 
 def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) -> bool:
     """Return True if an object's class has a method of its own in place of a parent's."""
-    own = getattr(type(instance), method_name, None)
-    return own is not None and own is not getattr(parent, method_name, None)
+    return hooks.is_overridden(instance, method_name, parent)
 
 
 def measure_flops(

@@ -165,11 +165,7 @@ class Fabric:
     # ---- setting up
 
     def setup(
-        self,
-        module: nn.Module,
-        *optimizers: Optimizer,
-        scheduler: Any = None,
-        move_to_device: bool = True,
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
         """Spread a module and make its optimizers step through the strategy; return what to use in their place."""
         self._check_launched()
