@@ -241,20 +241,19 @@ class Table:
         if ended and not told:
             lines += [f"{upright(entry.name)}: {entry.run.status.state}: {entry.why}" for entry in ended[:_FEW]]
             lines += [f"and {len(ended) - _FEW:,} more with a reason"] * (len(ended) > _FEW)
-        return [*lines, *([f"left out at this width: {', '.join(gone)}"] if gone else [])]
+        return [*lines, *([f"columns left out at this width: {', '.join(gone)}"] if gone else [])]
 
     def _best(self, metric: Metric) -> str:
-        ranked = metric.rank(self.entries)
-        tops = [best for entry in ranked[:2] if (best := metric.best(entry))]
+        tops = [(entry.name, *best) for entry in metric.rank(self.entries)[:2] if (best := metric.best(entry))]
         if not tops:
             return ""
-        (value, step), *after = tops
-        line = f"best {metric.name} (*): {upright(ranked[0].name)} with {number(value)} at step {step:.0f}"
-        if after:
-            apart = abs(after[0][0] - value)
-            part = f" ({apart / abs(value):.1%})" if value else ""
+        (name, value, step), *after = tops
+        line = f"best (*) by {metric.title} {metric.name}: {upright(name)} with {number(value)} at step {step:.0f}"
+        for other, its_value, _ in after:
+            apart = abs(its_value - value)
+            part = f" ({apart / abs(its_value):.1%})" if its_value else ""
             than = f"better by {number(apart)}{part} than" if apart else "as good as"
-            line += f", {than} the next, {upright(ranked[1].name)}"
+            line += f", {than} the next, {upright(other)}"
         return line
 
 

@@ -254,12 +254,12 @@ def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
     metric, seed, mean_of = desk.metric(), desk.seed(), list[str]()
     if metric is not None and seed and len(rows := means(table.entries, metric, seed)) > 1:
         (name, mean, least, greatest, count), after = rows[0], rows[1]
-        span = f"{number(mean)} over {clean(seed, '')} ({count} runs, {number(least)} to {number(greatest)})"
+        span = f"{number(mean)} over {clean(seed, '')} ({count} finished runs, {number(least)} to {number(greatest)})"
         mean_of.append(f"{name} with {span}, better by {number(abs(after[1] - mean))} than the next, {after[0]}")
     running = [entry for entry in table.entries if entry.run.status.state in ("running", "starting")]
     wrong = [entry for entry in table.entries if _went_wrong(entry) and entry not in running]
     facts = [
-        ("Best run", [line.removeprefix("best ") for line in bests] or ["no run has a metric yet"]),
+        ("Best run (*)", [line.removeprefix("best (*) ") for line in bests] or ["no run has a metric yet"]),
         *([("Best mean", mean_of)] if mean_of else []),
         ("Differs", [_differs(table.entries, desk.view.params)]),
         ("Went wrong", _few([f"{entry.name}: {entry.run.status.state}: {entry.why}" for entry in wrong])),

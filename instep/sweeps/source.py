@@ -139,11 +139,11 @@ def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
 def means(entries: Sequence[Entry], metric: Metric, over: str) -> list[tuple[str, float, float, float, int]]:
     """Return the groups over a hyperparameter, the best first: name, mean of the best values, least, greatest, count.
 
-    A run without a best value, such as one that ended with nan, does not count.
+    Only finished runs count, and of those no run without a best value, such as one that ended with nan.
     """
     rows = []
     for name, group in by_group(entries, over).items():
-        values = [best[0] for entry in group if (best := metric.best(entry))]
+        values = [best[0] for e in group if e.run.status.state == "finished" and (best := metric.best(e))]
         if values:
             rows.append((name, sum(values) / len(values), min(values), max(values), len(values)))
     return sorted(rows, key=lambda row: -row[1] if metric.greatest else row[1])

@@ -68,8 +68,8 @@ def test_one_look_answers_what_is_best_what_differs_what_failed_and_what_runs(se
     page = open_sweep(browser, served[1], **look)
     page.locator(".plot canvas").first.wait_for()
     said = page.locator(".summary").inner_text()
-    assert "val_loss (*): lr=0.01 batch=64 seed=0 with 0.2367 at step 380, better by 0.00372 (1.6%) than the n" in said
-    assert "lr=0.01 batch=16 with 0.25116 over seed (4 runs, 0.24042 to 0.26908), better by 0.015" in said
+    assert "by least val_loss: lr=0.01 batch=64 seed=0 with 0.2367 at step 380, better by 0.00372 (1.5%) than" in said
+    assert "lr=0.01 batch=16 with 0.25116 over seed (4 finished runs, 0.24042 to 0.26908), better by 0.0054" in said
     assert "lr: 0.001, 0.01, 0.1 · batch: 16, 64 · seed: 0, 1, 2, 3" in said
     assert f"lr=0.001 batch=64 seed=1: failed: {DISK}" in said
     assert "lr=0.1 batch=16 seed=3: finished: train_loss is nan, first at step 240" in said
