@@ -17,7 +17,9 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 sys.path.insert(0, str(DOCS.parent / "scripts"))
+sys.path.insert(0, str(DOCS))
 
+from colours import DARK, LIGHT  # noqa: E402  # pyright: ignore[reportMissingImports]
 from docutils import nodes  # noqa: E402
 from public_api import ROOMS, entries, public_names  # noqa: E402  # pyright: ignore[reportMissingImports]
 from sphinx.addnodes import pending_xref  # noqa: E402
@@ -38,13 +40,16 @@ extensions = [
 ]
 if not tags.has("without_sources"):  # noqa: F821  # pyright: ignore[reportUndefinedVariable]  # a name of Sphinx
     extensions.append("sphinx.ext.viewcode")
-exclude_patterns = ["_build", "recordings"]
-templates_path: list[str] = []
+exclude_patterns = ["_build", "_templates", "recordings"]
+templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"instep {version}"
+html_favicon = "_static/mark.svg"
+html_theme_options = {"light_css_variables": LIGHT, "dark_css_variables": DARK}
+pygments_style, pygments_dark_style = "colours.LightCode", "colours.DarkCode"
 html_static_path = ["_static"]
 html_css_files = ["instep.css"]
-html_js_files = ["accessible.js"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 nitpicky = False  # types of torch have no inventory without a network
 

@@ -72,3 +72,30 @@ def test_axe_finds_nothing_serious(site: Path, dark: bool) -> None:
             page = browser.open(f"file://{site}/{name}.html", dark=dark)
             assert violations(page) == [], name
             page.context.close()
+
+
+@pytest.mark.browser
+def test_the_comparison_is_a_list_on_a_phone_and_a_table_on_a_desktop(site: Path) -> None:
+    with browse() as browser:
+        for look, stacked in (({"phone": True}, True), ({}, False)):
+            page = browser.open(f"file://{site}/index.html", **look)
+            table = page.locator(".compare table")
+            assert ("stacked" in (table.get_attribute("class") or "")) is stacked
+            assert table.evaluate("it => it.parentElement.scrollWidth <= it.parentElement.clientWidth")
+            cell = table.locator("tbody tr").first.locator("td").nth(2)
+            head = cell.evaluate("it => getComputedStyle(it, '::before').content")
+            assert head == ('"Lightning"' if stacked else "none")
+            page.context.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_code_has_neither_the_colour_nor_the_line_of_a_link(site: Path, dark: bool) -> None:
+    with browse() as browser:
+        page = browser.open(f"file://{site}/start/quickstart.html", dark=dark)
+        link = page.evaluate("getComputedStyle(document.querySelector('article p a')).color")
+        styles = "all => all.map(it => [getComputedStyle(it).color, getComputedStyle(it).textDecorationLine])"
+        seen = {tuple(each) for each in page.locator(".highlight pre span").evaluate_all(styles)}
+        assert len(seen) > 3
+        assert {line for _, line in seen} == {"none"}
+        assert link not in {colour for colour, _ in seen}
