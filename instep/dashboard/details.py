@@ -16,6 +16,7 @@ from instep.dashboard.source import Source, in_thread, look_at_machine
 from instep.health.run_status import how_to_go_on
 from instep.loggers.hparams import flatten
 from instep.runs import Run
+from instep.runs.facts import metric_rows
 from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
@@ -132,20 +133,19 @@ class Overview(Panel):
     def read(self) -> Any:
         status, metrics = self.run.status, self.source.metrics(self.run)
         said, now = status.said, status.progress if status.state == "running" else {}
-        command = said.get("command")
         facts = {
             "Cause": status.cause,
             "Step": status.step,
-            "Epoch": status.epoch,
+            "Epoch": None if status.epoch is None else status.epoch + 1,
             **{_title(key): now.get(key) for key in ("stage", "phase", "batch", "batches", "steps_per_s")},
             **{_title(key): said.get(key) for key in _SAID},
             "Goes on with": how_to_go_on(said) if status.state not in ("running", "finished") else None,
-            "Command": shlex.join(map(str, command)) if isinstance(command, list) else command,
+            "Command": shlex.join(map(str, command)) if isinstance(command := said.get("command"), list) else command,
             "Folder": str(self.run.folder),
             "Cannot be read": "\n".join([*self.run.problems, *metrics.problems]),
         }
         shown = [(name, str(_text(value))) for name, value in facts.items() if value not in (None, "")]
-        return shown, [(name, str(_text(curve.last)), curve.count) for name, curve in metrics.curves.items()]
+        return shown, [(name, last, points) for name, last, *_, points, _ in metric_rows(metrics)]
 
     def build(self) -> None:
         self._facts = box("facts")

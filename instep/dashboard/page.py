@@ -37,7 +37,7 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
 
     @ui.page("/", title=f"{clean(source.folder.name)} - instep", reconnect_timeout=60.0)
     def home(run: str = "") -> None:
-        View(source, tensorboard, links, run).build()
+        LivePage(source, tensorboard, links, run).build()
 
 
 class Refreshing:
@@ -59,7 +59,7 @@ class Refreshing:
         """Read again, and show what changed."""
 
 
-class View(Refreshing):
+class LivePage(Refreshing):
     """The page of one browser.
 
     Args:

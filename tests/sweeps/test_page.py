@@ -95,6 +95,9 @@ def test_the_table_is_that_of_runs_ls_and_choosing_draws(served, browser):
     assert shown == expected[: len(shown)]
     assert len(shown) > 10
     bests = page.locator(".ag-center-cols-container [col-id=v2]").all_inner_texts()
+    header = "[...document.querySelectorAll('.ag-header-cell')].find(it => it.innerText.trim() == 'seed')"
+    seed_width = f"() => {header}.offsetWidth"
+    before = page.evaluate(seed_width)
     assert bests[0].endswith("*")  # the text of a cell, not the number that its column is sorted by
     page.locator(".ag-header-cell[col-id=v3]").click()  # by the rate
     page.locator(".ag-row[row-index='0']").filter(has_text="lr=0.001").first.wait_for()
@@ -104,6 +107,7 @@ def test_the_table_is_that_of_runs_ls_and_choosing_draws(served, browser):
     page.get_by_label("Filter").fill("lr=0.01 and batch=16")
     page.locator(".ag-row").filter(has_text="lr=0.1 ").first.wait_for(state="detached")
     assert names(page) == [name for name in expected if name.startswith("lr=0.01 batch=16")]
+    page.wait_for_function(f"before => ({seed_width})() == before", arg=before)  # it stands in the rate's place now
     drawn = wait_series(page, 3)  # a band over four seeds: the least, the rest up to the greatest, and the mean
     assert [each.get("stack") for each in drawn] == ["0-0", "0-0", None]
     pick(page, "Bands over", "nothing: a line for each run")
