@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import operator
 import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 from packaging.version import parse
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -24,7 +24,7 @@ from instep import state as ours_state
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.resuming import RestoredPlace
 from instep.accelerator.unwrapping import without_compile
-from instep.accelerator.wrappers import AcceleratedScheduler
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.big_models import set_module_tensor_to_device as set_tensor
 from instep.compat.accelerate_saving import Attendance, save_alone, take_name
 from instep.compat.adapting import adapt
@@ -446,6 +446,9 @@ class Accelerator(_Accelerator):
     distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
     is_fsdp2: ReadOnly[bool] = ReadOnly(lambda a: a.state.fsdp_plugin is not None, "Whether the models are sharded.")
     _models: ReadOnly[list[nn.Module]] = ReadOnly(lambda a: list(a._prepared.models.values()))
+    _optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
+    _schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
+    _dataloaders: ReadOnly[list[Any]] = ReadOnly(lambda a: a._prepared.dataloaders)
 
     def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""
@@ -498,11 +501,16 @@ def set_module_tensor_to_device(
     set_tensor(*args, **kwargs)
 
 
+def check_cuda_p2p_ib_support() -> bool:
+    """Return True: NCCL finds out itself."""
+    return True
+
+
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another one."""
     found = library_or_version
     version = parse(importlib.metadata.version(found)) if isinstance(found, str) else found
-    return SpecifierSet(operation + requirement_version).contains(version, prereleases=True)
+    return STR_OPERATION_TO_FUNC[operation](version, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -525,7 +533,11 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 
 should_reduce_batch_size = is_out_of_memory
+STR_OPERATION_TO_FUNC = {"<": operator.lt, "<=": operator.le, "==": operator.eq}
+STR_OPERATION_TO_FUNC |= {"!=": operator.ne, ">=": operator.ge, ">": operator.gt}
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME = "pytorch_model", "model", "optimizer", "scheduler"
