@@ -208,7 +208,7 @@ class Recompiles:
     def _look(self, arguments: Any) -> None:
         """Take note of a compilation that ends."""
         if arguments.callback_trigger.name != "DYNAMO":
-            return  # no forward was compiled, but its backward or a CUDA graph
+            return  # no forward was compiled now, but its backward or a CUDA graph
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
         self.count += bool(number)
         self.report()

@@ -21,7 +21,7 @@ from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 WARM_UP = 3  # steps that run the normal way first: torch's recipe, for what libraries and optimizers make at first use
-_MOST = 3  # recordings; what must be recorded anew more often costs more than it saves
+_MOST = 3  # most recordings: a step that must be recorded anew more often costs more than it saves
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -68,7 +68,7 @@ class CudaRecorder:
         """Record; the results lie in the graph's own memory, where each replay writes them."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # memory that the graph may need
+        torch.cuda.empty_cache()  # return cached memory that the graph may need
         with torch.cuda.stream(self._side):
             # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -85,7 +85,7 @@ class CudaRecorder:
 
         Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
         """
-        with suppress(RuntimeError):  # the first error says more than what it led to
+        with suppress(RuntimeError):  # the first error says more than those that follow from it
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
@@ -93,7 +93,8 @@ class CudaRecorder:
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(capture_error_mode="thread_local")  # the generator leaves its recording with this one
+        # An empty recording frees the generator from the one that failed.
+        empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
         empty.capture_end()
 
@@ -127,7 +128,7 @@ class CapturedStep:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        self.replayed = False  # whether the last batch was: its gradients are where the recording has them
+        self.replayed = False  # True if the last batch was replayed: its gradients are where the recording has them
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
         self.recorder, self._device = recorder, device
@@ -153,7 +154,7 @@ class CapturedStep:
             self._left -= 1
             return self.recorder.warm_up(lambda: plain(batch, batch_idx))
         if self._replay is not None and self._state() != self._captured_state:
-            self._replay = None  # weights were replaced, frozen or set to evaluation since
+            self._replay = None  # weights were replaced, frozen or set to evaluation since the recording
         if self._replay is None and not self._capture(batch, batch_idx):
             return plain(batch, batch_idx)
         if (why := self._misfit(batch)) or self._replay is None:

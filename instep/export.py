@@ -41,11 +41,12 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
         "Could not export to ONNX since neither `input_sample` nor `model.example_input_array` attribute is set.",
     )
     target = None if file_path is None else _target(file_path)
-    where: Any = str(target) if isinstance(target, Path) else target  # a buffer too, though torch does not declare it
+    # `f` may be a buffer too, though torch does not declare it.
+    where: Any = str(target) if isinstance(target, Path) else target
     if isinstance(target, Path) and dynamo:
         kwargs.setdefault("verbose", False)  # torch prints its progress
     with _at_rest(module, by_jit=not dynamo):
-        # Its weights lie in a file beside it that it names, so torch writes to the place itself.
+        # The weights lie in a second file, which the model names: torch writes to the final place itself.
         return torch.onnx.export(module, args, where, kwargs=named or None, **kwargs)
 
 
@@ -90,7 +91,7 @@ def to_torchscript(
             several = checked if isinstance(checked, list) else [checked]
             kwargs["check_inputs"] = [_sample_of(module, each, "")[0] for each in several]
         with _at_rest(module, by_jit=True):
-            # torch takes either of them, and None for the other.
+            # torch wants one of the two arguments, and None for the other
             inputs = {"example_kwarg_inputs": named} if named else {"example_inputs": args}
             made = torch.jit.trace(module, **inputs, **kwargs)
     _write(file_path, lambda file: torch.jit.save(made, file))

@@ -24,7 +24,7 @@ _CHUNK = 2**24  # logits that are held at once
 
 
 def linear_cross_entropy(
-    input: Tensor,  # torch's word for it
+    input: Tensor,  # the name that torch uses
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _losses(logits, target[part], counts[part], to)
             if not any(wanted[:3]):
                 continue
-            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has put the gradient of its sum there
+            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has put the gradient of its sum into `logits`
             if of_x is not None:
                 of_x[part] = to.reduce(gradient @ weight.to(made.dtype))
             if of_weight is not None:
@@ -181,7 +181,7 @@ def _losses(logits: Tensor, target: Tensor, counts: Tensor, to: _Settings) -> Te
     """Return the sum of the losses of a chunk, and put its gradient in the place of the logits."""
     rows = torch.arange(len(target), device=target.device)
     word = target - to.first
-    here = counts & (word >= 0) & (word < logits.shape[1])  # the right word is one of this rank's
+    here = counts & (word >= 0) & (word < logits.shape[1])  # True for a word that this rank holds
     word = torch.where(here, word, 0)
     highest = to.reduce(logits.max(1).values, dist.ReduceOp.MAX)
     right = to.reduce(torch.where(here, logits[rows, word], 0))

@@ -216,7 +216,7 @@ class Tuner:
                     need_loaders(ctx, ctx.loaders.evaluation(_METHODS[fn]))
                 yield ctx
                 if fn == "fit":
-                    agree_on_triggers(ctx)  # a signal that came meanwhile ends the process as it would have
+                    agree_on_triggers(ctx)  # a signal that came meanwhile ends the process, as it would have before
         finally:
             known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
             vars(trainer).clear()

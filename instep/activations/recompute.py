@@ -143,7 +143,7 @@ def _forward(
         # torch 2.13 orders what is saved wrongly where a mesh and a generator's state are: attention is run once.
         context_fn = _keeping(_operators("aten", _ATTENTION))
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    if kwargs:  # bound, since some may have the names of options
+    if kwargs:  # `partial` also when there are no options: some may be named like one
         own = partial(own, **kwargs)
     return checkpoint(own, *args, use_reentrant=False, **options)
 

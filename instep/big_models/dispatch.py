@@ -145,7 +145,7 @@ def dispatch_model(
         )
 
     attach_hooks(model, make)
-    shared.clear()  # or weights that were brought to a device would stay in main memory
+    shared.clear()  # otherwise weights that were brought to a device would stay in main memory
     _Dispatched(model, weights)
     prefetch_blocks(model, weights, {name: where.device(name) for name in devices if where.is_away(name)})
     if weights:
@@ -188,7 +188,7 @@ class _Where:
 
     def _entry(self, name: str) -> Device:
         found = device_of(name, self._devices)
-        return self._main if found is None else found  # a module of which only the inner ones are named
+        return self._main if found is None else found  # a module whose inner modules alone are named in the device map
 
     def is_away(self, name: str) -> bool:
         """Return whether a module or weight is offloaded."""
@@ -390,7 +390,7 @@ class _Stays:
                 f"{kind} is dispatched, and its weights cannot be converted. Give load_checkpoint_and_dispatch the "
                 "dtype, or use precision='bf16-mixed' in place of 'bf16-true'."
             )
-        return self._model  # a module around the model is moved: the model is where it belongs
+        return self._model  # a module around the model was moved; the model itself is in its place
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

@@ -91,7 +91,7 @@ class _Block:
         if nn.parameter.is_lazy(parameter) or _is_on(parameter, self._device):
             return None
         if parameter not in self._moved:
-            # Not the constructor: subclasses, such as bitsandbytes' parameters, do much in theirs.
+            # The constructor is not called: those of subclasses, such as bitsandbytes' parameters, do much.
             data = Tensor.to(parameter.data, self._device)
             new = Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
             vars(new).update(vars(parameter))

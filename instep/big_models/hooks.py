@@ -174,7 +174,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Source: the function of this name in Hugging Face Accelerate.
     """
     subject: Any = module
-    before = vars(subject).get("_hf_hook")  # the module's own: a module around another may hand out that one's
+    # Read from the module itself: a module around another may return the inner one's attribute.
+    before = vars(subject).get("_hf_hook")
     if before is not None:
         _detach(module)
     if append and before is not None:
@@ -182,7 +183,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     subject = hook.init_hook(module)
     subject._hf_hook = hook
     if getattr(subject.forward, "__func__", None) is nn.Module.forward:
-        return subject  # a list or dict of parameters is not called
+        return subject  # a list or dict of parameters is never called, so it needs no hook
     if "_old_forward" not in vars(subject):
         subject._old_forward = subject.forward
     _set_forward(subject, _HookedForward(subject))
@@ -190,7 +191,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def _set_forward(module: Any, forward: Any) -> None:
-    if isinstance(module, GraphModule):  # has a class of its own, into which `recompile` puts the forward
+    # A GraphModule has a class of its own, and `recompile` writes the forward there.
+    if isinstance(module, GraphModule):
         type(module).forward = forward
     else:
         module.forward = forward
@@ -231,7 +233,7 @@ def _detach(subject: Any) -> None:
     if "_old_forward" in vars(subject):
         own = getattr(subject._old_forward, "__func__", None)
         if own is not None and own is getattr(type(subject), "forward", None):
-            del subject.forward  # the class has it
+            del subject.forward  # the forward is the class's own again
         else:
             _set_forward(subject, subject._old_forward)
         del subject._old_forward
@@ -263,7 +265,7 @@ class _Slot:
         self._there: Tensor | None = None  # the weight that stands in the module during a forward
         self._value: Tensor | None = None  # tensor that `_kept` was made of
         self._kept: Tensor | None = None
-        self._seen: ref[Tensor] | None = None  # tensor that it was before
+        self._seen: ref[Tensor] | None = None  # tensor that `_value` replaced
 
     @property
     def device(self) -> torch.device:
@@ -279,7 +281,7 @@ class _Slot:
         """Put a weight into the module, on a device; what users have put there in its place stays."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
-            kept = self._kept  # the usual one, without a call: a model of many small layers has many weights
+            kept = self._kept  # the usual case, without another call: a model of many small layers has many weights
             if kept is None or self._value is not value or kept.requires_grad is not self.requires_grad:
                 kept = self._made(value, device)
             self._there = holder[leaf] = kept
@@ -300,7 +302,7 @@ class _Slot:
             stays = there is value and value.device.type == "cpu" and self._seen is not None and self._seen() is value
             self._value, self._kept = (value, kept) if stays else (None, None)
             self._seen = ref(value)
-        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen since
+        elif kept.requires_grad is not self.requires_grad:  # the weight was frozen or unfrozen since it was kept
             kept.requires_grad_(self.requires_grad)
         return kept
 
@@ -458,7 +460,7 @@ class AlignDevicesHook(ModelHook):
         for slot in self._slots:
             assert self.weights_map is not None
             value = self.weights_map[slot.name]
-            # What was never here is left where it lies, in memory or mapped.
+            # A weight that was never brought to a device stays where it lies, in memory or mapped.
             slot.load(value, None if slot.original == _META else slot.original)
             made = slot.holder[slot.leaf]
             if isinstance(made, nn.Parameter) and value.numel():  # tied weights are one parameter again
@@ -496,7 +498,7 @@ def tensor_like(old: Tensor, value: Tensor) -> Tensor:
     kind = kind_of(old)
     if kind is nn.Parameter:
         new: Any = nn.Parameter(value, requires_grad=old.requires_grad)
-    else:  # not the constructor: those of subclasses, such as bitsandbytes' parameters, do much
+    else:  # the constructor is not called: those of subclasses, such as bitsandbytes' parameters, do much
         new = Tensor._make_subclass(kind, value, old.requires_grad)
     new.__dict__.update(old.__dict__)
     new.__dict__.pop("offloaded_source", None)  # a placeholder has this attribute
@@ -510,7 +512,8 @@ def as_device(device: Device) -> torch.device:
         return torch.device(accelerator.type if accelerator else "cuda", device)
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta", "mps"):
-        return torch.device(device.type, torch.get_device_module(device).current_device())  # as its tensors say
+        # A device with its index, as tensors show it.
+        return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 
 

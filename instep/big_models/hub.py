@@ -52,7 +52,8 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
     def get(name: str) -> Path | None:
         try:
             path = Path(hub.hf_hub_download(repo_id, name, **options))
-        except errors.LocalEntryNotFoundError as error:  # not in the cache, and nobody may be asked, or nobody answers
+        # The file is not in the cache, and the hub may not be asked, or did not answer.
+        except errors.LocalEntryNotFoundError as error:
             silent.append(error)
             # A hub that did not answer is not asked again: each file would take 25 s.
             options["local_files_only"] = True
@@ -129,7 +130,7 @@ def told(repo_id: str) -> Iterator[None]:
     except absent as error:
         kind = CheckpointError if isinstance(error, errors.GatedRepoError) else CheckpointNotFoundError
         raise kind(_asked(repo_id, error)) from error
-    except (OSError, errors.HTTPError) as error:  # the latter is the client's HTTP library's own
+    except (OSError, errors.HTTPError) as error:  # HTTPError is of the client's own HTTP library
         raise CheckpointError(_asked(repo_id, error)) from error
 
 

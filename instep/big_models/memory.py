@@ -77,7 +77,7 @@ def _free_memory() -> dict[int | str, int]:
     for index in range(DEVICE_KINDS[name].count()):
         try:
             free[index] = module.mem_get_info(index)[0]
-        except RuntimeError as error:  # another process has it for itself, or it is broken
+        except RuntimeError as error:  # another process uses the device alone, or the device is broken
             warn_user(f"{name}:{index} is left out, its memory cannot be asked for: {error}")
             continue
         if hasattr(module, "memory_reserved"):  # memory that torch keeps for this process's next tensors is free too
@@ -94,7 +94,7 @@ def available_memory() -> int:
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
-    except OSError:  # not Linux
+    except OSError:  # this system is not Linux
         psutil: Any = require("psutil", extra="monitor", purpose="the free memory of this machine")
         return psutil.virtual_memory().available
     return max(0, min([available, *_left_in_cgroups()]))

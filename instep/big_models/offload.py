@@ -84,7 +84,7 @@ class WeightsMap(Mapping[str, Tensor]):
         return name in self.stored
 
     def __deepcopy__(self, memo: object) -> WeightsMap:
-        return self  # nothing changes it, and a copy would hold the whole model in memory
+        return self  # a copy would hold the whole model in memory, and nothing changes this map
 
     def __reduce__(self) -> tuple[type[WeightsMap], tuple[dict[str, Stored]]]:
         return type(self), (self.stored,)
@@ -223,7 +223,7 @@ def put_tensor(model: nn.Module, names: Sequence[str], old: Tensor, value: Tenso
     new: Any = value
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(value, old.requires_grad and value.is_floating_point())
-        new.__dict__.update(old.__dict__)  # such as marks of tensor parallelism
+        new.__dict__.update(old.__dict__)  # attributes such as marks of tensor parallelism
     for name in names:
         prefix, _, leaf = name.rpartition(".")
         owner = model.get_submodule(prefix)

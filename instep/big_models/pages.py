@@ -17,8 +17,8 @@ from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
 _AT_ONCE = 64 * 2**20  # bytes: of cold files on a virtual disk 2.4 GB/s, where pieces of 8 MiB give 1.2
-_LARGE = 4 * 2**20  # bytes of a tensor that is worth it
-_WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # advice of Linux; the first is macOS's too
+_LARGE = 4 * 2**20  # bytes of a tensor that is worth an own request
+_WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # numbers of madvise's advice on Linux; the first is the same on macOS
 
 
 def in_memory(tensor: Tensor) -> bool:
@@ -48,14 +48,15 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
         (at, min(_AT_ONCE, end - at))
         for begin, end in _joined(tensors)
         for at in range(begin, end, _AT_ONCE)
-        if not _are_there(at, min(_AT_ONCE, end - at))  # asking for what is there takes as long as dd of it
+        # Asking for pages that are in memory takes as long as reading them.
+        if not _are_there(at, min(_AT_ONCE, end - at))
     ]
     for number, (at, size) in enumerate(pieces):
         for later, length in pieces[
             number + (number > 0) : number + 2
-        ]:  # the next one's requests go out before the wait
+        ]:  # the requests for the next piece go out before this one is waited for
             _libc().madvise(later, length, _WILLNEED)
-        if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before 5.14, or another one
+        if _libc().madvise(at, size, _POPULATE) != 0:  # a kernel before Linux 5.14, or of another system
             sum(memoryview((ctypes.c_char * size).from_address(at)).cast("B")[::_PAGE])
 
 
@@ -95,7 +96,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the interpreter's lock, mmap.madvise does not
+    # Ctypes releases the interpreter's lock during a call, mmap.madvise does not.
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if hasattr(libc, "mincore"):
         libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)

@@ -88,7 +88,7 @@ def prepare_pippy(
         (arXiv:1811.06965).
     """
     stages = PartialState().num_processes
-    if stages > 1:  # before it, torch's tracing or schedule of one micro-batch fails
+    if stages > 1:  # with an older torch, its tracing or its schedule of one micro-batch fails
         check_torch(2, 11, purpose="prepare_pippy with several processes")
     if num_chunks is not None and num_chunks < 1:
         raise SettingError(f"num_chunks={num_chunks} must be at least 1", field="num_chunks", got=num_chunks)
@@ -230,7 +230,7 @@ class _Pipeline:
         called, pipelined = _Called(self.model, outline), self.model.__dict__.pop("forward", None)
         try:
             with torch.no_grad(), _stand_ins(self.model), _without_cache(self.model), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use, in a deepcopy
+                warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch itself uses it, in a deepcopy
                 device = next((tensor.device for _, tensor in _tensors_of(self.model)), torch.device("cpu"))
                 example = [
                     torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device) for leaf in _leaves(outline)
@@ -399,11 +399,11 @@ class _Cut:
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)  # the node compares devices with the traced one
+                graph.erase_node(node)  # the `to` node compares its device with the one that was traced
             elif node.op == "call_function":
                 node.args, node.kwargs = (map_aggregate(given, self._moved) for given in (node.args, node.kwargs))
                 if node.target is getitem:
-                    node.args[0].append(node)  # stages send tensors and no tuples: right behind what returns one
+                    node.args[0].append(node)  # stages send no tuples: take it right behind what returns one
         order = [node for node in graph.nodes if node.op == "call_function"]
         if self.points is None:
             self.points = self._balanced(traced, order)
@@ -502,7 +502,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let a transformers model return no cache of keys and values: it is no tensor, and nobody would read it."""
     configs: list[Any] = [
         getattr(module, "config", None) for module in model.modules()
-    ]  # an encoder and a decoder have their own
+    ]  # an encoder and a decoder have one each
     before = [(one, one.use_cache) for one in configs if hasattr(one, "use_cache")]
     try:
         for one, _ in before:

@@ -166,7 +166,7 @@ def placeholder_of(
     kind = kind or kind_of(weight)
     requires_grad = weight.requires_grad if requires_grad is None else requires_grad
     new = _again(kind, weight.size(), weight.stride(), weight.dtype, requires_grad)
-    if issubclass(kind, nn.Parameter):  # with what users put on it
+    if issubclass(kind, nn.Parameter):  # attributes that users put on the parameter
         vars(new).update(vars(weight))
     new.offloaded_source = source
     return new

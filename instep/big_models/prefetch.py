@@ -58,7 +58,8 @@ class Prefetcher:
             Exception: what reading this block raised.
         """
         with self._lock:
-            if self._pid != os.getpid():  # the first time, or in a process that was forked: threads stay behind
+            # The thread starts at the first use, and again in a forked process, which inherits no threads.
+            if self._pid != os.getpid():
                 self._start()
             new = self._advance(block)
             read = self._held[block]
@@ -72,10 +73,10 @@ class Prefetcher:
         except BaseException:
             with self._lock:
                 if self._held.get(block) is read:
-                    del self._held[block]  # the next forward tries again
+                    del self._held[block]  # the next forward tries to read the block again
             raise
         with self._lock:
-            if self._held.get(block) is read:  # not where a forward in another thread is further on
+            if self._held.get(block) is read:  # unless a forward in another thread is further on
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
@@ -116,7 +117,7 @@ class _Read:
     def wait(self, work: _Work) -> None:
         if not self.done.is_set():
             if work.mapped[self.block]:
-                return  # touching what is not there yet reads it too
+                return  # touching a page that is not in memory reads it too
             self.done.wait()
         if self.error is not None:
             raise self.error
@@ -225,7 +226,7 @@ def prefetch_blocks(
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
     """List the blocks of a module with the names of their weights: its layers, where it holds a list of layers."""
-    if module is None:  # a weight by itself: its module is the block
+    if module is None:  # a weight outside of any block: its module is the block
         yield name.rpartition(".")[0], [name]
         return
     prefix = f"{name}." * bool(name)

@@ -381,7 +381,7 @@ class _Weights:
                 field="weights_location",
             )
         missing = [name for name, there in self._from.items() if there is None]
-        missing += [name for name in meta if name not in self._own]  # buffers that no checkpoint has
+        missing += [name for name in meta if name not in self._own]  # buffers that no checkpoint stores
         shapes = [
             f"{name} is {tuple(self.stored[there].shape)} there and {tuple(self._own[name].shape)} in the model"
             for name, there in self._from.items()

@@ -54,7 +54,7 @@ class Callback:
     asks_to_validate: bool = False
     """True: it asks for validations between those of the Trainer, and what reads a metric acts after each one."""
 
-    _module: TrainModule | None = None  # the one that runs
+    _module: TrainModule | None = None  # the module that runs
     _origin = ""  # name of the package that added it; "" where the user passed it to the Trainer
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
-WORD = "EarlyStopping: "  # beginning of the reasons of its stops
+WORD = "EarlyStopping: "  # each reason of a stop begins with it
 _THRESHOLD = or_none(Check(is_number, "a number, or None"))
 _CHECKS = {
     "monitor": METRIC,
@@ -235,7 +235,8 @@ class EarlyStopping(Callback):
         before = self._best
         reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
         self.stopping_reason = reason
-        if reason is EarlyStoppingReason.NOT_STOPPED:  # an earlier verdict that waits for min_epochs or min_steps falls
+        # An earlier verdict, which waited for min_epochs or min_steps, is no longer true.
+        if reason is EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason_message, self.stopped_epoch = None, 0
         else:
             self.stopping_reason_message = self._words(reason, value)

@@ -62,5 +62,5 @@ def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
 def _changed(path: str) -> int:
     try:
         return os.stat(path or ".").st_mtime_ns
-    except OSError:  # no folder, as a zip file that is gone
+    except OSError:  # there is no folder, as in a zip file that was deleted
         return 0

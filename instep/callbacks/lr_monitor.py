@@ -114,10 +114,10 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
 
     def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass's
+        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass may override the hook
         step, every = trainer.global_step, trainer.log_every_n_steps
         if every and step % every == 0 and step != self._logged_step:
-            self._logged_step = step  # accumulation: several batches come at one step
+            self._logged_step = step  # with accumulation several batches belong to one step
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -139,7 +139,7 @@ class LearningRateMonitor(Callback):
         if not lrs:
             return
         for name, value in lrs.items():
-            if name not in self.lrs:  # a group was added; the first had no number until then
+            if name not in self.lrs:  # a second group was added; the only group had no number in its name until then
                 self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
             values = self.lrs[name]
             values.append(value)

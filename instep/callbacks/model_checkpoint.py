@@ -38,7 +38,7 @@ def _check_template(name: str, value: Any) -> None:
     try:
         folder = format_name(value, {}, True)
         names.base_name(0, folder)
-    except (TypeError, ValueError) as error:  # SettingError too
+    except (TypeError, ValueError) as error:  # SettingError is a ValueError too
         raise wrong(name, value, f"{expected} ({error})") from None
     if "{" in folder or "}" in folder:
         raise wrong(name, value, f"{expected}; a brace has no other")
@@ -177,7 +177,8 @@ class ModelCheckpoint(Callback):
         self.monitor = monitor
         self.verbose = verbose
         self.save_last = bool(save_last)
-        self._only_ranked = save_last is False  # the newest is not wanted, although the run goes on by itself
+        # With save_last=False the user does not want the newest checkpoint, although the run goes on by itself.
+        self._only_ranked = save_last is False
         self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
@@ -188,7 +189,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not several)
         self.save_on_train_epoch_end = save_on_train_epoch_end
         if self.every_n_train_steps or train_time_interval is not None:
-            self.on_train_batch_end = self._after_batch  # a hook per step only for who needs it
+            self.on_train_batch_end = self._after_batch  # only a callback that saves by steps has a hook at each step
         self.keep = keep
         self.policy = _policy(keep, monitor, mode, save_top_k)
         self.background = background
@@ -199,12 +200,13 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        self._last_step_saved = self._last_step_judged = -1  # judged: ranked, or kept without a rank
+        # A step is judged when its checkpoint was ranked, or kept without a rank.
+        self._last_step_saved = self._last_step_judged = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
         self._top_k_before = 0  # top checkpoints of the run that this one continues
         self._deferred = False  # a save by steps waits for the validation that gives its metric
-        self._run_folder: Any = None  # the Trainer's
+        self._run_folder: Any = None  # the Trainer's run folder
 
     @property
     def dirpath(self) -> str | None:
@@ -325,9 +327,10 @@ class ModelCheckpoint(Callback):
             self._warn_of_another_folder(trainer, trainer.resumed_from, apart)
             self._position_saved = trainer.position.reached
             about = trainer.resumed_from.manifest.info
-            if about.get("saver") == self.state_key:  # if another callback saved it, this one's save may still be due
+            # Another callback saved this checkpoint: this callback's own save may still be due.
+            if about.get("saver") == self.state_key:
                 self._last_step_saved = trainer.global_step
-                # An unranked one was saved before the validation that ranks it.
+                # A checkpoint without a rank was saved before the validation that ranks it.
                 if self.monitor is None or about.get("ranked"):
                     self._last_step_judged = trainer.global_step
         self._start_clock(trainer)
@@ -359,7 +362,8 @@ class ModelCheckpoint(Callback):
         """Name the ranked checkpoints of the run before, where none of them lies in the folder of this one."""
         about = resumed.manifest.info
         if about.get("saver") == self.state_key and about.get("score") is not None:
-            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)  # its list does not have itself
+            # A checkpoint's list of others does not contain the checkpoint itself.
+            apart += [str(resumed.path)] * (resumed.path.parent != self.own_folder)
         ranked = any(saved.score is not None for saved in self.saved)
         if apart and not ranked and self.own_folder is not None and trainer.is_global_zero:
             warn_user(
@@ -394,16 +398,17 @@ class ModelCheckpoint(Callback):
         for store in map(trainer.saver.store, self._folders):
             found += store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
-        self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # drop damaged checkpoints first
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score")  # None of nan
+            score = about.get("score")  # None if the score was nan
             if not about.get("ranked") or about.get("monitor") != self.monitor:
                 score = None
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                if info.step > trainer.global_step:  # weights alone, which are saved again soon: these go then
+                # Checkpoints of weights alone of later steps: they are saved again soon, and deleted then.
+                if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))
         self._find_best()
@@ -444,12 +449,13 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None and pending[0].path is not None:  # the run has waited for it, as long as it could
+        # The run waited for the earlier save as long as it could.
+        if pending is not None and pending[0].path is not None:
             self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
         if device_failed(exception, module.device):
-            return  # The error says so, and which checkpoint is the last one.
+            return  # The error that is raised says so, and names the last checkpoint.
         if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             name = self._name(trainer)
@@ -512,9 +518,10 @@ class ModelCheckpoint(Callback):
             must: raise an error whatever `on_error` says.
         """
         self._finish_pending(trainer)
-        # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
+        # A save that was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
-        bad = score is not None and math.isnan(score)  # judged, but no better than nothing: the newest, without a rank
+        # A score of nan is judged, but no better than none: the checkpoint is the newest, without a rank.
+        bad = score is not None and math.isnan(score)
         new = Saved("", trainer.global_step, None if bad else score)
         newest = self._want_newest(trainer)
         # A resumed run may validate and rank once more what it had saved before it was broken off.
@@ -527,7 +534,7 @@ class ModelCheckpoint(Callback):
             self._last_step_judged = trainer.global_step
         wanted = trainer.agree(wanted)
         if last and not wanted and newest is not None:
-            newest.take(trainer, at_once, must)  # the run's, not one of those that are ranked here
+            newest.take(trainer, at_once, must)  # the newest checkpoint of the run, which is none of the ranked ones
         if not wanted and not (last and newest is None):
             return
         self.current_score = self.current_score if score is None else _tensor(score)
@@ -557,13 +564,13 @@ class ModelCheckpoint(Callback):
         if self._pending is None:
             return
         (pending, new), self._pending = self._pending, None
-        reached, self._position_saved = self._position_saved, None  # None until the save is known to be there
+        reached, self._position_saved = self._position_saved, None  # None until the save is known to be on the disk
         try:
             path = trainer.saver.finish(pending)
         except Exception as error:  # noqa: BLE001  as above
             if pending.path is not None:  # checkpoints that could not be deleted stay in the list
                 self._record(trainer, pending.path, new)
-                # With a path and an error, a logger failed after the save.
+                # A pending save with a path and an error: a logger failed after the save.
                 self._drop_deleted(trainer, () if pending.error else pending.dropped)
             self._fail(trainer, error, must)
         else:
@@ -605,7 +612,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: Trainer) -> float:
         values = _values(trainer)
         if self.monitor not in values:
-            self._save(trainer, last=True, full=True, at_once=True)  # not ranked, so that nothing is lost
+            self._save(trainer, last=True, full=True, at_once=True)  # saved without a rank, so that nothing is lost
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             saved = self.last_model_path if trainer.saver.newest is None else trainer.saver.newest.path
             raise SettingError(

@@ -236,7 +236,7 @@ def _measure(
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
     counter = FlopCounter()
-    run = module._call_impl  # compiled or not: the compiler would need its time for this one run
+    run = module._call_impl  # called past the compiler, which would need its time for this one run
     with ExitStack() as stack:
         for name, child in shown.items():
 
@@ -252,7 +252,7 @@ def _measure(
                 stack.callback(child.register_forward_pre_hook(begin).remove)
                 stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
         stack.enter_context(torch.no_grad())
-        stack.enter_context(isolate_rng())  # a run with a summary is the run without one
+        stack.enter_context(isolate_rng())  # the random state is put back: a run with a summary equals one without
         stack.enter_context(_kept(module))
         module.eval()
         stack.enter_context(counter)

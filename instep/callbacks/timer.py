@@ -95,7 +95,8 @@ class Timer(Callback):
                 self._stop(trainer)
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)  # a subclass's
+        # A subclass may override the hook.
+        type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
         if time.monotonic() >= self._deadline:
             self._stop(trainer)
 

@@ -303,7 +303,7 @@ def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
         if answer == none and (none or default == ""):
             return None
         if not answer:
-            continue  # there is no default
+            continue  # the setting has no default, so it is asked again
         try:
             return check({name: answer}, {})[name]
         except SettingError as error:

@@ -98,7 +98,7 @@ _ALL_EXIT_CODES = (
     "  130  interrupted by Ctrl-C",
 )
 EXIT_USAGE = 2
-_WIDE = 50  # a group with more commands has its text where they end
+_WIDE = 50  # columns: a group with more commands than this has its text where they end
 EXIT_INTERRUPTED = 130
 
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
-        if argv is None:  # the process ends with it; its text may be a stranger's
+        if argv is None:  # the process ends with this error; its text may be a stranger's
             sys.excepthook = lambda *error: sys.stderr.write(clean("".join(format_exception(*error))))
         raise
     return code
@@ -195,7 +195,7 @@ def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30),
         add_help=False,
     )
-    # Hidden: whoever reads the help has found it.
+    # The option is hidden: whoever reads the help has found it.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     module.arguments(parser)
     if parser.usage is None and parser.format_usage().count("\n") > 2:  # the options are listed below anyway
@@ -239,7 +239,7 @@ def _complete() -> None:
         names = parser.add_subparsers()
         for name, text in inner.items():
             names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
-    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words to parse start after these
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # the words that are still to parse start after these
     made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
     argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
 

@@ -81,7 +81,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
         for name, is_right in zip(headers, to_right, strict=True):
             shown.add_column(name, justify="right" if is_right else "left", overflow="fold")
         for row in cells:
-            shown.add_row(*(Text(cell) for cell in row))  # not markup: names may have brackets
+            # Plain texts, since rich would read brackets in a name as markup.
+            shown.add_row(*(Text(cell) for cell in row))
         Console().print(shown)
         return
     widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]

@@ -29,10 +29,10 @@ from instep.errors import RemoteError
 from instep.state import PartialState, read_environment
 from instep.trainer import Trainer, TrainModule
 
-_LARGE_BYTES = {"cpu": 4 << 20}  # per rank in the checks of bandwidth
+_LARGE_BYTES = {"cpu": 4 << 20}  # bytes per rank in the checks of bandwidth
 _LARGE_ELSEWHERE_BYTES = 64 << 20
 _REPEATS = 5
-_TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative, of an epoch's mean loss
+_TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative tolerance of an epoch's mean loss
 _TOLERANCE_OF_16_BITS = 5e-2
 
 _FEATURES, _HIDDEN = 64, 16384  # 1,081,345 parameters: enough bytes for a checkpoint's bandwidth
@@ -100,7 +100,7 @@ def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = 
     settings = {**QUIET, "default_root_dir": root, "callbacks": [watch]}
     world = state.num_processes
     trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
-    with contextlib.redirect_stdout(io.StringIO()):  # how each fit ended is of no interest
+    with contextlib.redirect_stdout(io.StringIO()):  # nobody is interested in how each fit ended
         trainer.fit(Net(), DataLoader(_data(world), _PER_RANK * world), ckpt_path=ckpt_path)
 
 
@@ -150,7 +150,7 @@ def run(timeout_s: float, as_json: bool) -> int:
     Returns:
         The exit code: 1 where something is wrong.
     """
-    asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # has what the environment asks for
+    asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # this Trainer has what the environment asks for
     state = PartialState(timeout=timedelta(seconds=timeout_s))
     results = list(_all_checks(state, asked))
     bad = [result for result in results if result.problems]
@@ -243,7 +243,7 @@ def _collectives(state: PartialState, device: torch.device) -> Iterator[Result]:
         return ""
 
     kind = f" ({device.type})"
-    share = (world - 1) / world  # of the data that passes each rank's connection, in the best algorithm
+    share = (world - 1) / world  # share of the data that passes the connection of each rank, in the best algorithm
     yield _checked(state, f"all_reduce{kind}", all_reduce, 2 * share * size, 1 + _REPEATS)
     yield _checked(state, f"gather{kind}", gather, (world - 1) * size, 1 + _REPEATS)
     yield _checked(state, f"broadcast{kind}", broadcast, size, 1 + _REPEATS)
@@ -300,7 +300,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         def resume() -> str:
             fit(state, root, second, first.saved)
             last = first.losses[-1:]
-            found = second.losses[-1:]  # the hook in which it was saved comes once more
+            found = second.losses[-1:]  # the hook during which it was saved is called once more
             if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"

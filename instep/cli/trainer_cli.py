@@ -120,7 +120,7 @@ class SaveConfigCallback(Callback):
                 f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
-        folder.mkdir(parents=True, exist_ok=True)  # the default_root_dir, where there is no run folder
+        folder.mkdir(parents=True, exist_ok=True)  # the folder is default_root_dir where there is no run folder
         if self.overwrite and path.exists():
             files.replace(path, data)
             return
@@ -213,7 +213,7 @@ class TrainerCLI:
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
         if is_worker():
-            report_failures()  # the user's constructors, which run before the Trainer is there, may fail too
+            report_failures()  # the user's constructors may fail too, and run before the Trainer is there
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))
@@ -469,10 +469,12 @@ class TrainerCLI:
                 place = values
                 for part in parts:
                     place = place.get(part) if isinstance(place, dict) else None
-                if isinstance(place, dict):  # the argument of an argument of the module, or the argument itself
+                # `place` is a dict where the argument is itself an argument of an argument of the module.
+                if isinstance(place, dict):
                     place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
-        own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}  # a link's value wins
+        # A value that comes by a link wins.
+        own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}
         if own:
             kwargs |= configured_arguments(_returned(self.model_class), {CLASS_PATH: self._path_saved, **own})
         with configured_as(class_type, {CLASS_PATH: path, **values, **own}):

@@ -107,7 +107,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return EXIT_USAGE
         parser.parse_args(["--help"])
-    if os.getcwd() not in sys.path:  # as `python -m` has it: the user's modules lie here
+    if os.getcwd() not in sys.path:  # as for `python -m`: the user's modules are in the current folder
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
     from instep.cli.trainer_cli import TrainerCLI  # late: loads torch and jsonargparse

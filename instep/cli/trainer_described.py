@@ -50,7 +50,8 @@ class _Describing(Building):
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}
-        self._secret = uuid.uuid4().hex  # drawn, so that no text of the checkpoint contains a stand-in's name
+        # A random name, so that no text of the checkpoint contains the name of a stand-in.
+        self._secret = uuid.uuid4().hex
 
     def _stand_in(self, value: Any, is_text: bool) -> str:
         name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"
@@ -64,7 +65,7 @@ class _Describing(Building):
         return self._stand_in(value, is_text=False)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        super().open(value, key, owner)  # refuses what it must
+        super().open(value, key, owner)  # the base class refuses what must not be opened
         plain = value is None or isinstance(value, bool | int | float)
         return value if plain else self._stand_in(value, is_text=False)
 

@@ -191,7 +191,7 @@ class TrainerArgumentParser(ArgumentParser):
         if subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        build = not issubclass(cls, Trainer)  # the Trainer gets callbacks that are no arguments, so it is built apart
+        build = not issubclass(cls, Trainer)  # the Trainer is built separately, since its callbacks are no arguments
         return self.add_class_arguments(cls, nested_key, fail_untyped=False, instantiate=build, sub_configs=True)
 
     def add_lightning_class_args(self, lightning_class: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -270,7 +270,7 @@ class TrainerArgumentParser(ArgumentParser):
                 return match[0]
             return json.dumps(text) if in_json else yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
-        # in one pass: a text that was put in is not searched for stand-ins again
+        # Replace all in one pass: a text that was put in is not searched for stand-ins again.
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_env(self, *args: Any, **kwargs: Any) -> Any:

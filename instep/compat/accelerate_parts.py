@@ -199,7 +199,7 @@ class _Loader(AcceleratedLoader):
     def _begin(self, batches: int | None) -> RestoredPlace | None:
         place = super()._begin(batches)
         if not self.source.first_batch and getattr(self.source.loader, "generator", None) is None:
-            _random_seed()  # torch draws the seed of a loader's workers, also where it has none
+            _random_seed()  # torch draws a seed for a loader's workers, even if there are none
         return place
 
 
@@ -326,7 +326,7 @@ class Accelerator(_Accelerator):
                 "Accelerator(rng_types=) beyond 'generator', and DataLoaderConfiguration(custom_classes=), "
                 "have no effect in instep: each rank has random numbers of its own, and loaders keep their class"
             )
-        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # as scripts of peft have it
+        if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft give it so
             kwargs["project_config"] = kwargs.pop("project_dir")
         self._seedable = asked.use_seedable_sampler
         self._data_seed = asked.data_seed
@@ -408,7 +408,7 @@ class Accelerator(_Accelerator):
         sampler = batches.sampler
         if type(sampler) is not RandomSampler:
             return
-        if type(batches) is not BatchSampler:  # a subclass has more attributes, as that of sentence-transformers
+        if type(batches) is not BatchSampler:  # a subclass has more attributes, as the one of sentence-transformers
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
             vars(loader)["batch_sampler"] = batches
         if self._seedable:

@@ -14,7 +14,7 @@ from instep.errors import DistributedError, UsageError
 from instep.state import PartialState
 from instep.state.rank_records import RankRecords
 
-_LIMIT_S = 1800.0  # as torch's own for a collective
+_LIMIT_S = 1800.0  # the same limit as torch's own for a collective
 _POLL_S = 0.01
 
 
@@ -36,7 +36,7 @@ class Attendance:
         """Count a batch or a collective, before it."""
         self._place, self._saves = self._place + 1, 0
         if self._records is not None and self._rank:
-            with suppress(RuntimeError):  # the store has gone with the main process, which saves nothing any more
+            with suppress(RuntimeError):  # the store has ended with the main process, which saves nothing any more
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:

@@ -94,7 +94,7 @@ class Door(NameFinder):
         self.home, self.package, self.version = home, package, version
         self._taken, self._parts, self._others = dict(roots), parts, others
         self._found: dict[str, Any] = {}
-        sys.meta_path.append(self)  # modules below `home` are no files; it answers for them alone
+        sys.meta_path.append(self)  # modules below `home` are no files: only this finder answers for them
 
     @property
     def installed(self) -> bool:
@@ -140,7 +140,8 @@ class Door(NameFinder):
             made = self._make(whole)
             if made is None:
                 made = _Missing(name, (), {"advice": f"{whole}: {self._advice(whole)}."})
-                is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # importlib's, for `from ... import`
+                # A function of importlib, which runs `from ... import`.
+                is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
                 if not is_import:
                     raise AttributeError(made.advice)
             self._found[whole] = made
@@ -185,7 +186,7 @@ def defined(name: str) -> Any:
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
-        exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
+        exec(f"{imports}\nvalue = {value}", made)  # the text is our own, and `migrate` writes it into scripts
         found = made["value"]
         return (lambda *args, **kwargs: found()) if name.endswith("_available") else found
     if name.startswith("is_") and name.endswith(("_available", "_version")):

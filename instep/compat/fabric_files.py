@@ -76,7 +76,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     try:
         with replacing(path) as part:
             torch.save(state, part)
-            torch.load(part, map_location="cpu", mmap=True, weights_only=True)  # as `load` does
+            torch.load(part, map_location="cpu", mmap=True, weights_only=True)  # read back as `load` reads it
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
@@ -151,7 +151,7 @@ def _lazy_load(filename: Any) -> Any:
 
 
 def _load_optimizer(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy], value: Any, strict: bool) -> None:
-    if "shapes" not in value:  # as torch gives it
+    if "shapes" not in value:  # the state is as torch gives it
         optimizer.load_state_dict(value)
         return
     home = _home(fabric, optimizer, modules)

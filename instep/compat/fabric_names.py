@@ -31,7 +31,7 @@ from instep.utils.flops import peak_flops
 from instep.utils.seed import seed_process
 from instep.utils.warn import warn_user
 
-SEED_VARIABLE = "PL_GLOBAL_SEED"  # Fabric's programs read it
+SEED_VARIABLE = "PL_GLOBAL_SEED"  # programs of Fabric read this variable
 MisconfigurationException = SettingError
 PossibleUserWarning, Optimizable, _Stateful = UserWarning, Optimizer, Stateful
 

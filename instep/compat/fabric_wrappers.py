@@ -19,7 +19,7 @@ from instep.types import ReadOnly
 from instep.utils.optimizers import OptimizerProxy
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-in_backward: list[bool] = []  # one entry inside of `Fabric.backward`
+in_backward: list[bool] = []  # has one entry while `Fabric.backward` runs
 
 
 class _FabricModule(nn.Module):
@@ -88,7 +88,7 @@ class _FabricModule(nn.Module):
             own = vars(module).get("forward")
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                restore()  # the method may call the real one
+                restore()  # the method may call the module's real forward
                 return getattr(module, name)(*args, **kwargs)
 
             def restore() -> None:
@@ -245,7 +245,7 @@ class _FabricDataLoader:
         self._resumed = state["now"] if PartialState().is_main_process else torch.get_rng_state()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataloader":  # not set yet: while being copied
+        if name == "_dataloader":  # the attribute is not set yet while the loader is copied
             raise AttributeError(name)
         return getattr(self._dataloader, name)
 

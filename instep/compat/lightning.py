@@ -71,12 +71,12 @@ def _warn(what: str, text: str) -> None:
         warn_user(f"instep.compat.lightning: {text}", FutureWarning)
 
 
-sys.meta_path.append(  # asked last, and of this module's own names only
+sys.meta_path.append(  # this finder is asked last, and answers for this module's own names only
     NameFinder(
         {__name__: "lightning"},
         _find,
         lambda module: module.rpartition(".")[2] in tables.LIGHTNING_MODULES,
-        # no ModuleNotFoundError: of that `from ... import` loses the text
+        # no ModuleNotFoundError, since `from ... import` loses its text
         lambda fullname: ImportError(_missing(fullname), name=fullname),
     )
 )

@@ -17,7 +17,7 @@ FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
 _OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
 _OF_ACCELERATE = {"compute_environment", "distributed_type"}
-_FEW = 8  # problems of a kind that are told one by one
+_FEW = 8  # most problems of a kind that are listed one by one
 _HEAD = "# Settings of `instep launch`. `instep config show` explains them, `instep config update` changes them.\n"
 
 
@@ -46,7 +46,7 @@ def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> P
         return None
     if config is None:
         return default_file(environ) if default_file(environ).is_file() else None
-    path = Path(os.path.expanduser(config))  # Path's own raises where there is no home
+    path = Path(os.path.expanduser(config))  # Path.expanduser raises where there is no home
     if path.is_file():
         return path
     template = TEMPLATES / f"{config}.yaml"
@@ -93,7 +93,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
             unknown += 1
             if unknown <= _FEW:  # a near name takes a millisecond to find
                 problems.append(f"{where}: {advice(name)}")
-        if values.get(key.value) is not None:  # `name:` alone leaves it open
+        if values.get(key.value) is not None:  # `name:` without a value leaves the setting open
             said[name] = values[key.value], where
     if unknown > _FEW:
         problems.append(f"{path}: and {unknown - _FEW:,} more names that are no settings")
@@ -138,7 +138,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
     said: list[str] = []
     nodes = [] if root is None else [("", root)]
     seen: set[int] = set()  # an alias is a node that was there before
-    for above, node in nodes:  # grows
+    for above, node in nodes:  # the list grows during the loop
         if id(node) in seen or len(said) >= _FEW:
             continue
         seen.add(id(node))
@@ -147,7 +147,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
         lines: dict[tuple[str, str], int] = {}
         for key, inner in node.value if node.id == "mapping" else ():
             name, line, known = f"{above}{key.value}", key.start_mark.line + 1, (key.tag, str(key.value))
-            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may stand there often
+            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may stand in a mapping more than once
                 said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[known]})")
             lines[known] = line
             nodes.append((f"{name}.", inner))

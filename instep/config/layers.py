@@ -17,7 +17,8 @@ from instep.config.settings import DICTS, NAMES, LaunchSettings, check
 from instep.errors import SettingError
 from instep.utils.env import variable_of
 
-_ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # torchrun's
+# Variables that torchrun sets.
+_ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 
 Layer = Mapping[str, tuple[Any, str]]
 """What one source says: setting -> value and where exactly it stands."""

@@ -213,7 +213,8 @@ def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, An
 def _resolve(name: str, value: Any) -> Any:
     rule = _declared()[name][0]
     if name == "precision":
-        value = "no" if value is False else value if isinstance(value, bool) else str(value)  # YAML: `no`, and 16
+        # YAML reads `no` as False, and 16 as a number.
+        value = "no" if value is False else value if isinstance(value, bool) else str(value)
     if isinstance(value, str):
         text = value.strip()
         value = rule.from_text(name, text) if name not in DICTS else rule(name, pairs(name, text))

@@ -107,7 +107,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     if c10d and endpoint is None and master_port is not None:
         endpoint = f"{master_addr}:{master_port}"
     if c10d and settings.ray is not None:
-        endpoint = settings.ray  # until Ray has found the machines
+        endpoint = settings.ray  # the address is known when Ray has found the machines
     _warn_of_unused(launch, num_nodes, c10d)
     nproc = count_ranks(launch, num_nodes)
     if settings.ray is not None and not c10d:
@@ -168,7 +168,7 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         added[variable_of("strategy_options")] = ""  # the options were given for another strategy
-    # What a rank launches itself has the same settings: those of a file that was declined are not found again.
+    # A rank that launches processes itself gives them these settings: a file that was declined is not found again.
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)

@@ -11,8 +11,8 @@ from instep.utils.untrusted_files import clean
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
 LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
 LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
-TOOLTIP = {"renderMode": "richText", "confine": True}  # never HTML
-_PLOT, _TOP, _EACH = 195, 34, 259  # pixels: of a metric's plot, above the first one, of each with its labels
+TOOLTIP = {"renderMode": "richText", "confine": True}  # rich text, never HTML
+_PLOT, _TOP, _EACH = 195, 34, 259  # pixels: height of a plot, space above the first one, height of each with its labels
 
 
 def options(

@@ -21,7 +21,7 @@ from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
 
-_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # at most: a stranger may have left more
+_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits: a stranger may have left more
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
 _HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred numbers

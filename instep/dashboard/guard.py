@@ -53,7 +53,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, or hand it on."""
-        if scope["type"] not in ("http", "websocket"):  # starting and ending
+        if scope["type"] not in ("http", "websocket"):  # events of starting and ending the server
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -62,7 +62,7 @@ class Guard:
             await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": cookie})
         elif why := self._refusal(scope, headers):
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})  # before it is accepted: an answer 403
+                await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, which answers 403
             else:
                 await _answer(send, 403, why, {})
         else:

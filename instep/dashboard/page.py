@@ -73,7 +73,7 @@ class LivePage(Refreshing):
         self._source, self._tensorboard, self._links, self._asked = source, tensorboard, links, asked
         self._runs, self._names = list[Entry](), dict[Path, str]()
         self._open: Run | None = None
-        self._picked: dict[Path, int] | None = None  # with the number of its color
+        self._picked: dict[Path, int] | None = None  # the runs that were picked, each with the number of its color
         self._metrics: list[str] | None = None
         self._panel: Panel | None = None
         super().__init__()

@@ -23,7 +23,8 @@ class Alone(RankGroup):
         return 0, 1
 
 
-_HERE, _ALL_HERE = 7_301, 7_302  # tags that nothing else has: a rank that is elsewhere must not take them for its own
+# Tags that no other message has: a rank that is elsewhere must not take these for its own.
+_HERE, _ALL_HERE = 7_301, 7_302
 
 
 def is_device_error(error: BaseException) -> bool:

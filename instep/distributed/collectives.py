@@ -146,7 +146,7 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "none" or state.num_processes == 1:
         return tensor
     announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
-    # Nothing was compared before: not in the group where a rank alone may meet others in messages of another size.
+    # Nothing was compared before, so not the group where a rank alone may meet messages of another size.
     group = step_group() if tensor.device.type == "cpu" else None
     with _awaited(state, f"all_reduce_({op})"):
         dist.all_reduce(tensor, op=_OPS[op], group=group)
@@ -271,7 +271,7 @@ def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int
     longest = max(counts)
     if min(counts) == longest:
         return _all_gather(state, tensor)
-    # Backends gather equal sizes only; the filling goes no further than to the cut below.
+    # Backends gather tensors of equal size only; the filling is cut off below.
     filled = tensor.new_zeros((longest, *tensor.shape[1:]))
     filled[: tensor.shape[0]] = tensor
     parts = _all_gather(state, filled).split(longest)
@@ -279,7 +279,7 @@ def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int
 
 
 def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
-    kind = tensor.device.type  # CPU tensors take another way than those of a device
+    kind = tensor.device.type  # CPU tensors take another backend than those of a device
     return f"{where or 'tensor'}: {tensor.dtype} {shape}{'' if kind == 'cpu' else f' on {kind}'}"
 
 

@@ -47,14 +47,15 @@ from instep.utils.untrusted_files import clean
 
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
-_TOGETHER_S = 3.0  # from the first rank's report to the last one's
-_AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
+_TOGETHER_S = 3.0  # seconds from the first rank's report to the last one's
+_AT_ONCE_S = 5.0  # seconds, if writing the report hangs in turn, as on a bad disk
 _CALLS = 12
 _COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # where torch has NCCL; any backend, since torch 2.11
+# Functions of a torch with NCCL, and for any backend since torch 2.11.
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -162,13 +163,13 @@ class Heartbeat:
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
-                os.unlink(offer)  # all have it open: nothing is left of it when they have ended
+                os.unlink(offer)  # all ranks have it open: nothing is left of the file when they have ended
         if timeout_s is None:
             yield
             return
         self._name = f"hang-{ranks[0][3]}"
         self.set_folder(folder)
-        self._run_folder = None  # the folder was the parent program's
+        self._run_folder = None  # a forked process forgets the run folder of its parent
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
@@ -195,7 +196,8 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self.numbers[LIMIT_MS] = 0
-        if PHASES[self.numbers[PHASE]] != "end":  # after an error it stays behind: the others wait for its connections
+        # After an error the process stays behind: others wait for its connections.
+        if PHASES[self.numbers[PHASE]] != "end":
             self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
@@ -259,7 +261,7 @@ class Watchdog:
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
         self._note_compiler()
-        self._set_alarm()  # before the thread gets its first turn a step may take Python's lock for good
+        self._set_alarm()  # started before the thread gets its first turn: a step may take Python's lock for good
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 
@@ -318,7 +320,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         calls = traceback.extract_stack(frame)[-_CALLS:]
         records: list[dict[str, Any]] = []
-        with suppress(Exception):  # torch's own form, which may change: it is said without
+        with suppress(Exception):  # the form of torch's dump may change: then the report is written without it
             records = recorded()
         near = next((call for call in reversed(calls) if not _is_deep(call.filename)), calls[-1] if calls else None)
         innermost = "not known" if near is None else f"{Path(near.filename).name}:{near.lineno} in {near.name}"

@@ -50,13 +50,13 @@ def _state(metric: Any) -> dict[str, Any]:
 def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
     metrics = {name: metric for name, metric in metric_objects(module).items() if name in states}
-    for metric in metrics.values():  # all of them first: a composition resets its parts
+    for metric in metrics.values():  # reset all of them before any is loaded: a composition resets its parts
         metric.reset()  # the state already has what a hook counted since the start
     for name, metric in metrics.items():
         metric._update_count = states[name]["updates"]
         known, device = metric.metric_state, getattr(metric, "device", None)
         for attribute, value in states[name]["state"].items():
-            if attribute in known:  # a checkpoint sets no other attributes
+            if attribute in known:  # a checkpoint may set known attributes only
                 setattr(metric, attribute, _on(device, value))
 
 
@@ -168,7 +168,8 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def _set_attributes(of_parts: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
-    reset_metrics([part for part, _ in of_parts if part.metric_state])  # not a composition, which would reset its parts
+    # A composition is left out, since it would reset its parts.
+    reset_metrics([part for part, _ in of_parts if part.metric_state])
     for part, attributes in of_parts:
         for name, value in attributes.items():
             setattr(part, name, list(value) if isinstance(value, list) else value)

@@ -48,7 +48,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         instance = copy.copy(data)
         for field in dataclasses.fields(data):
-            # object's own setter: the class may be frozen
+            # object's own `__setattr__`, since the class may be frozen
             object.__setattr__(instance, field.name, map_leaves(function, getattr(data, field.name)))
         return instance
     return function(data)
@@ -98,7 +98,7 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
     if hasattr(data, "to") and not isinstance(data, type):
         try:
             return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # a `to` of the user's own, without torch's second argument
+        except TypeError:  # the class has a `to` of its own, without torch's second argument
             return data.to(device)
     if isinstance(data, (list, tuple, Mapping)) or dataclasses.is_dataclass(data):
         return map_leaves(lambda leaf: send_to_device(leaf, device, non_blocking), data)
@@ -230,7 +230,7 @@ def find_batch_size(data: Any) -> int | None:
         >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
         4
     """
-    if type(data) is torch.Tensor and data.ndim:  # as most batches are, or begin
+    if type(data) is torch.Tensor and data.ndim:  # most batches are a tensor, or begin with one
         return data.shape[0]
     if type(data) in (list, tuple, dict) and data:
         first = next(iter(data.values() if type(data) is dict else data))

@@ -10,7 +10,7 @@ from instep.state import DEVICE_KINDS
 
 # Allocators without an exception class of their own, and what a remote or chained error says of those that have one.
 _OUT_OF_MEMORY = (
-    "out of memory",  # CUDA, XPU, MPS, NPU
+    "out of memory",  # the text of CUDA, XPU, MPS and NPU
     "OutOfMemoryError",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

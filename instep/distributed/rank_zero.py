@@ -136,7 +136,7 @@ class Together:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            return  # this process is to end at once
+            return  # this process is about to end
         try:
             self._ranks.fail_together(error, self._doing)
         except BaseException as raised:

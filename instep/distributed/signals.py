@@ -52,7 +52,7 @@ class Deadline:
         _open += 1
         before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop's, which needs it: then only the handler tells us
+        if not self._wakes:  # an event loop needs its own descriptor: then only the handler tells us
             signal.set_wakeup_fd(before)
         self._thread = threading.Thread(target=self._watch, name="instep-grace", daemon=True)
         self._thread.start()
@@ -97,7 +97,7 @@ class Deadline:
         self._end(signal.Signals(first).name, time.monotonic() - since)
 
     def _end(self, name: str, after_s: float) -> None:
-        # If what follows hangs in turn: a disk, or a pipe for stderr that nobody reads.
+        # A last deadline, if what follows hangs in turn: a disk, or a pipe for stderr that nobody reads.
         faulthandler.dump_traceback_later(AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         sys.stderr.flush()
         text = f"instep: {name} came {after_s:.1f} s ago and this process (pid {os.getpid()}) still runs, so it is "
@@ -182,14 +182,14 @@ class SignalGuard:
         if number is None or number in self.USERS_OWN or isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if error is not None:
-            with suppress(OSError, ValueError):  # stderr on a full disk, or closed
-                # Now, since the signal may end the process before anybody sees it.
+            with suppress(OSError, ValueError):  # stderr is on a full disk, or closed
+                # Written now, since the signal may end the process before anybody sees it.
                 sys.stderr.write(clean("".join(format_exception(error))))
         signal.raise_signal(number)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
-            # None: it was installed by C code, which Python cannot put back.
+            # C code installed a handler that is None, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
@@ -211,7 +211,7 @@ class SignalGuard:
             if self._before.get(number) is signal.SIG_DFL:
                 self._killed(signal.Signals(number).name)
             self._put_back()
-            self.received = None  # it is delivered now
+            self.received = None  # the signal is delivered now
             signal.raise_signal(number)
 
 
@@ -221,13 +221,14 @@ def _tell(text: str) -> None:
     Beside a progress bar the text would be drawn over: then a thread prints it, and the bar's stderr puts it above.
     """
     if hasattr(sys.stderr, "rich_proxied_file"):
-        _thread.start_new_thread(_print, (text,))  # threading's own start may be what the signal came into
+        # `threading` itself may have been starting a thread when the signal came.
+        _thread.start_new_thread(_print, (text,))
     else:
         os.write(2, f"\n{text}\n".encode())
 
 
 def _print(text: str) -> None:
-    with suppress(Exception):  # the bar or the terminal is gone: the run's end says it again
+    with suppress(Exception):  # the bar or the terminal is gone: the message comes again at the run's end
         sys.stderr.write(clean(f"{text}\n"))
         sys.stderr.flush()
 

@@ -39,7 +39,7 @@ SAMPLES = 60
 APART = 0.25
 """What a straggler works longer than the median rank, as a part of the step's time."""
 
-_KEPT = 256  # ranks: within the bytes that readers take of a small file
+_KEPT = 256  # most ranks: their rows fit in the bytes that readers take of a small file
 _WAITS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
@@ -174,7 +174,7 @@ class PaceWatch:
         busiest = sorted(paces, key=lambda rank: paces[rank].busy_s, reverse=True)[:_KEPT]
         ranks = [{"rank": rank, **asdict(paces[rank])} for rank in busiest]
         content = {"time": time.time(), "step": self._numbers[STEP], "slow": slow[:_KEPT], "ranks": ranks}
-        with suppress(OSError):  # training goes on without it
+        with suppress(OSError):  # training goes on without the file
             replace(folder / PACES_FILE, json.dumps(content).encode())
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:

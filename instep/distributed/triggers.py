@@ -88,7 +88,8 @@ class Triggers:
         self._every = every or 1
         self._set: dict[str, str] = {}
         self._agreed: dict[str, Trigger] = {}
-        self._unclaimed: set[str] = set()  # users' own, agreed on in tick or sync and not asked for yet
+        # Triggers of users that were agreed on in tick or sync, and not asked for yet.
+        self._unclaimed: set[str] = set()
         self._next = 0
         self._outstanding: _Outstanding | None = None
         self._last: tuple[int, float] | None = None
@@ -216,7 +217,7 @@ class Triggers:
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
-        self._last = None  # a validation or a save that follows is no step time
+        self._last = None  # a validation or a save that follows is not part of a step's time
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()
@@ -275,7 +276,7 @@ class Triggers:
         try:
             return exchange(snapshot, self._group, "triggers: names")
         except DistributedError:
-            raise  # checked mode says more
+            raise  # with checked collectives the error says more
         except RuntimeError as error:
             raise _gone(error) from error
 

@@ -26,7 +26,7 @@ from instep.utils.untrusted_files import clean
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_RUN_FOLDER = "run-folder"  # beside it
+_RUN_FOLDER = "run-folder"  # name of a file beside the report
 # What gloo and NCCL say of a peer that is gone, and this package's own waits of one that failed.
 _BROKEN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited|"
@@ -116,7 +116,7 @@ def is_remote(error: BaseException | str) -> bool:
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
     """Write an exception into this rank's error file; False where that fails, which is said."""
-    # The form that torchrun's own report reads, and two facts more.
+    # The form that torchrun's own report has, and two more facts.
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
@@ -157,7 +157,7 @@ def start_command() -> list[str]:
     """
     words = list(sys.orig_argv)
     if _agent_lives() or under_plain_torchrun():
-        with suppress(OSError):  # no Linux
+        with suppress(OSError):  # this system is not Linux
             words = (
                 Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
             )
@@ -185,5 +185,6 @@ def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
             time_ns=int(extra.get("time_ns", 0)),
             step=extra.get("step"),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # killed while writing it: the exit code still speaks
+    # The rank was killed while it wrote the report: its exit code still speaks.
+    except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -80,7 +80,7 @@ class NodeWatch:
         """
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if ended != self._ended:
-            with suppress(OSError):  # the disk is full: tried again at the next look; the agent says the cause anyway
+            with suppress(OSError):  # the disk is full: the next look tries again, and the agent names the cause anyway
                 replace(self._folder / "ended", json.dumps(ended).encode())
                 self._ended = ended
 
@@ -155,7 +155,7 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
         each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
         first = min(stopped, key=lambda beat: beat.step)
         return f"{each}. It was at step {first.step}, phase {_phase(first)}."
-    # Who ended or went silent since the hang was found may do so because of it: whoever does not wait comes first.
+    # Ranks that ended or fell silent since may do so because of the hang: one that does not wait comes first.
     busy = [beat for beat in begun if beat.said and not beat.waits]
     silent = [beat for beat in begun if not beat.said]
     waiting = [beat for beat in begun if beat.said and beat.waits]

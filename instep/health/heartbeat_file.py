@@ -194,14 +194,14 @@ class HangDetector:
     def detect(self) -> bool:
         """Read the slots again and tell whether the ranks hang."""
         now = time.monotonic()
-        # Whoever looks may have been stopped or starved itself, and knows nothing of that time.
+        # The watching process may have been stopped or starved itself: that time proves nothing of the ranks.
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
         beats = self._beats.read()
         for i, beat in enumerate(beats):
             self._still_s[i] = self._still_s[i] + passed_s if beat == self._seen[i] else 0.0
             self._seen[i] = beat
         last = min(beat.position for beat in beats)
-        # Who left its run holds up those that are in theirs: until its process ends they do not hear of it.
+        # A rank that left its run holds up those still in theirs: they learn it only when its process ends.
         end_s = SLOW * max(beat.limit_s for beat in beats) or float("inf")
         return all(
             self._still_s[i] > (end_s if beat.left else beat.patience_s)

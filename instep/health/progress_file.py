@@ -15,8 +15,8 @@ from instep.health.run_status import PROGRESS
 from instep.utils.atomic import replace
 
 EVERY_S = 2.0
-_FIRST_S = 0.5  # a run that is over by then has said how it ended
-_MOST_BYTES = 16384  # limit of the metrics: a reader takes 64 KiB of the whole file
+_FIRST_S = 0.5  # seconds: a run that is shorter than this has said how it ended
+_MOST_BYTES = 16384  # limit of the metrics' bytes: a reader takes 64 KiB of the whole file
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
@@ -68,7 +68,7 @@ class ProgressFile:
             self._write()
 
     def _write(self) -> None:
-        # The disk is full or gone, or a dict grew while it was read: the next one says it.
+        # The disk is full or gone, or a dict grew while it was read: the next write has it.
         with suppress(OSError, RuntimeError):
             facts, now = self._facts(), time.monotonic()
             step, before = facts["global_step"], self._last

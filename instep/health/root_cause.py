@@ -116,7 +116,7 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
     if EXIT_HUNG in first:  # a rank that reports a hang comes first; what ends the others is a consequence
         return EXIT_HUNG
     if early and not {-signal.SIGUSR1, -signal.SIGUSR2}.isdisjoint(first):
-        return EXIT_PREEMPTED  # the limit was announced before a rank had a handler for it: nothing is lost
+        return EXIT_PREEMPTED  # the limit was announced before a rank had a handler for its signal: nothing is lost
     if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
         return EXIT_FAILED
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0

@@ -31,7 +31,7 @@ PROGRESS = "progress.json"
 FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CHARACTERS = 4000  # limit of an error's text: 12 bytes a character at most, and readers take LEASE_BYTES
+_MOST_CHARACTERS = 4000  # characters of an error's text: each has 12 bytes at most, and readers take LEASE_BYTES
 _SHORT = 300
 _TRACEBACK = "Traceback (most recent call last):"
 _FROM_WORKER = f"Original {_TRACEBACK}"
@@ -48,7 +48,7 @@ def begin_status(folder: Path, content: dict[str, Any]) -> None:
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
-    with contextlib.suppress(OSError):  # the disk is full already: the first save says so
+    with contextlib.suppress(OSError):  # the disk is full already: the first save will say so
         (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
 
 
@@ -139,7 +139,8 @@ def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
         facts: `host, pid, step, batch, phase, how, message, traceback, remote`, as far as they are known.
     """
     content = {"rank": rank, "time": time.time(), "cause": False, **facts}
-    with contextlib.suppress(OSError):  # another disk than the main process's, or a full one: the error is printed
+    # The path is on another disk than the main process's, or the disk is full: the error is printed.
+    with contextlib.suppress(OSError):
         (folder / FAILURES).mkdir(exist_ok=True)
         replace(folder / FAILURES / f"rank-{rank}.json", _json(content))
 

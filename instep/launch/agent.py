@@ -51,18 +51,19 @@ from instep.utils.untrusted_files import clean
 _PASSED_ON = {  # signal that the agent gets -> signal that the ranks get
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,  # the terminal is gone
-    signal.SIGUSR1: signal.SIGUSR1,  # how batch systems announce the end of an allocation
+    signal.SIGHUP: signal.SIGTERM,  # the terminal was closed
+    signal.SIGUSR1: signal.SIGUSR1,  # batch systems announce the end of an allocation by it
     signal.SIGUSR2: signal.SIGUSR2,
 }
 _STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
-_UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with its own last words
+_UNTIL_TERM_S = 1.0  # seconds in which other ranks may end by themselves, each with its own last words
 _POLL_S = 0.02
-_SAID_S = 1.0  # the agent of the failing rank prints last, at most so long after the others
+_SAID_S = 1.0  # seconds: the agent of the failing rank prints last, at most so long after the others
 
-_unfinished: list[Nodes] = []  # of nodes that were cut off: their threads wait for an answer, and are not waited for
+# Channels of nodes that were cut off: their threads wait for an answer, and nobody waits for them.
+_unfinished: list[Nodes] = []
 
 
 def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
@@ -94,7 +95,8 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
-        except SignalException as got:  # the signal came while ranks started; they were told, waited for and counted
+        # The signal came while ranks started; they were told of it, waited for and counted.
+        except SignalException as got:
             if forked is not None and got.sigval == signal.SIGINT:
                 forked.interrupted = True
         except InstepError as error:
@@ -197,7 +199,8 @@ class NodeAgent:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum, handler in self._handlers_before.items():
-            ignored = handler is signal.SIG_IGN  # nohup, or a background job of a shell: stays ignored
+            # The signal stays ignored under nohup, and in a background job of a shell.
+            ignored = handler is signal.SIG_IGN
             ours = signum in _PASSED_ON and not ignored
             signal.signal(signum, self._on_signal if ours else handler or signal.SIG_DFL)
 
@@ -261,7 +264,7 @@ class NodeAgent:
         told = 0
         failed = growing = False
         if self._hung:
-            deadline = time.monotonic()  # the process that could say where the store is has ended
+            deadline = time.monotonic()  # the process that knows where the store is has ended
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
@@ -392,12 +395,12 @@ class NodeAgent:
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if channel.nodes > 1 and not lost:  # where several write to one terminal the cause comes last
+        if channel.nodes > 1 and not lost:  # if several agents write to one terminal, the cause comes last
             channel.exchange("said", True, _SAID_S if mine else 0.0)
         if cause is None or not mine:
             return
         if self._forked is not None and last:
-            # The program that forked the ranks raises it.
+            # The program that forked the ranks raises this failure.
             self._forked.failure = Failure(cause.rank, cause.how, cause.report)
         elif cause.report is None:
             file = self._ranks.processes.stderr_of(cause.rank)

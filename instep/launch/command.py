@@ -39,13 +39,13 @@ def this_command() -> tuple[str, ...]:
     if file is None or not Path(file).exists():
         raise _cannot_run_again("it has no main file (an interactive session, or python -c)")
 
-    # What multiprocessing hands to the processes it spawns: -W, -X, -O and the like.
+    # Options that multiprocessing gives to the processes it spawns: -W, -X, -O and the like.
     flags = tuple(subprocess._args_from_interpreter_flags())  # pyright: ignore[reportAttributeAccessIssue]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
         module = spec.name.removesuffix(".__main__")
         return (*flags, "-m", module, *_arguments_after(module))
-    if spec is not None:  # a folder or a zip file with a __main__.py
+    if spec is not None:  # the program is a folder or a zip file with a __main__.py
         return (*flags, os.path.abspath(sys.argv[0]), *_arguments_after(os.path.basename(sys.argv[0])))
     return (*flags, os.path.abspath(file), *_arguments_after(os.path.basename(file)))
 
@@ -77,7 +77,7 @@ def _has_module(name: str) -> bool:
     first, *inner = name.split(".")
     try:
         spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
-    except ValueError:  # a module without a spec, such as __main__
+    except ValueError:  # the module has no spec, as __main__ has none
         return True
     places: Iterable[str] | None = None
     for part in inner:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from instep.errors import DistributedError
 from instep.health.error_report import FailureReport, write_report
 
-_READ_S = 5.0  # a pipe whose writer has ended holds little
+_READ_S = 5.0  # seconds: a pipe whose writer has ended holds little
 
 
 class Failure(NamedTuple):
@@ -65,7 +65,7 @@ class Forked:
             yield
         except BaseException:
             for here, _ in self._pipes:
-                here.close()  # the forked processes end
+                here.close()  # closing the pipe ends the forked processes
             raise
         self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):
@@ -92,7 +92,7 @@ class Forked:
         parent = os.getppid()
         os.setsid()  # Ctrl-C in a terminal is for the agent, which passes it on; and the agent kills a rank's group
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the agent
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # this process ends when the agent does
             if os.getppid() != parent:
                 os._exit(1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
@@ -101,20 +101,20 @@ class Forked:
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         for end in chain(*self._pipes):
             if end is not pipe:
-                end.close()  # otherwise nobody would see the end of another rank
+                end.close()  # close the other end, or nobody would see the end of another rank
         try:
             pipe.recv_bytes()
-            # As plain bytes: `send` would put each tensor into shared memory, which goes with this process.
+            # Sent as plain bytes: `send` would put each tensor into shared memory, which ends with this process.
             pipe.send_bytes(pickle.dumps(self._call()))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
                 traceback.print_exc()
             sys.exit(1)
         except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)  # torch would take it for success
+            sys.exit(128 + signal.SIGINT)  # torch would take the interrupt for success
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # torch would keep the process until its parent has read what was returned
+        os._exit(0)  # torch would keep the process until its parent has read the result
 
     def _call(self) -> Any:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.errors import EXIT_FAILED, UsageError
 
-NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # tells ranks that the folder they are given would be another at the next start
+NEW_FOLDER = "INSTEP_HYDRA_NEW_FOLDER"  # tells ranks that their folder would be another one at the next start
 
 _OVERRIDE = re.compile(r"[~+]|[^-].*=")  # `lr=0.1`, `+lr=0.1`, `~lr`, `model/net=small`; options begin with "-"
 
@@ -51,7 +51,7 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
                 "sweep with instep launch --devices N ... --multirun."
             )
         told = [_override("hydra.sweep.dir", Path(config.runtime.cwd, config.sweep.dir))]
-    else:  # the folder is made and described already
+    else:  # the folder was made and described before
         told = [_override("hydra.run.dir", Path(config.runtime.output_dir)), "hydra.output_subdir=null"]
     return _insert(tuple(command), told), {NEW_FOLDER: "1"} if new_folder() is not None else {}
 
@@ -61,7 +61,7 @@ def new_folder() -> Path | None:
     config = _config()
     if config is None:
         return None
-    # Before interpolation: what it came to says nothing.
+    # The value before interpolation: the result says nothing about it.
     where = config._get_node("sweep" if _is_sweep(config) else "run")._get_node("dir")._value()
     changes = NEW_FOLDER in os.environ or "${now:" in str(where)
     return Path(config.runtime.output_dir) if changes else None

@@ -69,7 +69,7 @@ def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) ->
     if node == 0:
         name = store.set_once("job", job)
         now = Round(store.find("rounds", 0), name, store.find("failures", 0))
-        store.put("rounds", now.number + 1)  # only this node writes it: it is the round's first one
+        store.put("rounds", now.number + 1)  # only the first node of a round writes this number
         meeting.put("round", asdict(now))
         return now
     return Round(**meeting.wait_for("round"))
@@ -189,7 +189,7 @@ class NodeChannel:
         self._asked.put(run)
         try:
             return answer.result(_ANSWER_S)
-        except (NoAnswer, RuntimeError):  # `cut_off` tells
+        except (NoAnswer, RuntimeError):  # `cut_off` warns of it
             return None
 
     def _talk(self) -> None:
@@ -240,7 +240,8 @@ class NodeChannel:
     def _raise(self, alarm: Alarm) -> None:
         holds = Alarm(**self._store.set_once("alarm", asdict(alarm)))
         if holds == alarm and alarm.kind != "grow":
-            self._job.put("failures", self._failures + 1)  # one node of a round writes it: the one whose alarm counts
+            # Only one node of a round writes this number: the one whose alarm counts.
+            self._job.put("failures", self._failures + 1)
         self.alarm = holds
 
     def _post_done(self) -> None:

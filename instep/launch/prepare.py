@@ -108,14 +108,16 @@ def agent_folder() -> Iterator[str]:
         held = os.open(os.path.join(folder, f".{_HELD}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
-            os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))  # seen only once it is locked
+            # Others see the file only once it is locked.
+            os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))
             yield folder
         finally:
             os.close(held)
 
 
 def _remove_if_left(folder: str) -> None:
-    with contextlib.suppress(OSError):  # another user's, another agent's, or another agent removes it just now
+    # The folder is another user's or another agent's, or another agent is removing it.
+    with contextlib.suppress(OSError):
         seen = os.lstat(folder)
         if seen.st_uid != os.geteuid() or not stat.S_ISDIR(seen.st_mode) or stat.S_IMODE(seen.st_mode) != 0o700:
             return
@@ -164,7 +166,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
     if spec.min_nodes is not None:
         added[MIN_NODES] = str(spec.min_nodes)
     added |= as_variables({"hang_timeout_s": spec.hang_timeout_s})
-    # Otherwise Hydra hides errors from us.
+    # Without this variable Hydra hides errors from us.
     added.setdefault("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "1"))
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -227,4 +229,5 @@ def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.
     finally:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
-                signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: C code installed it
+                # None means that C code installed the handler.
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)

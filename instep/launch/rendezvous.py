@@ -121,7 +121,7 @@ class OneNode(Nodes):
 
     @property
     def use_agent_store(self) -> bool:
-        return False  # who makes the process group by `env://` has rank 0 host a store, as without an agent
+        return False  # a program that makes the process group by `env://` has rank 0 host a store, as without an agent
 
     def get_backend(self) -> str:
         return "instep-one-node"
@@ -129,7 +129,7 @@ class OneNode(Nodes):
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
         self.close()
-        # Bound, but not listening: rank 0 may still listen there, and nobody is given it as a free one.
+        # The port is bound and does not listen: rank 0 may still listen there, and nobody gets it as a free one.
         self._kept_port = socket.socket()
         self._kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept_port.bind((_LOOPBACK, 0))
@@ -155,7 +155,7 @@ class FixedNodes(Nodes):
         assert spec.master_port is not None
         self._where = spec.master_addr, spec.master_port
         self._round = -1
-        self._name = spec.run_id or "job"  # alike on all nodes
+        self._name = spec.run_id or "job"  # the name is the same on all nodes
         self._meeting: Store | None = None
 
     def get_backend(self) -> str:

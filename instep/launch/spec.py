@@ -11,7 +11,8 @@ from typing import Literal
 
 from instep.errors import SettingError, UsageError, one_of
 
-SHUTDOWN_MARGIN_S = 5.0  # over the ranks' grace period, at whose end they end themselves and say where they were
+# Seconds over the ranks' grace period, at whose end they end themselves and say where they were.
+SHUTDOWN_MARGIN_S = 5.0
 
 _RDZV_CONF = (
     *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),

@@ -145,7 +145,7 @@ class Processes:
     def stop_tails(self) -> None:
         """Print the rest of what the ranks have printed, before anything is said of them."""
         tails = getattr(self.context, "_tail_logs", None)
-        if tails is None:  # torch 2.9 has no list of them
+        if tails is None:  # torch 2.9 has no list of the tails
             tails = (self.context._stdout_tail, self.context._stderr_tail)
         for tail in tails:
             tail.stop()

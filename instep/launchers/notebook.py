@@ -20,7 +20,7 @@ from instep.state.process import is_held
 from instep.utils.checks import at_least, is_int, wrong
 from instep.utils.porting import instead_of
 
-# What LaunchSpec has for programs alone is left out.
+# Settings of LaunchSpec that apply to programs alone are left out.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
     *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
@@ -150,7 +150,7 @@ def _launch(
 
 def _check_unused(name: str, device: str) -> None:
     """Refuse a used GPU or process group: a fork has the parent's, and can use neither."""
-    torch: Any = sys.modules["torch"]  # loaded by instep.state
+    torch: Any = sys.modules["torch"]  # torch was loaded by instep.state
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
         problem, pattern = f"{device} was used", rf"{device}|\.to\(|Trainer\(|Accelerator\(|PartialState\("
@@ -174,6 +174,6 @@ def _cells(pattern: str) -> str:
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # no function's body
+    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # lines that are in no function's body
     named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
     return f" It was probably {'; or '.join(named)}." if named else ""

@@ -98,14 +98,14 @@ class RayLauncher:
             UsageError: there is no such cluster, or it has no room for the ranks.
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
-        name = uuid.uuid4().hex  # name of this job alone; a run_id may be that of several
+        name = uuid.uuid4().hex  # a name of this job alone; several jobs may have the same run_id
         secret = given_secret(file=spec.secret_file) or make_secret()
         spec = replace(spec, run_id=spec.run_id or f"instep-{name}", secret_file=None)
         with ExitStack() as stack:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
-                # More than the agents can have counted before: it is the same job, started again.
+                # More restarts than the agents can have counted before: the same job was started again.
                 job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
@@ -192,7 +192,7 @@ def _agents(
     address = found[0][1]
     port = ray.get(first.free_port.remote())
     travels = {**{name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}, **job}
-    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine
+    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine means nothing on another one
     folder = None if "working_dir" in (runtime_env or {}) else os.getcwd()
     agents: list[_Agent] = []
     for number, indices in enumerate(nodes.values()):
@@ -242,7 +242,7 @@ def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec
                 del running[number]
         if lost and spec.min_nodes is None and deadline == float("inf"):
             deadline = time.monotonic() + spec.shutdown_s
-            _signal(running, signal.SIGTERM)  # they cannot go on without it
+            _signal(running, signal.SIGTERM)  # the other nodes cannot go on without the one that failed
         for number in received[told:]:
             _signal(running, number)
             told += 1

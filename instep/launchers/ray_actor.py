@@ -66,7 +66,8 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        executable = sys.executable if spec["python"] else spec["executable"]  # this node's Python, not the driver's
+        # The Python of this node, not of the driver.
+        executable = sys.executable if spec["python"] else spec["executable"]
         self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()
 

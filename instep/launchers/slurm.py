@@ -17,7 +17,7 @@ from instep.errors import EXIT_PREEMPTED, SettingError, UsageError
 
 _CANNOT_SPLIT = "\n\r\0"
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array")
-_ENDING_S = 15  # from the end of the ranks to that of the job
+_ENDING_S = 15  # seconds from the end of the ranks to that of the job
 _SECRET = (
     "# By this the job's agents and ranks know each other; srun hands it on.",
     '[ -n "$INSTEP_JOB_SECRET$INSTEP_JOB_SECRET_FILE" ] ||',
@@ -90,7 +90,7 @@ class BatchJob:
             "--requeue" if self.requeue else "--no-requeue",
             "--open-mode=append",
             f"--output={self.output}",
-            *self.options,  # last, since sbatch takes the last of two
+            *self.options,  # users' options come last, since sbatch takes the last of two
         ]
         agent = [self.python, "-m", "instep", "launch", f"--num-nodes={self.nodes}", f"--devices={nproc}"]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]
@@ -132,7 +132,8 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
         ) from None
     if done.returncode:
         raise UsageError(f"sbatch refuses the job: {done.stderr.strip()}")
-    return done.stderr.strip() if test_only else done.stdout.strip().partition(";")[0]  # ";cluster" may follow
+    # ";cluster" may follow the number.
+    return done.stderr.strip() if test_only else done.stdout.strip().partition(";")[0]
 
 
 def check_time(text: str) -> str:

@@ -93,13 +93,13 @@ class AimLogger(Logger):
             self._tracker = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (errors.RunLockingError, TimeoutError):  # a process held the lock that was killed elsewhere
+        except (errors.RunLockingError, TimeoutError):  # the lock is held by a process that was killed on another host
             self._tracker = self._aim.Run(force_resume=True, **arguments)
         self.delivery.version = self._tracker.hash
         self._tracker.name = self._name or self._tracker.name
 
     def _delivered(self) -> dict[str, int]:
-        return {}  # all may be sent again: it takes the place of what is there
+        return {}  # all may be sent again, since a value replaces the one that is there
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -132,7 +132,7 @@ class AimLogger(Logger):
         self._track([self._aim.Audio(one.wav(), "wav", one.caption or "") for one in audios], name, step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        ends = (float(histogram.edges[0]), float(histogram.edges[-1]))  # Aim's bins have one width
+        ends = (float(histogram.edges[0]), float(histogram.edges[-1]))  # all bins of Aim have the same width
         self._track(self._aim.Distribution.from_histogram(histogram.counts, ends), name, step)
 
     def _log_artifact(self, artifact: Artifact) -> None:

@@ -51,7 +51,7 @@ class AppendedFile:
         """Keep others from changing the file in a `with` block; yields whether they did so since the last one."""
         self._take_turn(True)
         try:
-            while not self._is_at_path():  # another one has put a file in its place
+            while not self._is_at_path():  # another logger has put a file in its place
                 self._take_turn(False)
                 self.close()
                 self._open()

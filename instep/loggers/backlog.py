@@ -22,13 +22,13 @@ from instep.utils.private_files import Seal
 from instep.utils.untrusted_files import INDEX_BYTES, clean, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
-QUEUE_RECORDS = 2_000  # writing so many into the file holds up a step by milliseconds
+QUEUE_RECORDS = 2_000  # most records in memory: writing more into the file would hold up a step by milliseconds
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # the most in memory where the disk takes nothing either
-_DISK_PAUSE_S = 5.0  # pause after a full disk: each try costs the writing of the whole queue
+_LOST_BYTES = 16 * _QUEUE_BYTES  # most bytes in memory if the disk takes nothing either
+_DISK_PAUSE_S = 5.0  # seconds after a full disk: each try writes the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
-_READ_BYTES = 2**20  # a group that is read holds up who appends
+_READ_BYTES = 2**20  # bytes of a group: reading it holds up a thread that appends
 _HOOKS = ("_log_", "_after_save_checkpoint")
 _WITHOUT_ROW = ("_log_artifact", "_log_checkpoint", "_log_code", "_after_save_checkpoint")
 _MARK = b', "'  # separator before the mark, which is the last part of a line
@@ -122,7 +122,7 @@ class RowKey(NamedTuple):
         return RowKey(float(own_step or 0), frozenset(names))
 
 
-_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # they join and part words, and are harmless
+_KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # characters that join and part words, and are harmless
 
 
 def written_name(name: str) -> str:
@@ -209,7 +209,7 @@ class Backlog:
             self.place = place
             gone, self._gone = min(number, self._gone), 0
             self.lost -= gone
-            if self._in_file:  # records may have been spilled after `peek`
+            if self._in_file:  # records may have been spilled to the file after `peek`
                 self._skip(number - gone)
             else:
                 for _ in range(number - gone):
@@ -247,7 +247,7 @@ class Backlog:
                 left = self._offset if is_ours else os.fstat(source.fileno()).st_size
                 while line := source.readline(min(left, _MOST_LINE_BYTES)):
                     left -= len(line)
-                    with suppress(ValueError):  # a process killed while writing leaves half
+                    with suppress(ValueError):  # a process that was killed while it wrote leaves half a line
                         record, own = Record.of_line(line), is_own(line, self.seal)
                         if not keep(record):
                             continue
@@ -291,7 +291,7 @@ class Backlog:
                     self.path.unlink(missing_ok=True)
                     if self.note is not None:
                         self.note.unlink(missing_ok=True)
-                        self.path.parent.rmdir()  # fails where something else waits
+                        self.path.parent.rmdir()  # fails if something else waits in the folder
                 _lock_file(self._file.fileno(), False)  # a forked process may have the descriptor, and the lock with it
                 self._file.close()
                 self._file = None
@@ -303,7 +303,7 @@ class Backlog:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = os.fdopen(descriptor, "r+b")
             _lock_file(descriptor, True)
-            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # behind what an earlier process left
+            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # begin behind what an earlier process left
         return self._file
 
     def _is_ours(self, file: BinaryIO) -> bool:
@@ -326,7 +326,7 @@ class Backlog:
             file = self._opened() if data else self._file
             if file is None:
                 return
-            # Not by `file`: what a full disk refuses would stay in its buffer, and come a second time.
+            # Written past `file`: its buffer would keep what a full disk refuses, and write it a second time.
             descriptor, done = file.fileno(), 0
             try:
                 while done < len(data):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_TIMEOUT_S = 1e9  # 30 years; locks of the system take no infinity
+_MOST_TIMEOUT_S = 1e9  # 30 years in seconds; locks of the system take no infinity
 _OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
 
 
@@ -121,7 +121,7 @@ class Logger:
     _name: str | None = None
     _given_version: int | str | None = None
     _prefix: str = ""
-    _sub_dir: str | None = None  # below the run's folder
+    _sub_dir: str | None = None  # a folder below the run's folder
     _file: OutputFile | None = None  # a logger that writes one sets it
     _refused: frozenset[str] = frozenset()  # kinds that the subclass lacks, each warned of once
     _tracker: Any = None  # object of the tracker's package that `experiment` shows; exists while it is open
@@ -132,7 +132,7 @@ class Logger:
     _save_code: bool = False
     _per_rank: bool = False
     _flush_timeout_s: float = 30.0
-    _start_timeout_s: float = 60.0  # a tracker that takes longer opens while the run goes on
+    _start_timeout_s: float = 60.0  # seconds: a tracker that takes longer to open does so while the run goes on
 
     project_argument: str = "name"
     """The constructor's argument that takes the project of `accelerator.init_trackers(project)`."""
@@ -164,7 +164,7 @@ class Logger:
         flush_timeout_s: float = 30.0,
         **unknown: Any,
     ) -> None:
-        for given in unknown:  # here, and not by Python: this text says of which class, and what is meant
+        for given in unknown:  # raised here, and not by Python: this text names the class, and what was meant
             known = inspect.signature(type(self)).parameters
             names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
             for kind in ("self", "options", "unknown", "kwargs"):
@@ -512,7 +512,8 @@ class Logger:
             if not delivery.is_open:
                 delivery.put("_after_save_checkpoint", (to_path(path),))
             elif type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
-                delivery.ask(partial(self._after_save_checkpoint, to_path(path)))  # later it may be deleted
+                # Asked for now, since the checkpoint may be deleted later.
+                delivery.ask(partial(self._after_save_checkpoint, to_path(path)))
             if self.log_model == "all":
                 self.log_checkpoint(path)
 

@@ -43,7 +43,7 @@ class ClearMLLogger(Logger):
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
     _SYNC = ("project_name", "offline")
 
     def __init__(
@@ -84,7 +84,7 @@ class ClearMLLogger(Logger):
             return
         again = {} if self.version is None else {"continue_last_task": self.version}
         self._tracker = Task.init(self._project_name, self._name, **{**self._given, **again})
-        self._tracker.set_initial_iteration(0)  # steps are those of the run, not of this process
+        self._tracker.set_initial_iteration(0)  # the numbers of steps are those of the run, not of this process
         self.delivery.version = self._tracker.id
 
     def _delivered(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class ClearMLLogger(Logger):
             return
         for file in self._tracker.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # the half line of a machine that went down
+                with suppress(ValueError):  # half a line remains where a machine went down
                     scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
                     yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 

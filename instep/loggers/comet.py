@@ -47,7 +47,7 @@ class CometLogger(Logger):
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
     _SYNC = ("workspace", "project", "online", "offline_directory")
     _PATHS = {"offline_directory": ""}
 
@@ -70,7 +70,8 @@ class CometLogger(Logger):
         self._offline_directory = kwargs.get("offline_directory")
 
     def _start(self) -> None:
-        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # before its import, which patches torch otherwise
+        # Set before the import of Comet, which otherwise patches torch.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = require("comet_ml", extra="comet", purpose="CometLogger")
         offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
         key = self.version or (comet.generate_guid() if offline else None)
@@ -102,7 +103,7 @@ class CometLogger(Logger):
         texts = {b"", *(messages.read_bytes() for messages in left)}
         for archive in self._archives.glob(f"{key}*.zip"):
             if _messages(archive) in texts:
-                archive.unlink()  # Comet makes it empty, fills it at the end and removes the record then
+                archive.unlink()  # Comet makes the archive empty, fills it at the end, and removes the records then
         for messages in left:
             record, time_ms = str(messages.parent), int(messages.stat().st_mtime * 1000)
             about = (self._workspace, self._project, time_ms, time_ms, [], "get_or_create", False, None, True, True)
@@ -110,7 +111,8 @@ class CometLogger(Logger):
             name = f"{key}-{messages.parent.name}.zip"
             utils.create_experiment_archive(str(self._archives), name, record, getLogger("comet_ml"))
             rmtree(record)
-        elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)  # Comet asks nothing else where to write
+        # Comet looks nowhere else for the folder to write to.
+        elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)
         drawn = random.getstate()
         random.seed()  # the archive's name is drawn: with the same seed a resumed run writes over the first one's
         try:
@@ -125,7 +127,7 @@ class CometLogger(Logger):
             return None  # Comet's service is not asked: it shows what it gets with a delay
         for archive in self._archives.glob(f"{self.version}*.zip"):
             for line in _messages(archive).splitlines():
-                with suppress(ValueError):  # the half line of a machine that went down
+                with suppress(ValueError):  # half a line remains where a machine went down
                     metric = json.loads(line)["payload"].get("metric") or {}
                     if metric.get("step") is not None:
                         last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))
@@ -147,7 +149,7 @@ class CometLogger(Logger):
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         for audio in audios:
-            path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"  # a path: Comet needs SciPy for arrays
+            path = Path(self._tracker.tmpdir) / f"{uuid4().hex}.wav"  # written to a file: Comet needs SciPy for arrays
             path.write_bytes(audio.wav())
             self._tracker.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
 

@@ -102,7 +102,7 @@ class _Table(RowFile):
         # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
         named: list[dict[str, float]] = [{"step": row.step, **row.metrics} for row in rows]
         with self.opened.turn() as changed:
-            if changed:  # another logger of this folder has written
+            if changed:  # another logger of this folder has written rows
                 self._read_columns()
             self._append(named)
         self.rows += len(rows)

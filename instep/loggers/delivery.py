@@ -31,7 +31,7 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import clean
 from instep.utils.warn import warn_user
 
-_CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
+_CHECKPOINT_WAIT_S = 1.0  # seconds that a checkpoint waits for a slow tracker: what is not sent by then is on the disk
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # wrong settings raise these
 
 _OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
@@ -44,7 +44,7 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)  # once: a handler cannot be taken back
+    os.register_at_fork(after_in_child=_close_in_child)  # registered once: a handler cannot be taken back
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class Delivery:
         self.step, self.time_s = 0, 0.0
         """Global step of the record that is being written, and when it was made, in seconds since 1970."""
         self._step_of_run: Callable[[], int] | None = None
-        self._claim: Callable[[], Path] | None = None  # the Trainer's, which makes the folder of its next run
+        self._claim: Callable[[], Path] | None = None  # function of the Trainer that makes the folder of its next run
         self._decides = False  # whether the Trainer's run folder stands where this logger's `save_dir` says
         self._number = self._rank = 0  # among the run's loggers of this class; of a process that writes for itself
         self._began_s = 0.0
         self._x: float | None = None  # the last place on another x-axis than the steps
-        self._lacks_x = False  # a warning has said that nothing has that name
-        self._waiting: list[Record] = []  # records of before the start
+        self._lacks_x = False  # True once a warning said that nothing has the name of the x-axis
+        self._waiting: list[Record] = []  # records that came before the start
         self._early: Path | None = None  # folder that was opened before a run
         self.opened_folder: Path | None = None
         """The new run folder that was opened before a run, which then takes it."""
@@ -142,7 +142,7 @@ class Delivery:
         self._note = Path()  # path of the note beside the backlog
         self._backlog: Backlog | None = None
         self._marks = Marks(exact=writer.is_local)
-        self.in_doubt = 0  # records in front of which a part may have arrived: sending them failed
+        self.in_doubt = 0  # number of first records of which a part may have arrived: sending them failed
         self._has_escaped = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class Delivery:
     def open(self) -> bool:
         """Open the logger where it is closed, outside a run too; return True if this process writes."""
         if self.sender is None and self.is_main:
-            if self.run_dir is not None and self.log_dir is not None:  # the run is over but its logger is still used
+            if self.run_dir is not None and self.log_dir is not None:  # the run is over, but its logger is used again
                 self._open(self.run_dir, self.log_dir)
             elif self._is_main_here():
                 run_dir = self._choose_early()
@@ -292,7 +292,7 @@ class Delivery:
 
     def _close_at_exit(self) -> None:
         atexit.unregister(self._finalize)
-        atexit.register(self._finalize)  # last: it runs before the end of the package that it writes with
+        atexit.register(self._finalize)  # registered last: it runs before the end of the package that it writes with
 
     def _finalize(self) -> None:
         """Close the logger at the program's end, where nothing has closed it."""
@@ -300,7 +300,7 @@ class Delivery:
             try:
                 self.writer.finalize("success")
             finally:
-                self.close("success")  # a subclass's method may leave that out
+                self.close("success")  # the method of a subclass may have left that out
 
     def _open(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.log_dir, self._home = run_dir, folder, Path.cwd()
@@ -339,7 +339,7 @@ class Delivery:
         """
         record = Record(hook, args, step, time.time())
         if self.sender is None and (self.run_dir is not None or (self.writer.base is not None and self._claim is None)):
-            self.open()  # a run is over, or there is no Trainer that names the folder
+            self.open()  # the run is over, or no Trainer names the folder
         if self.sender is not None:
             self.sender.backlog.append(record)
             self._note_steps(record)
@@ -369,7 +369,7 @@ class Delivery:
             return self.sender.ask(function, self.writer.flush_timeout_s, after_all=after_all)
         except TimeoutError as error:
             warn_user(str(error))
-        except Exception as error:  # a tracker never ends a run
+        except Exception as error:  # an error of a tracker never ends a run
             if isinstance(error, InstepError) or not after_all:
                 raise
             warn_user(f"{self._name} failed: {type(error).__name__}: {error}")
@@ -413,7 +413,7 @@ class Delivery:
         """Send what waits and close the logger; a second call does nothing."""
         if self._waiting:
             self.open()
-        sender, self.sender = self.sender, None  # first: a failing close is not tried again
+        sender, self.sender = self.sender, None  # cleared first: a close that fails is not tried again
         atexit.unregister(self._finalize)
         if sender is not None:
             self.status = status
@@ -549,10 +549,10 @@ class Delivery:
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": self.version,
             "status": self.status,
-            "sent": dict(self._marks.sent),  # a copy: the other thread may add to it
+            "sent": dict(self._marks.sent),  # a copy, since the other thread may add to the dict
             "id": seal and seal.about,
             "cwd": self._home,
-            # Of a folder in the run folder the part below it: the run folder may be moved.
+            # For a folder inside the run folder only the path below it: the run folder may be moved.
             "folder": folder.relative_to(run) if folder.is_relative_to(run) else folder,
         }
         note = json.loads(json.dumps(note, default=str))

@@ -84,7 +84,7 @@ def ensure_file(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists() or path.is_symlink():  # a stranger's link would bring in what it leads to
+    if not path.exists() or path.is_symlink():  # a stranger's link would bring in the file that it leads to
         return {}
     values: Any = None
     with suppress(SettingError):  # the folder may be another program's: a file that is not ours is written anew

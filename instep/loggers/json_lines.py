@@ -101,7 +101,7 @@ class _Lines(RowFile):
             values: dict[str, Any] = json.loads(row)
             step = float(values["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return RowKey(math.inf, frozenset())  # no line of ours
+            return RowKey(math.inf, frozenset())  # the line is not one of ours
         if "kind" in values and isinstance(values.get("name"), str):
             return RowKey(step, frozenset({f"_log_{values['kind']}:{values['name']}"}))
         return RowKey(step, frozenset(values) - {"step", "time"})
@@ -123,7 +123,8 @@ class _Lines(RowFile):
             for step, time_s, values in rows
         ]
         with self.opened.turn():
-            self.opened.append("".join(lines).encode("utf-8", "backslashreplace"))  # half a surrogate, as in JSON
+            # Half a surrogate is written as JSON writes it.
+            self.opened.append("".join(lines).encode("utf-8", "backslashreplace"))
         self.rows += len(rows)
 
 

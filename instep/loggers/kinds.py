@@ -28,7 +28,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Cell: TypeAlias = "bool | int | float | str | None"
 
 _CHANNELS = (1, 3, 4)
-_MOST_PATCH_BYTES = 2**20  # larger changes are data that nobody meant to commit
+_MOST_PATCH_BYTES = 2**20  # bytes: larger changes are data that nobody meant to commit
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
     if isinstance(value, Video):
         return value
     array = _array(value)
-    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form has a batch in front
+    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form begins with the dimension of a batch
         array = array[0]
     if array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] not in (1, 3):
         array = array.transpose(0, 2, 3, 1)
@@ -231,7 +231,7 @@ def to_figure(name: str, figure: Any, close: bool = True) -> Image:
     Raises:
         LogError: it is none.
     """
-    figure = getattr(figure, "figure", figure)  # an Axes has one
+    figure = getattr(figure, "figure", figure)  # an Axes of matplotlib has its figure as an attribute
     if not hasattr(figure, "savefig"):
         raise LogError(
             f"the figure {name!r} is a {type(figure).__name__}: give a matplotlib figure; of other packages write a "
@@ -258,7 +258,7 @@ def code_state(folder: Path | None = None) -> Code:
     commit = git("rev-parse", "HEAD")
     patch = (git("diff", "HEAD") or "") if commit else ""
     remote = git("config", "--get", "remote.origin.url")
-    if remote and "@" in remote and "://" in remote:  # a password may stand there
+    if remote and "@" in remote and "://" in remote:  # the address may contain a password
         scheme, _, rest = remote.partition("://")
         remote = f"{scheme}://{rest.rpartition('@')[2]}"
     branch = git("rev-parse", "--abbrev-ref", "HEAD")

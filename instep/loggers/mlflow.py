@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Code, Image, Table, Video
 
 _STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # the most that one request may have
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # most metrics and parameters that one request may have
 _WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
 # MLflow tries a request for 4 minutes otherwise, in which nothing else is sent; the logger's thread tries again anyway.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -91,13 +91,15 @@ class MLFlowLogger(Logger):
         super().__init__(save_dir, run_name or name, version, prefix, log_model=log_model, **options)
         self._experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or RUNS
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if "@" in (self._tracking_uri or ""):  # a password: `instep runs sync` takes MLFLOW_TRACKING_URI
+        # The address may contain a password: `instep runs sync` takes MLFLOW_TRACKING_URI.
+        if "@" in (self._tracking_uri or ""):
             self._SYNC = ("experiment_name", "artifact_location")
         tags = os.environ.get("MLFLOW_TAGS", "{}") if tags is None else tags
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
         if nested_run and parent_run_id is None:
-            active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()  # the thread's
+            # The active run of this thread.
+            active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()
             parent_run_id = None if active is None else active.info.run_id
         notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
         self._tags |= {name: text for name, text in notes.items() if text is not None}
@@ -121,7 +123,7 @@ class MLFlowLogger(Logger):
         self._entities = mlflow.entities
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        if self.delivery.sends_rest:  # MLflow would print what the note and its host say among the command's lines
+        if self.delivery.sends_rest:  # MLflow would print what the note and its host say among the lines of the command
             os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         if self._tracking_uri is None:
             place = self.delivery.folder
@@ -159,7 +161,7 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
         else:
             self._experiment_id = experiment.experiment_id
-        # Who runs which program here is no matter of another user's host.
+        # Another user's host must not learn who runs which program here.
         tags = self._tags if self.delivery.is_strangers else context.resolve_tags(self._tags)
         run = client.create_run(self._experiment_id, tags=tags, run_name=self._name)
         self._check_place(run.info.artifact_uri)

@@ -52,13 +52,13 @@ class RowFile(OutputFile, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.rows, self.later_rows, self._had = 0, [], (0, frozenset())
         path = folder.absolute() / self.NAME
-        self.appended = AppendedFile(path)  # a folder that cannot be written is an error before the first step
+        self.appended = AppendedFile(path)  # raises before the first step if the folder cannot be written
         with self.appended.turn():
             if path.stat().st_size:
                 self._take_over(path, keep, last_step)
 
     def _take_over(self, path: Path, keep: int | None, last_step: float) -> None:
-        with open_regular(path) as file:  # the folder may be another's run that goes on
+        with open_regular(path) as file:  # the folder may be that of another run, which goes on
             content = file.readall()
         whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a row
         rows = self.parse(whole)
@@ -83,7 +83,8 @@ class RowFileLogger(Logger):
 
     NAME_HPARAMS_FILE = NAME
     _rows: RowFile  # set by the subclass, which sets `_file` to it too
-    _keep: tuple[int | None, float] = None, -1  # rows, and the checkpoint's step; a user's axis has others
+    # Last rows that were kept, and the checkpoint's step; an x-axis of the user has other rows.
+    _keep: tuple[int | None, float] = None, -1
 
     @property
     def path(self) -> Path | None:

@@ -22,7 +22,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular, parse_json
 
 MOST_LINE_BYTES = 2**20
-MOST_RECORD_BYTES = 2**24  # one with an image may be large; a larger one is passed over
+MOST_RECORD_BYTES = 2**24  # bytes: a row with an image may be large; a larger one is passed over
 _BLOCK = 2**15  # bytes of a block in a W&B file
 _PIECE = 2**18
 _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").fullmatch
@@ -91,7 +91,7 @@ class LogFile:
 
     def _lines(self, file: FileIO) -> Iterator[str]:
         """Yield whole lines; what comes after the last one is being written, or was cut off."""
-        rest, passed = b"", 0  # bytes of a line that is too long
+        rest, passed = b"", 0  # `passed` counts the bytes of a line that is too long
         while piece := file.read(_PIECE):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
@@ -140,7 +140,7 @@ class JSONLinesFile(LogFile):
             except (ValueError, RecursionError) as error:
                 self._complain(f"line {self._row}: {error!s:.200}")
                 continue
-            if isinstance(row.get("kind"), str):  # a text, a table, the files of a picture
+            if isinstance(row.get("kind"), str):  # a row that is a text, a table, or the files of a picture
                 continue
             step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
             pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]
@@ -173,7 +173,7 @@ class TensorBoardFile(LogFile):
                 kind = value.WhichOneof("value")
                 if kind == "simple_value":
                     pairs.append((value.tag, value.simple_value))
-                elif kind == "tensor" and len(value.tensor.float_val) == 1:  # TensorBoard 2's scalars
+                elif kind == "tensor" and len(value.tensor.float_val) == 1:  # scalars of TensorBoard 2
                     pairs.append((value.tag, value.tensor.float_val[0]))
             if pairs:
                 yield float(event.step), event.wall_time, pairs
@@ -185,7 +185,7 @@ class TensorBoardFile(LogFile):
             while len(head := buffered.read(12)) == 12:
                 (length,) = struct.unpack_from("<Q", head)
                 end = self._offset + length + 16
-                if not length or end > size:  # being written, cut off, or no event file
+                if not length or end > size:  # the record is being written, cut off, or the file is no event file
                     return
                 if length > MOST_RECORD_BYTES:
                     self._complain(f"a record of {length:,} bytes is passed over")
@@ -223,7 +223,8 @@ class WandbFile(LogFile):
                 row: dict[str, float] = {}
                 for item in record.history.item:
                     text = item.value_json
-                    number = float(text) if _IS_NUMBER(text) else _number(text.strip('"'))  # nan is a text of JSON
+                    # JSON has no nan, which is written as text.
+                    number = float(text) if _IS_NUMBER(text) else _number(text.strip('"'))
                     if number is not None:
                         row["/".join(item.nested_key) or item.key] = number
                 step = row.get("trainer/global_step", row.get("_step", float(record.history.step.num)))
@@ -247,13 +248,13 @@ class WandbFile(LogFile):
                 _, length, kind = struct.unpack("<IHB", head)
                 if not kind and not length:  # the rest of a block is empty
                     if self._offset <= at - _BLOCK:
-                        return  # no more than that of a whole one, of which a sparse file has billions
+                        return  # read no more than a whole block, since a sparse file has billions of empty ones
                     at += left
                     buffered.seek(at)
                     continue
                 data = buffered.read(length)
                 if len(data) < length:
-                    return  # being written, or cut off
+                    return  # the record is being written, or cut off
                 at, parts = at + 7 + length, (b"" if kind in (1, 2) else parts) + data
                 if len(parts) > MOST_RECORD_BYTES:
                     parts = b""

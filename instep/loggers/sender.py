@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
+from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 it is another class than TimeoutError
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,10 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.loggers.delivery import Delivery
 
-_PERIOD_S = 0.5  # how long records wait for company
+_PERIOD_S = 0.5  # seconds that records wait for others, to be sent together
 _LONGEST_PAUSE_S = 60.0
 _MOST_TEXT = 200
-_TRIES = 3  # tries of a record before the next one shows whether the tracker works
+_TRIES = 3  # tries of a record, before the next record shows whether the tracker works
 
 _HELD_UP: dict[Path, threading.Thread] = {}
 """Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
@@ -58,13 +58,13 @@ class Sender:
         self.error: Exception | None = None
         """Why nothing could be sent last; None while it works."""
         self.is_begun = False
-        self._is_started = False  # the tracker has to be closed, although taking over what waited may fail
-        self._left_over = 0  # records in front that an earlier process could not send
+        self._is_started = False  # True once the tracker has to be closed, even if taking over what waited failed
+        self._left_over = 0  # number of first records that an earlier process could not send
         self._books, self._name = books, name
         self._failures = 0
         self._singly = 0  # records that are sent one by one, since one of them was refused
         self._next_try_s = 0.0
-        self._hurries = False  # whether records are sent now that would wait for more records
+        self._hurries = False  # True if records are sent now that would otherwise wait for more
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = backlog.is_many
         self._ends = False
@@ -87,7 +87,7 @@ class Sender:
         except NotInTime:
             warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
             return
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C may end the wait
             self._end()
             raise
         if isinstance(error, InstepError):
@@ -147,11 +147,11 @@ class Sender:
         end_s = time.monotonic() + timeout_s
 
         def last() -> None:
-            self._ends = True  # first: nothing is sent to a closed tracker
+            self._ends = True  # set first: nothing is sent to a closed tracker
             if self._is_started:
                 finalize()
 
-        self._next_try_s = 0.0  # one more try, whatever the pause
+        self._next_try_s = 0.0  # try once more, whatever the pause is
         self.flush(timeout_s, early=True)
         try:
             self.ask(last, max(0.1, end_s - time.monotonic()))
@@ -162,7 +162,7 @@ class Sender:
         self._end()
         self.thread.join(max(0.1, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self._books.writer.file.stop()  # nothing is written any more: the number in the warning stays true
+            self._books.writer.file.stop()  # nothing is written any more, so that the number in the warning stays true
         self.backlog.spill()
         self._warn_of_rest()
         if self.thread.is_alive():
@@ -221,7 +221,7 @@ class Sender:
                 if not self._begun.done():
                     self._begun.set_result(None)
             left = len(self.backlog)
-            # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
+            # Records that come meanwhile wait for others: sent row by row they would mostly cost requests.
             while (
                 not self._ends
                 and max(left, len(self.backlog) - BATCH + 1) > 0
@@ -238,7 +238,7 @@ class Sender:
             self._rest()
         except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
             if self._ends and group:
-                return  # the thread was stopped, and a warning has named what is left
+                return  # the thread was stopped, and a warning has named what is not sent
             self._singly = self._singly or self._books.in_doubt
             self._note_failure(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
@@ -260,7 +260,7 @@ class Sender:
             self._begun.set_exception(error)
             if isinstance(error, InstepError):
                 return
-        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 ...
+        if self._failures & (self._failures - 1) == 0:  # warn at failure 1, 2, 4, 8 ...
             self._warn(
                 f"{self._name} failed: {in_short(error)}. Training goes on; what it was given is kept and sent again "
                 f"in {pause_s:g} s"
@@ -268,7 +268,7 @@ class Sender:
 
     def _next_one_goes(self) -> bool:
         try:
-            self.backlog.spill(sync=False)  # both in the file, or both in memory
+            self.backlog.spill(sync=False)  # both records are in the file, or both in memory
             second = self.backlog.peek(2)[1:]
             if second:
                 self._books.write(second)
@@ -280,11 +280,11 @@ class Sender:
         names = clean(", ".join(record.names()) or record.hook)
         self._warn(f"{self._name} refuses {names}: {in_short(self.error)}")
         try:
-            # Without its step: later ones have arrived, and say nothing of this one.
+            # The refused record has no step here: later ones have arrived, and say nothing of this one.
             self.backlog.refuse(record._replace(step=None), self.backlog.seal)
         except OSError:
             self.backlog.lost += 1
-        self.backlog.drop(2, self._books.writer.file.row_count())  # the record after it has arrived
+        self.backlog.drop(2, self._books.writer.file.row_count())  # the record after the refused one has arrived
         self._failures, self._next_try_s = 0, 0.0
 
     def _warn(self, text: str) -> None:

@@ -15,7 +15,8 @@ from instep.utils.imports import require
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Image, Video
 
-_GATHER_S = 0.05  # SwanLab's thread waits for more to write, 0.5 s by default: a checkpoint would wait for it
+# Seconds; SwanLab's thread waits 0.5 s for more to write by default, and a checkpoint would wait for it.
+_GATHER_S = 0.05
 _WRITE_S = 10.0
 
 
@@ -44,7 +45,7 @@ class SwanLabLogger(Logger):
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL, _OWN_FOLDERS = False, True
-    _start_timeout_s = 15.0  # the run begins without a server that does not answer
+    _start_timeout_s = 15.0  # seconds: the run begins without a server that does not answer
     _SYNC = ("project", "workspace", "mode", "log_dir")
     _PATHS = {"log_dir": ""}
 
@@ -81,7 +82,8 @@ class SwanLabLogger(Logger):
 
     def _init(self) -> Any:
         folder = self._log_dir or (self._save_dir or self.delivery.folder) / "swanlog"
-        given = {"settings": self._swanlab.Settings(interactive=False), **self._given}  # nobody answers in a thread
+        # In a thread nobody can answer a question.
+        given = {"settings": self._swanlab.Settings(interactive=False), **self._given}
         try:
             return self._swanlab.init(
                 project=self._project,
@@ -117,7 +119,7 @@ class SwanLabLogger(Logger):
     def _delivered(self) -> dict[str, int]:
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
-        last: dict[str, int] = {}  # none of a run online: the service takes no step twice
+        last: dict[str, int] = {}  # nothing is known of a run online: the service takes no step twice
         folder, here = self._tracker.dir.parent, self._tracker.mode in ("offline", "local")
         for file in sorted(folder.glob("run-*/*.swanlab")) if here else ():
             if file.stem == f"run-{self.version}" and file.parent != self._tracker.dir and file.stat().st_size:

@@ -40,11 +40,11 @@ from instep.utils.untrusted_files import open_regular
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
 _TRIES = 3
 _PAUSE_S = 2.0
-_FEW = 20  # files that are named
+_FEW = 20  # most files that are named
 _NETWORK = ("http", "https", "aim")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:").match
-_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that no package reads as something else
-# Variables without which a program does not run, or finds no way out.
+_PLAIN = re.compile(r"[^?#%:]*").fullmatch  # a path that no package reads as anything else
+# Variables without which a program does not run, or does not reach the network.
 _KEPT = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "TMP", "TEMP", "VIRTUAL_ENV", "SYSTEMROOT"),
     *("SSL_CERT", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
@@ -116,7 +116,7 @@ def _send(run: Path, path: Path, timeout_s: float, ask: Callable[[str], None]) -
             raise SettingError(f"{why}: what came with a run folder may not lead out of it")
     elif not folder.is_absolute() and folder.parts and not (run / folder).resolve().is_relative_to(run.resolve()):
         raise SettingError(f"{run / folder} leads out of the run folder by a link")
-    if refused.exists():  # tried again, before the others
+    if refused.exists():  # refused records are tried again, before the others
         replace(backlog, b"".join([*_lines(refused), *_lines(backlog)]))
         refused.unlink()
     match = _STEM.fullmatch(path.stem)
@@ -246,7 +246,7 @@ def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
             yield threads
         finally:
             os.chdir(before)
-            if not threads:  # one that goes on would find them
+            if not threads:  # only a process that goes on would find them
                 _set_variables(variables)
 
 

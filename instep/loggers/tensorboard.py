@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
-_NUMBERS = count()  # numbers apart the files that this process makes in one second
+_NUMBERS = count()  # a counter in the name of each file, since this process may make several in one second
 
 
 class TensorBoardLogger(Logger):
@@ -158,7 +158,7 @@ class TensorBoardLogger(Logger):
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
         for key, video in numbered(name, videos):
             _, height, width, channels = video.array.shape
-            kind = self._proto.Summary.Image  # TensorBoard shows a GIF among the images
+            kind = self._proto.Summary.Image  # TensorBoard shows a GIF among its images
             moving = kind(height=height, width=width, colorspace=channels, encoded_image_string=video.gif())
             self._add_value(key, step, image=moving)
 
@@ -256,7 +256,7 @@ class _EventFile(OutputFile):
 
     def __init__(self, flush_s: float) -> None:
         self._flush_s = flush_s
-        self._there: set[tuple[int, float]] | None = None  # step and time of the events that were there
+        self._there: set[tuple[int, float]] | None = None  # step and time of the events that were in the files before
 
     def open(self, folder: Path) -> bool:
         """Make the file; return True if the folder has others."""

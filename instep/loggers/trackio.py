@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from instep.loggers.backlog import Row
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
-_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # Trackio puts "__" before such a metric
+# Trackio puts "__" before a metric of such a name.
+_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 
 class TrackioLogger(Logger):
@@ -63,17 +64,17 @@ class TrackioLogger(Logger):
         super().__init__(save_dir, name, version, prefix, **options)
         self._project = project or RUNS
         self._space_id, server = init.get("space_id"), init.get("server_url")
-        # A token stands in such an address: `instep runs sync` takes TRACKIO_SERVER_URL.
+        # Such an address may contain a token: `instep runs sync` takes TRACKIO_SERVER_URL.
         self._server_url = None if server is None or "?" in server or "@" in server else server
         self._init = init
-        self._config: dict[str, Any] | None = None  # not in the database yet
+        self._config: dict[str, Any] | None = None  # configuration that is not in the database yet
 
     def _start(self) -> None:
         folder = self._save_dir
         if self.delivery.is_strangers and "TRACKIO_DIR" not in os.environ:
             folder = self.delivery.folder
         if folder is not None and "trackio" not in sys.modules:
-            os.environ["TRACKIO_DIR"] = str(folder.absolute())  # read when it is imported
+            os.environ["TRACKIO_DIR"] = str(folder.absolute())  # Trackio reads the variable when it is imported
         trackio = self._package()
         if folder is not None and folder.absolute() != trackio.utils.TRACKIO_DIR:
             raise SettingError(
@@ -107,7 +108,7 @@ class TrackioLogger(Logger):
             for metrics, row in zip(named, rows, strict=True):
                 self._tracker.log(metrics, step=row.step)
             return
-        # `Run.log` would answer before the rows are in the database, and only warn where they do not get there.
+        # `Run.log` would return before the rows are in the database, and only warn if they do not get there.
         self._storage.bulk_log(
             self._project,
             self._tracker.name,
@@ -143,7 +144,8 @@ class TrackioLogger(Logger):
             self._log_file(key, self._package().Video, ".gif", video.gif(), video.caption, step)
 
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
-        with TemporaryDirectory() as folder:  # Trackio writes an array by ffmpeg, and louder
+        # Written to a file by us: Trackio would call ffmpeg for an array, and change the volume.
+        with TemporaryDirectory() as folder:
             (file := Path(folder) / f"file{ending}").write_bytes(data)
             self._tracker.log({name: kind(file, caption=caption)}, step=step)
 

@@ -139,7 +139,7 @@ class WandbLogger(Logger):
         self._wandb: Any = None
         self._ours = False
         self._disk: WandbFile | None = None  # file that W&B has written
-        self._there: dict[str, int] = {}  # the last step of each metric in it
+        self._there: dict[str, int] = {}  # the last step of each metric in that file
         self._last: tuple[dict[str, float], int] = {}, 0
         self._config: dict[str, Any] = {}  # configuration of a run that was opened before the resumed one was known
 
@@ -210,7 +210,7 @@ class WandbLogger(Logger):
 
     def _init(self, wandb: Any, mode: str) -> Any:
         known = wandb.Settings.model_fields if hasattr(wandb.Settings, "model_fields") else {}
-        # Fields by version of W&B: what an older one does not know is left out.
+        # Fields by the version of W&B that has them: an older one gets none that it does not know.
         limits = {
             "init_timeout": self._init_timeout_s,
             "login_timeout": self._init_timeout_s,
@@ -221,9 +221,9 @@ class WandbLogger(Logger):
         given = dict(self._init_kwargs)
         settings.update(given.pop("settings", None) or {})
         if self.delivery.sends_rest:
-            settings |= {"disable_git": True, "disable_code": True}  # this folder is not the run's
+            settings |= {"disable_git": True, "disable_code": True}  # the current folder is not that of the run
         if wandb.run is not None:
-            given.setdefault("reinit", "create_new")  # another logger's run stays open beside this one
+            given.setdefault("reinit", "create_new")  # the run of another logger stays open beside this one
         return wandb.init(
             name=self._name,
             project=self._project,

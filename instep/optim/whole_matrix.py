@@ -28,8 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.errors import SettingError
 from instep.strategies.dtensors import box_of, with_local
 
-BUCKET_BYTES = 64 * 2**20  # whole weights in a bucket; a larger matrix is a bucket of its own
-_AHEAD = 2  # buckets under way to their owners
+BUCKET_BYTES = 64 * 2**20  # bytes of whole weights in a bucket; a larger matrix is a bucket of its own
+_AHEAD = 2  # buckets that are on the way to their owners at one time
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape of a part, and where it begins in each dimension."""
@@ -95,7 +95,7 @@ class WholeMatrix(Optimizer):
     """
 
     def __new__(cls, optimizer: Optimizer | None = None) -> Any:
-        if optimizer is None:  # a copy of one is being made
+        if optimizer is None:  # the optimizer is being copied
             return super().__new__(cls)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, WholeMatrix):
             raise SettingError(
@@ -439,7 +439,7 @@ class _Dtype:
 
 def _sent(value: Any, parameter: DTensor) -> Any:
     """Return what an owner tells the other ranks of a state: a tensor of the weight's shape follows in parts."""
-    if _is_cut(value):  # the state was loaded and not used yet: all ranks have their parts
+    if _is_cut(value):  # the state was loaded, and no step has used it yet: all ranks have their parts
         return None
     value = _plain(value)
     if not isinstance(value, Tensor):

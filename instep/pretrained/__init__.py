@@ -71,11 +71,11 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 def _json_of(value: Any, name: str) -> Any:
     """Return a hyperparameter as JSON has it: what the types of the constructor's arguments lead back."""
-    if isinstance(value, Enum):  # pydantic knows members by their values, and our own reader by either
+    if isinstance(value, Enum):  # pydantic finds members by their values, and our own reader by names too
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float) and value - value == 0:  # neither inf nor nan, which JSON has not
+    if isinstance(value, float) and value - value == 0:  # JSON has no inf and no nan
         return value
     if isinstance(value, PurePath | torch.dtype | torch.device):
         return str(value)
@@ -86,7 +86,7 @@ def _json_of(value: Any, name: str) -> Any:
         return {TAG: "dict", "v": [[encode(key, name)[0], item] for key, item in items]}
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    with suppress(UnsavableStateError):  # values without a form in JSON stand there as in the states of checkpoints
+    with suppress(UnsavableStateError):  # values without a form in JSON are written as in the states of checkpoints
         tree, tensors = encode(value, name)
         if not tensors:
             return tree

@@ -58,7 +58,7 @@ class PretrainedExport(Callback):
     Source: the folder's format is that of transformers' and peft's `save_pretrained`.
     """
 
-    runs_last = True  # after what callbacks do to the weights
+    runs_last = True  # exports after other callbacks have changed the weights
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class PretrainedExport(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:  # after an error, which is the one that is raised
+        if thread is not None:  # the fit ended with an error, which is the one that is raised
             thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -202,7 +202,7 @@ class PretrainedExport(Callback):
                 self.tokenizer.save_pretrained(made)
             for path in (*made.rglob("*"), made):
                 sync_path(path)
-            if folder.exists():  # from before this run was resumed
+            if folder.exists():  # the folder is from before this run was resumed
                 _delete(folder)
         done = [path for path in self.exports() if _step_of(path) <= _step_of(folder)]
         for old in done[: -self.keep] if self.keep else ():
@@ -223,5 +223,5 @@ def _step_of(folder: Path) -> int:
 
 def _delete(folder: Path) -> None:
     gone = folder.with_name(f".{folder.name}.deleted")
-    folder.rename(gone)  # never half of one under its name
+    folder.rename(gone)  # a rename, so that never half of an export has its name
     shutil.rmtree(gone)

@@ -137,11 +137,12 @@ class Profiler(ABC):
         path = None if folder is None else folder / self._prepare_filename()
         if text and folder is not None and path is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:  # a resumed run adds its own
+            with open(path, "a", encoding="utf-8") as file:  # "a", since a resumed run adds its own report
                 file.write(f"{text}\n")
         if text and self._local_rank in (None, 0) and (self.filename is None or path is None):
             lines = text.splitlines()
-            if path is not None and len(lines) > _MOST_LINES:  # why the run ended must not scroll away
+            # Print a part only: why the run ended must not scroll away.
+            if path is not None and len(lines) > _MOST_LINES:
                 text = "\n".join([*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES:,} more lines in {path}"])
             print(text)  # noqa: T201  the report that was asked for
 
@@ -162,7 +163,8 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        name = self._kind if action_name is None else None  # action and ending already give a file a name of its own
+        # The action and the ending already give the file a name of its own.
+        name = self._kind if action_name is None else None
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension
 

@@ -31,7 +31,7 @@ SORT_KEYS = (
     "self_cpu_memory_usage", "self_cuda_memory_usage", "count",
 )  # fmt: skip
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-_LEAST = 5  # steps that the default schedule needs
+_LEAST = 5  # fewest steps that the default schedule needs
 _MEMORY_EVENTS = 100_000
 
 

@@ -23,10 +23,12 @@ import torch
 STEP_PARTS = ("data", "forward", "backward", "optimizer")
 _SHOWN = {"other": "idle and other"}
 _BURST = 4
-_FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0  # batches between two bursts
+# Batches between two bursts: the first gap, its growth, and the largest.
+_FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0
 
 Function = Callable[..., Any]
-_Timed = tuple[str, str | None, Any, Any]  # part, the part that it is within, events at its start and end
+# Name of the part, the part that it is within, and events at its start and end.
+_Timed = tuple[str, str | None, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,15 @@ class RunClock:
         self._loop_began: float | None = None
         self._rare: dict[str, float] = {"validation": 0.0, "saving": 0.0}
         self._rare_before_loop = 0.0
-        self._inner = 0.0  # seconds of the region in hand that belong to regions within it
+        self._inner = 0.0  # seconds of the open region that belong to regions within it
         self._watched: dict[str, tuple[CellType, Function, Function]] = {}
-        self._burst: dict[str, float] = {}  # seconds of the burst in hand
-        self._first: dict[str, float] | None = None  # the first batch, which compiles and warms up, stands for itself
-        self._bursts: list[tuple[int, dict[str, float]]] = []  # batches that it stands for, and seconds per batch
-        self._pending: list[tuple[int, int, dict[str, float], list[_Timed]]] = []  # bursts that a device still runs
+        self._burst: dict[str, float] = {}  # seconds of each part in the open burst
+        # Seconds of the first batch, which compiles and warms up, and is counted apart.
+        self._first: dict[str, float] | None = None
+        # For each burst the number of batches that it stands for, and its seconds per batch.
+        self._bursts: list[tuple[int, dict[str, float]]] = []
+        # Bursts that the device has not finished yet.
+        self._pending: list[tuple[int, int, dict[str, float], list[_Timed]]] = []
         self._open_events: list[_Timed] = []
         self._region: str | None = None
         self._gap, self._random = _FIRST_GAP, random.Random(0)
@@ -175,7 +180,7 @@ class RunClock:
                 finally:
                     self._left -= next(given) - 1
                 if self._left:
-                    return  # the epoch has ended before the next burst
+                    return  # the epoch ended before the next burst
             done = 0
             self._switch(on=True)
             try:
@@ -266,7 +271,7 @@ class RunClock:
         computing = sum(rates.values()) - rates["data"]
         scale = min(1.0, left / computing) if computing else 1.0
         parts = {part: first.get(part, 0.0) + rates[part] * scale for part in STEP_PARTS}
-        # A device that computes while the host waits for data loses nothing by that.
+        # A device that computes while the host waits for data loses nothing by that wait.
         parts["data"] = first.get("data", 0.0) + min(rates["data"], max(0.0, left - computing * scale))
         parts |= self._rare
         start = wall if self._loop_began is None else self._loop_began - self._began

@@ -47,7 +47,8 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, array[float]] = {}
-        self._earlier: dict[str, tuple[int, float]] = {}  # number and seconds of the calls before those
+        # Number and seconds of the calls that were dropped from the list.
+        self._earlier: dict[str, tuple[int, float]] = {}
         self.start_time = time.perf_counter()
 
     def start(self, action_name: str) -> None:

@@ -53,7 +53,7 @@ class TraceReady:
 
 def chrome_traces(folder: Path, rank: int) -> Write:
     """Return what writes `profile_<rank>.json`, and `profile_<rank>_<number>.json` from the second recording on."""
-    folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is found out before training
+    folder.mkdir(parents=True, exist_ok=True)  # made now: a folder that cannot be made is an error before training
 
     def write(profiler: Recorder, number: int) -> None:
         suffix = "" if number == 1 else f"_{number}"

@@ -30,7 +30,7 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 Plain = bool | int | float | str
 _VERSION = 1
-_MOST_FILES = 64  # files in the cache: one for each folder that was searched
+_MOST_FILES = 64  # most files in the cache: one for each folder that was searched
 _MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits of a run in the cache; a run with more is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
 _LIVE, _LIMITS = ("starting", "running"), ("max_epochs=", "max_steps=", "max_samples=", "max_tokens=")
@@ -196,7 +196,7 @@ def at_path(path: str) -> list[Entry]:
     if next(below(folder, 0), None) is None:
         return read_entries(folder)
     beside = {entry.run.folder: entry for entry in read_entries(folder.parent, 1)}
-    if folder in beside and os.path.lexists(folder / STATUS):  # nothing below it is a run of its own
+    if folder in beside and os.path.lexists(folder / STATUS):  # nothing below a run's folder is a run of its own
         return [beside[folder]]
     found = read_entries(folder)
     return [replace(entry, name=beside.get(entry.run.folder, entry).name) for entry in found]
@@ -221,7 +221,7 @@ def find_one(word: str) -> Entry:
     """
     found, folder = at_path(word), Path(word).absolute()
     if folder.is_dir():
-        found = [entry for entry in found if entry.run.folder == folder]  # not one below it
+        found = [entry for entry in found if entry.run.folder == folder]  # the run itself, not one in a folder below it
     if len(found) == 1:
         return found[0]
     some = "; ".join(f"{entry.name} ({entry.run.name})" for entry in found[:8])
@@ -254,7 +254,7 @@ def ends_of(curve: Curve) -> Ends:
 def _index_of(root: Path) -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         home = Path(os.devnull)
     name = hashlib.blake2b(os.fsencode(root), digest_size=12).hexdigest()
     return home / "instep" / "runs" / f"{name}.json"
@@ -270,7 +270,7 @@ def _load(index: Path, root: Path) -> dict[str, Any]:
 
 def _save(index: Path, root: Path, rows: dict[str, Any]) -> None:
     text = json.dumps({"version": _VERSION, "root": str(root), "runs": rows}, separators=(",", ":"), allow_nan=False)
-    with suppress(OSError):  # a cache: without it all is read again
+    with suppress(OSError):  # without the cache all runs are read again
         index.parent.mkdir(parents=True, exist_ok=True)
         replace_file(index, text.encode("utf-8", "surrogatepass"))
         files = sorted(index.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -288,7 +288,7 @@ def _row(entry: Entry) -> list[Any] | None:
     ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
     told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
     row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
-    return json.loads(json.dumps(row))  # as it is read again, to be compared
+    return json.loads(json.dumps(row))  # in the form in which it is read again, so that the two can be compared
 
 
 def _number(value: float) -> Any:
@@ -306,7 +306,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
         _check(params.values(), (bool, int, float, str))
         status = RunStatus(state, cause, {int(k): str(v) for k, v in by_rank.items()}, step, epoch, dict(said))
         run = Run(path_below(folder, root), folder, status, updated(stamp), stamp)
-        run.__dict__["label"] = label_of(label)  # value that the cached property would read
+        run.__dict__["label"] = label_of(label)  # sets the value that the cached property would read
         return Entry(run, params, {name: _ends(*of) for name, of in ends.items()}, monitor)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None

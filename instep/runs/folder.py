@@ -22,7 +22,7 @@ from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
 from instep.utils.untrusted_files import clean, open_regular
 
-DEPTH = 6  # runs/<experiment>/instep_runs/version_0, and some more
+DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0, and some more
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _WATCHED = (STATUS, HPARAMS, LABEL, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
@@ -132,7 +132,7 @@ class Run:
 def _written(path: Path) -> tuple[bool, float, str]:
     try:
         said = path.stat()
-    except OSError:  # gone meanwhile
+    except OSError:  # the folder was deleted meanwhile
         return False, 0.0, str(path)
     return said.st_size > 0, said.st_mtime, str(path)
 
@@ -180,7 +180,8 @@ def tail(path: Path, lines: int = 50) -> str:
             text = (file.read(_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    shown = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]  # a bar is drawn over itself
+    # Keep the end of a line: a bar is drawn over itself.
+    shown = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
 
 
@@ -196,7 +197,7 @@ def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
                     seen[entry.name] = entry.stat(follow_symlinks=False)
                 if is_folder and not entry.name.startswith("."):
                     folders.append(entry.name)
-    except OSError:  # gone, or not ours to read
+    except OSError:  # the folder was deleted, or is not ours to read
         return
     if STATUS in seen or HPARAMS in seen or any(map(_IS_LOG, seen)):
         yield folder, tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in seen.items()))

@@ -14,7 +14,8 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
 FILE = "label.json"
-MOST_NAME, MOST_NOTE, MOST_TAG, MOST_TAGS = 200, 4000, 64, 32  # characters; tags of a run
+# Most characters of a name, a note and a tag, and most tags of a run.
+MOST_NAME, MOST_NOTE, MOST_TAG, MOST_TAGS = 200, 4000, 64, 32
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from instep.runs.status import own
 MOST_NAMES = 2000  # most names that are read of a run where none are asked for
 _OF_RANK = re.compile(r"rank-\d+").fullmatch
 _Point = tuple[float, float, float | None]  # step, value, time
-_KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (  # the exact ones first: TensorBoard keeps float32
+# Kinds of files, exact numbers first: TensorBoard keeps float32.
+_KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (
     ("jsonl", JSONLinesFile, ("metrics.jsonl", "rank-*/metrics.jsonl")),
     ("csv", CSVFile, ("metrics.csv", "rank-*/metrics.csv")),
     ("wandb", WandbFile, ("run-*.wandb", "wandb/*/run-*.wandb")),
@@ -75,8 +76,8 @@ class _Buckets:
 
     def __init__(self, most: int) -> None:
         self._most = max(1, (most - 2) // 2)
-        self._width = 2  # both of two points are kept: a short curve is whole
-        self._buckets: list[list] = []  # points in it, the least, the greatest
+        self._width = 2  # points of a bucket; both of two points are kept, so that a short curve is whole
+        self._buckets: list[list] = []  # for each bucket the number of its points, the least and the greatest
         self.count = self.not_finite = 0
         self.first: _Point | None = None
         self.last: _Point = (0.0, math.nan, None)
@@ -206,7 +207,8 @@ class MetricsReader:
         files = self._files[kind]
         for path in paths:
             files.setdefault(path, make(path))
-        if any(file.replaced() for file in files.values()):  # rewritten: all of its logger is read again
+        # A file was rewritten: all files of its logger are read again.
+        if any(file.replaced() for file in files.values()):
             self._curves[kind] = {}
             files.update({path: make(path) for path in files})
         lines, names = self._curves[kind], self._names
@@ -243,6 +245,6 @@ _ALL = tuple(pattern for *_, patterns in _KINDS for pattern in patterns)
 
 def log_files(folder: Path, patterns: Iterable[str] = _ALL) -> list[Path]:
     """List the loggers' files in a run folder, not in checkpoints, in other runs or behind links."""
-    is_run = os.path.lexists(folder / STATUS)  # folders below one that is no run are runs of their own
+    is_run = os.path.lexists(folder / STATUS)  # folders below one that is no run may be runs of their own
     found = sorted(path for pattern in patterns if is_run or "/" not in pattern for path in folder.glob(pattern))
     return [path for path in found if own(path, folder) and "checkpoints" not in path.relative_to(folder).parts]

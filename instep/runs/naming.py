@@ -15,7 +15,7 @@ from instep.runs.folder import Run
 from instep.utils.untrusted_files import clean
 
 Params = Mapping[str, bool | int | float | str]
-_MOST, _LONG = 4, 24  # settings in a name; characters of a value
+_MOST, _LONG = 4, 24  # most settings in a name, and most characters of a value
 _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 
 

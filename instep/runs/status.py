@@ -16,7 +16,7 @@ from instep.health.run_status import NAME as STATUS
 from instep.utils.process_id import is_gone, state_of
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
-SILENT_S = 60.0  # a lease is renewed every 5 s; clocks of two hosts differ
+SILENT_S = 60.0  # seconds: a lease is renewed every 5 s, and the clocks of two hosts differ
 MOST_RANKS = 1000
 STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
 _BY_RANK = re.compile(r"rank (\d{1,7})(?: \(host [^)]*\))?: (.*)", re.DOTALL)
@@ -94,7 +94,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
     """Return why a run that calls itself running is dead; empty where it lives."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
-        lease = {}  # an earlier run's
+        lease = {}  # the lease is an earlier run's
     pid, host = _count(said, "pid"), _text(said, "host")
     gone = is_gone(str(said.get("process") or lease.get("owner")))
     if gone is None and not lease and host == socket.gethostname() and pid:

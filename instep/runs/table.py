@@ -21,7 +21,7 @@ from instep.utils.untrusted_files import clean
 
 MARK = "\u200e"
 """Sign without a width after which a line goes on from left to right."""
-_GAP, _LEAST = 2, 10  # blanks between columns; width of a name or text that is cut
+_GAP, _LEAST = 2, 10  # blanks between columns, and the least width to which a text is cut
 _LONG = 100  # characters of a text where nothing limits the width
 _ALWAYS = 2  # rank of the columns for which a name is cut: the state and a best value
 _FEW = 8  # runs whose end is told below the table
@@ -190,7 +190,8 @@ class Table:
             Column("run", [entry.name for entry in entries], rank=0, cut=True),
             Column("state", self._facts("state"), rank=1),
         ]
-        said = all(not entry.run.label.name and "=" in entry.name for entry in entries)  # the names say it already
+        # True if the names already say it.
+        said = all(not entry.run.label.name and "=" in entry.name for entry in entries)
         for place, key in enumerate(self.params):
             cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]
             title = naming.short(key, self.params)

@@ -121,7 +121,7 @@ def empty(removed: Path) -> None:
 
 
 def _trash_name() -> str:
-    return f".instep_trash-{os.geteuid()}"  # one for each user: another one's could not be written to
+    return f".instep_trash-{os.geteuid()}"  # each user has a trash of his own: nobody could write to another user's
 
 
 def _is_trash(path: Path) -> bool:

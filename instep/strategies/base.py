@@ -270,7 +270,7 @@ class Strategy:
             with torch.no_grad():
                 for name, _ in self.module.named_buffers():
                     buffer = state.get(name)
-                    if type(buffer) is Tensor:  # no part of one that is spread
+                    if type(buffer) is Tensor:  # the buffer is no part of one that is spread over ranks
                         buffer.copy_(broadcast(buffer))
 
     def teardown(self) -> None:

@@ -73,14 +73,15 @@ def total_norm(
 ) -> Tensor:
     """Compute the norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
     skipped = {id(p) for p in skip}
-    pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}  # gradients by who has the rest of them
+    # Gradients, by the groups of ranks that have the rest of them.
+    pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}
     device: torch.device | None = None
-    dtype = torch.float32  # least precision of all sums
+    dtype = torch.float32  # the sums have at least this precision
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
-        here = pending.setdefault(spread, [])  # also without a gradient: what is reduced must not differ between ranks
+        here = pending.setdefault(spread, [])  # also if there is no gradient: ranks must not differ in what they reduce
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
@@ -120,7 +121,8 @@ def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     gradients = [local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None]
     device = _collective_device(parameters[0])
-    filled = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]  # an empty shard
+    # An empty shard has the norm 0.
+    filled = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     norms = [norm.to(device, torch.float32) for norm in torch._foreach_norm(filled, norm_type)]
     return reduce_shards(torch.stack(norms), parameters, norm_type)
 
@@ -139,7 +141,8 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
     op: Any = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
     for spread, places in spreads.items():
         if spread:
-            chosen = torch.stack([values[place] for place in places])  # no index: a list would be copied to the device
+            # Stacked one by one: a list as an index would be copied to the device.
+            chosen = torch.stack([values[place] for place in places])
             part = chosen if norm_type in (inf, 1.0) else chosen**norm_type
             for group in spread:
                 dist.all_reduce(part, op=op, group=group)
@@ -171,7 +174,8 @@ def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is autograd's
+    # The local tensor itself: to_local() is recorded by autograd.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _collective_device(parameter: Tensor) -> torch.device:

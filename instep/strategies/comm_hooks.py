@@ -93,7 +93,7 @@ def _under_own_name(hook: Hook) -> Hook:
     gloo sums bfloat16 as well.
     """
 
-    def travel(state, bucket):  # no annotations: torch compares them with its classes
+    def travel(state, bucket):  # no annotations: torch compares them with classes, and here they are texts
         return hook(state, bucket)
 
     return travel

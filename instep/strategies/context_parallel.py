@@ -125,11 +125,11 @@ class ContextParallel:
     def attention(self) -> Iterator[None]:
         """Let attention see the whole sequence: in a step, and in a backward that computes parts of it again."""
         global _active
-        if _active is not None:  # a backward within a step
+        if _active is not None:  # called by a backward within a step
             yield
             return
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers would pass by
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layers of torch would not use this attention
         _active = self
         try:
             with self._patched():
@@ -178,7 +178,8 @@ class ContextParallel:
                     field="cp",
                     got=self.size,
                 )
-            if enable_gqa and key.shape[-3] % self.size:  # too few to share out: one for each query head
+            # There are too few key heads to divide: repeat them, one for each query head.
+            if enable_gqa and key.shape[-3] % self.size:
                 key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
             if query.shape == key.shape == value.shape:  # one message instead of three

@@ -66,7 +66,7 @@ class BucketOrder:
         self.names: list[str] = []
         """The parameters in that order; empty before it is known, and where it does not matter."""
         self._ddp: DistributedDataParallel | None = ddp
-        self._parameters = _parameters(ddp)  # parameters by their current names, which pruning changes
+        self._parameters = _parameters(ddp)  # parameters by their current names, which pruning may change
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
@@ -99,7 +99,7 @@ class BucketOrder:
             return
         self.stop()
         self.names = list(names)
-        with torch.enable_grad():  # the engine goes back through what was made last first
+        with torch.enable_grad():  # backward runs through what was made last first
             loss = torch.stack([(parameters[name].flatten()[:1] * 0).sum() for name in reversed(names)]).sum()
         reducer: Any = ddp.reducer
         reducer.prepare_for_backward([])
@@ -315,7 +315,7 @@ class DDPStrategy(Strategy):
         )
         self.hook.register(ddp)
         self._order = None
-        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # the others keep no sums, or start anew
+        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # other hooks keep no sums, or start anew
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1 and self._manual:
@@ -335,7 +335,7 @@ class DDPStrategy(Strategy):
             self._shards.append(self._divide(optimizer))
 
     def teardown(self) -> None:
-        # What they know goes into a checkpoint that is saved after the run.
+        # The state of the hook goes into a checkpoint that is saved after the run.
         self._ddp, self._optimizers = None, ()
         if self._order is not None:
             self._order.stop()
@@ -348,7 +348,8 @@ class DDPStrategy(Strategy):
     # ---- the step
 
     def abandon_step(self) -> None:
-        if self._ddp is not None:  # whoever holds it still: it must not wait for the rest of that step's gradients
+        # For whoever still holds the module: it must not wait for the rest of that step's gradients.
+        if self._ddp is not None:
             self._ddp.reducer._remove_autograd_hooks()
             self.teardown()
 
@@ -382,9 +383,9 @@ class DDPStrategy(Strategy):
     @contextmanager
     def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-            yield  # torch learns the graph in the first backward, and fails in one that reduces nothing
+            yield  # torch learns the graph in the first backward, and fails in a backward that reduces nothing
             return
-        before, self._syncs = self._syncs, False  # DDP's own flag is down in every manual step
+        before, self._syncs = self._syncs, False  # DDP's own flag is off in every manual step
         try:
             with ddp.no_sync():
                 yield
@@ -403,7 +404,7 @@ class DDPStrategy(Strategy):
 
     def average_replicas(self) -> None:
         if self._local_sgd is not None:
-            self._local_sgd.average_replicas()  # buffers too
+            self._local_sgd.average_replicas()  # averages buffers too
         elif self.ddp_options.keys().isdisjoint(("broadcast_buffers", "forward_sync_buffers")):
             super().average_replicas()  # otherwise each rank keeps its own buffers
 

@@ -42,7 +42,8 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is not None and named and set(named) <= set(names):  # a user's own mesh: the reader takes a box once
+    # A mesh of the user's own has other dimensions: there the reader takes each box once.
+    if mesh is not None and named and set(named) <= set(names):
         others = set(names) - {*named, "pp"}
         if any(mesh.get_local_rank(name) for name in others):
             return None
@@ -132,13 +133,13 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 def take_state(value: Any, parameter: Tensor) -> Any:
     """Return one value of a parameter's whole optimizer state, cut as the parameter is. Local."""
-    if isinstance(value, list | tuple):  # L-BFGS keeps lists
+    if isinstance(value, list | tuple):  # the states of L-BFGS are lists
         return type(value)([take_state(one, parameter) for one in value])
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
         return whole(value)
     if value.shape == parameter.shape:
         return take_part(value, parameter)
-    # A factor, which every rank keeps.
+    # The value is a factor, which every rank keeps whole.
     return _distributed(whole(value), parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 
@@ -147,7 +148,7 @@ def gather_whole(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     kind = value.device_mesh.device_type
-    there: Any = value if value.device.type == kind else value.to(kind)  # offloaded ones cannot travel
+    there: Any = value if value.device.type == kind else value.to(kind)  # an offloaded tensor cannot be sent
     return there.full_tensor()
 
 

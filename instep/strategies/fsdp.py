@@ -74,7 +74,7 @@ class FSDPGradients(Gradients):
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        # Those without a gradient too: whose sums are reduced must not depend on it.
+        # Parameters without a gradient are included: which sums are reduced must not depend on it.
         if algorithm == "value":
             clip_value_(parameters, value)
             return None
@@ -151,7 +151,7 @@ class FSDPStrategy(Strategy):
         accumulate_sharded: bool = False,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
-        compile: bool | Mapping[str, Any] = False,  # torch's word for it
+        compile: bool | Mapping[str, Any] = False,  # the name that torch uses
         forward_methods: Sequence[str] = (),
         **unknown: Any,
     ) -> None:
@@ -230,10 +230,10 @@ class FSDPStrategy(Strategy):
                 "gathers weights from other processes, and torch has no such thing on mps. Use accelerator='cpu' to "
                 "try it, or one process with strategy='single_device'."
             )
-        if not dist.is_initialized():  # one process: sharding needs a group all the same
+        if not dist.is_initialized():  # there is one process, but sharding needs a group all the same
             backend = "gloo" if device.type == "cpu" else None
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        if self._world is not dist.group.WORLD:  # a run after another one keeps the mesh: the module lies on it
+        if self._world is not dist.group.WORLD:  # a second run keeps the mesh, since the module lies on it
             self._world = dist.group.WORLD
             state, copies = PartialState(), self.dp_replicate
             if isinstance(copies, str):
@@ -266,7 +266,7 @@ class FSDPStrategy(Strategy):
         refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
-        if module not in _placed:  # an earlier run has placed it
+        if module not in _placed:  # an earlier run has placed the module
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
@@ -282,15 +282,15 @@ class FSDPStrategy(Strategy):
             }
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
-        self._parameters = list(module.parameters())  # a gathered part shows others
+        self._parameters = list(module.parameters())  # while a part is gathered, the module shows other parameters
 
     @contextmanager
     def changing_trainable(self) -> Iterator[None]:
-        self._reshard()  # a part that is gathered, as after a validation, shows copies, which are thrown away
+        self._reshard()  # a part that is gathered, as after a validation, shows copies, which are dropped later
         yield
         for part in self._sharded:
             for group in _param_groups(part):
-                group._init_mp_dtypes()  # dtypes of the reduction: torch has none of a group that was frozen
+                group._init_mp_dtypes()  # sets the dtypes of the reduction: torch has none for a group that was frozen
 
     def _read_shards(self, module: nn.Module) -> None:
         """Read the values that were noted for what is left on the meta device: each rank its own shards."""
@@ -306,7 +306,7 @@ class FSDPStrategy(Strategy):
     def _bring(self, module: nn.Module) -> None:
         """Bring to the device what no part has that `fully_shard` has brought there."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):  # may be offloaded
+            if not isinstance(tensor, DTensor):  # the tensor may be offloaded
                 tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
@@ -324,7 +324,7 @@ class FSDPStrategy(Strategy):
         done = any(isinstance(part, FSDPModule) for part in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
-        alone = is_manual(module)  # the module itself is not sharded then, its parts are
+        alone = is_manual(module)  # for manual optimization the module itself is not sharded, only its parts
         maker = Materializer(self.device)
 
         def visit(part: nn.Module, name: str) -> None:
@@ -354,9 +354,10 @@ class FSDPStrategy(Strategy):
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # a step enters the root's forward once more: its weights must outlast that one
+            reshard = None  # a step enters the root's forward once more: its weights must outlast that forward
         elif alone and reshard is None:
-            reshard = True  # not only in a backward, which may not come: `generator(noise).detach()`
+            # Sharded again right after the forward, since a backward may not come: `generator(noise).detach()`.
+            reshard = True
         sharded = fully_shard(
             module,
             mesh=self.dp_mesh,
@@ -389,7 +390,8 @@ class FSDPStrategy(Strategy):
             raise no_values(module, self._without_values)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        if self.__dict__.get("module") is not module or not self._parameters:  # the caller moves models itself
+        # The caller moves models to devices itself.
+        if self.__dict__.get("module") is not module or not self._parameters:
             self.prepare_module(module)
         self.prepare_training(module, optimizers)
         return module
@@ -418,7 +420,7 @@ class FSDPStrategy(Strategy):
         def evaluate(*args: Any) -> Any:
             try:
                 return step(*args)
-            finally:  # parameters that stay gathered would be used again after weights have changed
+            finally:  # parameters that stayed gathered would be used again after weights have changed
                 self._reshard()
 
         return evaluate
@@ -438,7 +440,7 @@ class FSDPStrategy(Strategy):
             elif state._training_state.name != "IDLE":
                 raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
         gradients: Any = self.gradients
-        for entry in gradients.gathered():  # gradients of micro-batches that were not reduced yet
+        for entry in gradients.gathered():  # gradients of micro-batches that are not reduced yet
             entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
         self._reshard()
 
@@ -477,7 +479,8 @@ class FSDPStrategy(Strategy):
             elif value.shape == like.shape:
                 taken[name] = take_part(value, like)
             else:
-                taken[name] = torch.empty(value.shape, device="meta")  # for torch's own error
+                # Kept with its shape, so that torch raises its own error.
+                taken[name] = torch.empty(value.shape, device="meta")
         result = self.module.load_state_dict(taken, strict=strict)
         self._without_values -= state.keys()
         return result
@@ -499,14 +502,14 @@ class FSDPStrategy(Strategy):
         gathered: dict[str, Any] = {}
         for name, value in self.model_state().items():
             if first.get(name, name) in gathered:
-                gathered[name] = gathered[first[name]]  # tied
+                gathered[name] = gathered[first[name]]  # a tied parameter is gathered once
                 continue
             value = gather_whole(value)
             gathered[name] = value.cpu() if main and isinstance(value, Tensor) else value if main else None
         return gathered if main else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()  # names are those of sharded parameters
+        self._reshard()  # the names are those of sharded parameters, so the module is sharded again first
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:

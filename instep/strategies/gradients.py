@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep.distributed import all_reduce_
 from instep.strategies.precision import Precision
 
-_SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes that the gradient scaler's kernel has on CUDA
+_SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes for which the gradient scaler has a kernel on CUDA
 
 
 class Stepped(Protocol):
@@ -47,7 +47,7 @@ class Gradients:
     """
 
     def __init__(self, strategy: Stepped) -> None:
-        self.strategy: Any = strategy  # each subclass knows the class of its own
+        self.strategy: Any = strategy  # each subclass knows its own class of strategy
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
@@ -134,7 +134,8 @@ class Gradients:
                         one = self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
                     # The gradient scaler's kernel, with a scale of 1: one pass, an eighth of isfinite's cost on a CPU.
                     torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
-                elif filled := [tensor for tensor in group if tensor.numel()]:  # there is no largest of nothing
+                # The largest of no elements does not exist.
+                elif filled := [tensor for tensor in group if tensor.numel()]:
                     largest = torch.stack(torch._foreach_norm(filled, math.inf))
                     torch.maximum(here, largest.isfinite().logical_not().any().to(here.dtype), out=here)
                 if here is not found:
@@ -157,7 +158,7 @@ class Gradients:
         """
         if algorithm == "value":
             with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-            if with_gradient:  # torch raises without any
+            if with_gradient:  # torch raises an error if there is no gradient
                 nn.utils.clip_grad_value_(with_gradient, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
@@ -178,7 +179,7 @@ class Gradients:
             closure()  # the scaler takes no closure
         self.step_was_skipped = False
         if not _has_gradients(optimizer):
-            return  # the scaler refuses what it has not looked at
+            return  # the scaler refuses an optimizer whose gradients it has not checked
         stepped: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         try:

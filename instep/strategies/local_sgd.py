@@ -92,7 +92,7 @@ class PostLocalSGD:
         self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None
-        self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)  # all step together
+        self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)  # all optimizers step together
 
     @property
     def apart(self) -> bool:
@@ -102,7 +102,7 @@ class PostLocalSGD:
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Let a DDP's gradients travel as far as the plan says."""
 
-        def travel(_, bucket):  # no annotations: torch compares them with its classes
+        def travel(_, bucket):  # no annotations: torch compares them with classes, and here they are texts
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -128,7 +128,7 @@ class PostLocalSGD:
     def _part(self) -> None:
         """Leave each replica its own buffers once it goes its own way."""
         if self.apart:
-            for name in ("forward_sync_buffers", "broadcast_buffers"):  # newer and older torch
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # names in newer and in older torch
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
@@ -166,7 +166,8 @@ class PostLocalSGD:
         self._part()
         if own and "module" in state:
             self._module.load_state_dict(state["module"])
-            trees = state["optimizers"] if "optimizers" in state else [state["optimizer"]]  # one, in older checkpoints
+            # Older checkpoints have a single optimizer.
+            trees = state["optimizers"] if "optimizers" in state else [state["optimizer"]]
             for optimizer, tree in zip(self._optimizers, trees, strict=True):
                 load_optimizer_state(self._module, optimizer, tree)
             self.drifted = state["drifted"]

@@ -31,7 +31,7 @@ Stored: TypeAlias = "StoredTensor | Tensor"
 DISPATCHED = "_dispatched"
 """Attribute of a model that `instep.big_models.dispatch_model` has placed."""
 _PLACES = "_stored_weights"
-_INDICES = (torch.int32, torch.int64)  # without a nan; their least value is no index, and stands for one
+_INDICES = (torch.int32, torch.int64)  # dtypes without nan; their least value is no index, and marks a missing one
 
 
 # ---- where values lie
@@ -177,7 +177,7 @@ class Materializer:
                 if value is None or not value.is_meta or value in self._kept or place_of(module, key) is not None:
                     continue
                 made = self._made.get(value)
-                if _is_sharded(value):  # drawn as a whole and cut then: the values are those of one process
+                if _is_sharded(value):  # drawn as a whole and cut then, so that the values are those of one process
                     cut.append((entries, key, value))
                     if made is None:
                         fresh.append(key)

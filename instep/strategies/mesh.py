@@ -90,7 +90,7 @@ class MeshStrategy(PipelinedStrategy):
                 f"{' and '.join(rest)} are all -1: only one can take what is left", field=rest[1], got=-1
             )
         choice(*_ATTENTION)("cp_attention", cp_attention)
-        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # the former is refused
+        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # a text is refused by the check below
         pipeline = Pipeline(pp_schedule, pp_microbatches, split, pp_stages_per_rank)
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
@@ -175,7 +175,7 @@ class MeshStrategy(PipelinedStrategy):
         sizes = self.sizes
         self.data_world_size = sizes["dp_replicate"] * sizes["dp_shard"]
         self.data_rank = PartialState().process_index // (sizes["cp"] * sizes["tp"]) % self.data_world_size
-        # With cp each has the values of its part of the sequences.
+        # With cp each rank has the values of its part of the sequences.
         self.contributes = all(self.mesh.get_local_rank(dim) == 0 for dim in ("pp", "tp") if sizes[dim] > 1)
 
     def prepare_module(self, module: nn.Module) -> None:
@@ -202,7 +202,7 @@ class MeshStrategy(PipelinedStrategy):
 
     def parallelize(self, module: nn.Module) -> None:
         if self.sizes["tp"] > 1:
-            self.share_weights(module)  # while every rank has all of them
+            self.share_weights(module)  # shared here, while every rank has all of the weights
             tensor_parallel.cut(module, self.mesh)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
@@ -254,5 +254,5 @@ class MeshStrategy(PipelinedStrategy):
         if self._context is None:
             super().backward(loss, *args, **kwargs)
             return
-        with self._context.attention():  # activation checkpoints compute attention again
+        with self._context.attention():  # the backward too: activation checkpoints compute attention again
             super().backward(loss, *args, **kwargs)

@@ -55,7 +55,7 @@ _ALIASES = {
 
 PRECISIONS = tuple(_WEIGHTS)
 """Names of precisions that `Trainer(precision=...)` takes, without the short forms."""
-_FP8_MULTIPLE = 16  # float8 matrix products need both sizes of a layer to be multiples of it
+_FP8_MULTIPLE = 16  # float8 matrix products need both sizes of a layer to be multiples of this
 
 
 class _DefaultDtype:

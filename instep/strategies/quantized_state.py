@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from instep.utils.untrusted_files import parse_object
 
-_ABOUT = "weight.quant_state.bitsandbytes__"  # and "nf4" or "fp4": JSON in a tensor of bytes
-_OFFSET = "nested_offset"  # the one number in there that is a part of the weight
-_FORMAT = "weight_format"  # bitsandbytes has only one for 8 bit by now
-_ABOUT_BYTES = 256  # with room for every offset, so that models of one kind have state dicts of one shape
+# "nf4" or "fp4" follows in the name; the value is JSON in a tensor of bytes.
+_ABOUT = "weight.quant_state.bitsandbytes__"
+_OFFSET = "nested_offset"  # the only number in that JSON that is a part of the weight
+_FORMAT = "weight_format"  # bitsandbytes has only one format for 8 bits by now
+_ABOUT_BYTES = 256  # bytes, with room for every offset, so that models of one kind have state dicts of one shape
 
 
 def keep_as_tensors(layer: nn.Module) -> None:
@@ -85,7 +86,7 @@ def _load(
 ) -> None:
     """Load a quantized layer's parts out of a state dict; its plain parameters are left to torch."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
-    if is_of_torchao(layer.weight) and type(given) is type(layer.weight):  # whole, as torch.save keeps them
+    if is_of_torchao(layer.weight) and type(given) is type(layer.weight):  # the weight is whole, as torch.save keeps it
         return
     own = _parts(layer)
     about = next((name for name in layer.state_dict() if name.startswith(_ABOUT)), None)
@@ -114,7 +115,8 @@ def _load(
             if offset is not None:
                 layer.weight.quant_state.offset.fill_(offset)
     if wrong or is_of_torchao(layer.weight):
-        state[weight] = layer.weight  # onto itself: torch must not write bytes of another meaning, nor miss a weight
+        # Loaded onto itself: torch must not write bytes of another meaning, nor miss a weight.
+        state[weight] = layer.weight
 
 
 def _parts(layer: Any) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
         HookError: there is no plan, or the plan fits no part, or cuts only one of two tied parameters.
     """
     if _cuts(module):
-        return  # an earlier run, or its own configure_model, has divided it
+        return  # an earlier run, or the module's own configure_model, has divided it
     size = mesh["tp"].size()
     check_heads(module, size, "tp", key_heads=True)
     tied = _tied(module)

@@ -117,7 +117,7 @@ def _unsplittable(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[st
 def _blocks(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     outer: tuple[str, ...] = ()
     names: set[str] = set()
-    for name, part in module.named_modules():  # outer ones come first
+    for name, part in module.named_modules():  # outer modules come first
         prefix = f"{name}." if name else ""
         if not name.startswith(outer) and (items := _items(part)):
             outer += (prefix,)
@@ -154,7 +154,7 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
     """
     units = select("wrap", policy, module)
     if is_manual(module):
-        # Backward runs within the step, before the module has ended a forward: parts have to stand alone.
+        # Backward runs within the step, before the module's forward has ended: each part is sharded by itself.
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
             raise SettingError(

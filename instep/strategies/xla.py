@@ -59,7 +59,7 @@ class XLAGradients(Gradients):
 
             super().step(optimizer, reduced, **kwargs)
         if strategy._mesh is not None and id(optimizer) not in self._stateful:
-            strategy._split_state(optimizer)  # made by this step, and not computed yet
+            strategy._split_state(optimizer)  # states that this step made, and that are not computed yet
             if optimizer.state:
                 self._stateful.add(id(optimizer))
         self.reduced.discard(id(optimizer))
@@ -181,7 +181,7 @@ class XLAStrategy(Strategy):
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # another strategy's run may have left it
+            self._spmd.clear_sharding(tensor)  # the run of another strategy may have left a sharding
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):

@@ -22,8 +22,9 @@ from instep.state import PartialState
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 
-_BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start
-_divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()  # several models may share one
+_BUFFER_BYTES = 25 * 2**20  # bytes, as in the buckets by which DDP sends the weights at its start
+# Shards by optimizer, since several models may share one optimizer.
+_divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
 
 class OptimizerShards:
@@ -57,7 +58,7 @@ class OptimizerShards:
         self._assign(parameters_of(optimizer))
         for p in parameters_of(optimizer):
             if not self.owns(p):
-                optimizer.state.pop(p, None)  # Adagrad makes its state at once
+                optimizer.state.pop(p, None)  # Adagrad makes its state when it is constructed
         self._handles: list[Any] = []
         _divided[optimizer] = self
 

@@ -25,8 +25,8 @@ from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
 
 _OPEN_SHARDS = 16
-_WORKERS = 64  # most workers; each counts by itself what it left out
-_NAMED = 255  # samples that were left out, of which a worker keeps the index
+_WORKERS = 64  # most workers; each counts by itself the samples that it left out
+_NAMED = 255  # most samples that were left out whose index a worker keeps
 
 
 class StreamDataset(Dataset[Any]):
@@ -125,7 +125,7 @@ class StreamDataset(Dataset[Any]):
         self.counts = np.asarray(self._index.counts(self.shards, counts), dtype=np.int64)
         self._ends = np.cumsum(self.counts)
         self._length = int(self._ends[-1])
-        self._used: tuple[int, int] | None = None  # an epoch and its number of files, where that is not all
+        self._used: tuple[int, int] | None = None  # an epoch and the number of files that it used, if that is not all
         self._left_out = None
         if on_bad_sample == "skip":
             self._left_out = torch.zeros(_WORKERS, 1 + _NAMED, dtype=torch.int64).share_memory_()

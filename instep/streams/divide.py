@@ -40,17 +40,18 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-AT_FIRST, COMPARED = 16, 256  # samples that are read to see whether readers read alike, and if not, what they share
-_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # a slow stream is compared by fewer
-_MOST_BYTES = 64 << 20  # limit of the samples that are kept meanwhile
-_SHARED = 20  # among so many samples, more than one in common is no chance
-_QUIET_AFTER, _WATCH_EVERY = 3, 64  # as in `instep.data.stream`
+# Samples that are read to see whether readers read alike, and if not, which ones they share.
+AT_FIRST, COMPARED = 16, 256
+_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # seconds: a slow stream is compared by fewer samples
+_MOST_BYTES = 64 << 20  # most bytes of the samples that are kept meanwhile
+_SHARED = 20  # among so many samples, more than one in common is not by chance
+_QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same limits as in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
 _COSTS, _COSTS_S = 0.05, 1.0  # the part of a pass, and the seconds, from which the reading for others is told of
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
 _PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # columns of a reader's row
-_WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands; to read first samples it is their number, `_GO + n` is a pattern
+_WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands to the readers; one to read first samples is `_GO + n` for n samples
 _ASKED = (_WAIT, AT_FIRST, COMPARED)
 
 
@@ -102,7 +103,7 @@ class _Reader:
         self._in_main, self._worker = worker is None, 0 if worker is None else worker.id
         self.row = owner.board.rows[self._worker]
         self.is_open = self.ended = False
-        self.read = 0  # samples of the stream that were read, and that the reader has come to
+        self.read = 0  # samples of the stream that were read so far
         self.at = 0
         self._ahead: deque[Any] = deque()
         self._bytes = 0
@@ -127,7 +128,7 @@ class _Reader:
                 set_epoch(head[_EPOCH])
         restored, owner.restored = owner.restored, None
         with self._seeded("start", 0):
-            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does that is not divided
+            torch.empty((), dtype=torch.int64).random_()  # drawn here, as a DataLoader does that is not divided
             inner = None if restored is None else restored["inner"]
             if inner is not None and isinstance(owner.source, Stateful):
                 owner.source.load_state_dict(copy.deepcopy(inner))
@@ -162,7 +163,8 @@ class _Reader:
         else:
             with self._seeded(number, self.read, watch=True):
                 items = list(islice(self._items, most))
-                if not items and not self.read and self._in_main:  # of the pass before? Then it begins again
+                # In the main process the state may be that of the pass before: then the pass begins again.
+                if not items and not self.read and self._in_main:
                     self._items = self._owner.iterate()
                     items = list(islice(self._items, most))
             self._note_draws(number)
@@ -282,7 +284,7 @@ class DividedDataset(IterableDataset[Any]):
         own = {"source": source, "unit": unit, "board": board, "shard": shard, "alone": alone, "restored": restored}
         self.__dict__.update(own, _dataset=source, reader=None, pattern=None, started=None)
 
-    if TYPE_CHECKING:  # set above, past `__setattr__`
+    if TYPE_CHECKING:  # `__init__` sets these past `__setattr__`
         source: Any
         unit: int
         board: _Board
@@ -472,7 +474,7 @@ class Division:
             )
 
     def _tell_of_reading(self, left: int) -> None:
-        self._first(AT_FIRST)  # to see how long it takes
+        self._first(AT_FIRST)  # a first reading shows how long it takes
         timed = [(int(row[_READ_NS]), int(row[_COUNT])) for row in self._board.rows if row[_COUNT]]
         seconds = max((took / samples for took, samples in timed), default=0.0) * left / 1e9
         what = "samples" if self.loader is not self._stream else "batches"
@@ -498,7 +500,7 @@ class Division:
 
     def _check_workers(self) -> None:
         """Raise the error of a worker that failed before it had read anything."""
-        if not self.started._data_queue.empty():  # no batch is given yet, so it is an error
+        if not self.started._data_queue.empty():  # no batch was given yet, so one that waits is an error
             self.give_up()
             for _ in self._iterator:
                 pass

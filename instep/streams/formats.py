@@ -24,13 +24,13 @@ import numpy as np
 from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
-_SCANNED_BYTES = 8 * 2**20  # read at once from a file of lines
+_SCANNED_BYTES = 8 * 2**20  # bytes that are read at once from a file of lines
 _AHEAD_BYTES = 4 * 2**20  # bytes that the system is asked to read around a record
-_PIECE_BYTES = 2**20  # read at once from a column of a Parquet file
-_BLOCK = 512  # block of a tar file
-_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # members that are a name and its content
+_PIECE_BYTES = 2**20  # bytes that are read at once from a column of a Parquet file
+_BLOCK = 512  # bytes of a block in a tar file
+_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # types of members that are a name and its content
 _TURNS = 16  # of all kept groups, after which one that none of them asked for is past: by chance 1 in 10 million
-_GROUP_BYTES = 2**31 - 1  # limit of a group of rows: what one array of texts can hold
+_GROUP_BYTES = 2**31 - 1  # most bytes of a group of rows: what one array of texts can hold
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,8 @@ class Reader(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
-        weakref.finalize(self, self._file.close)  # closes a reader that nobody closes, such as a worker's at its end
+        # Closes a reader that nobody closes, such as one of a worker that ends.
+        weakref.finalize(self, self._file.close)
 
     @abstractmethod
     def read(self, rows: Sequence[int]) -> list[Any]:
@@ -354,7 +355,7 @@ class Arrow(Table):
             file = ipc.open_file(self._map)
             self._get = file.get_batch
             sizes = [self._get(number).num_rows for number in range(file.num_record_batches)]
-        except pyarrow.ArrowInvalid:  # not a file: a stream has no table of its batches
+        except pyarrow.ArrowInvalid:  # the data is no file: a stream has no table of its batches
             self._map.seek(0)
             batches = list(ipc.open_stream(self._map))
             self._get = batches.__getitem__
@@ -363,7 +364,7 @@ class Arrow(Table):
 
     def load(self, number: int) -> Any:
         batch = self._get(number)
-        batch.validate(full=True)  # without it offsets of a stranger's file would be followed anywhere
+        batch.validate(full=True)  # without this check offsets in a stranger's file would be followed anywhere
         return batch if self.columns is None else batch.select(list(self.columns))
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ def _naming(shard: Shard) -> Iterator[None]:
         yield
     except (DataError, ImportError):
         raise
-    except Exception as error:  # pyarrow, tarfile and fsspec each have their own
+    except Exception as error:  # pyarrow, tarfile and fsspec raise errors of their own
         raise DataError(
             f"the shard {shard.url} cannot be read as {shard.format}: {error}. Is it whole, and of that format?"
         ) from error

@@ -45,7 +45,7 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
     """
     if "INSTEP_REPLAY" in os.environ:
         return  # a replay repeats steps whose lines are there
-    with suppress(OSError):  # a full disk: the training goes on, and its saves say so
+    with suppress(OSError):  # the disk is full: training goes on, and its saves say so
         _note(folder, source, epoch, batch, step, accumulate)
 
 

@@ -62,7 +62,7 @@ class DividedLoader(StreamLoader):
             self._set_epochs.append(self._part.dataset.set_epoch)
             self.uneven = uneven if uneven == OWN_END else "join"
         self._unit: int = (loader.batch_size or 1) if (by_samples := gives_samples(loader)) else 1
-        self._origin = 0  # the unit of the common order that the pass began with
+        self._origin = 0  # the unit of the common order at which the pass began
         if shard.world_size > 1 or (by_samples and loader.num_workers):
             self._divide()
 
@@ -189,7 +189,7 @@ class DividedLoader(StreamLoader):
         if by_loader:
             division.loader.load_state_dict(copy.deepcopy(state))
             state = None
-        elif state is not None and "read" not in state:  # the state is of an earlier version
+        elif state is not None and "read" not in state:  # an earlier version saved the state
             state = {"read": position * self._unit, "inner": state, "at": position * self._unit}
 
         def begin(pattern: Pattern) -> int:

@@ -108,7 +108,7 @@ class StreamMixture(Dataset[Any]):
             dataset, own = self.datasets[source], [pairs[place][1] for place in mine]
             many = getattr(dataset, "__getitems__", None)
             samples = [dataset[index] for index in own] if many is None else many(own)
-            found += zip(mine, samples, strict=False)  # fewer where the source has left some out
+            found += zip(mine, samples, strict=False)  # there are fewer samples if the source has left some out
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
     def _pair(self, index: Any) -> tuple[int, int]:
@@ -173,5 +173,6 @@ def _phases(phases: Sequence[tuple[int, Sequence[float]]], means: Sequence[float
         parts = [weight / mean for weight, mean in zip(weights, means, strict=True)]
         found.append((round(position / BLOCK) * BLOCK, [part / sum(parts) for part in parts]))
         if number + 1 < len(phases):
-            position += (phases[number + 1][0] - start) * sum(parts) / sum(weights)  # tokens of a sample, inverted
+            # The last factor is the inverse of a sample's mean number of tokens.
+            position += (phases[number + 1][0] - start) * sum(parts) / sum(weights)
     return found

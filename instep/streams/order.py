@@ -13,7 +13,7 @@ import torch
 from instep.utils.seed import derive_seed
 
 BLOCK = 1024  # samples of a mixture that have an exact proportion
-MOST_SOURCES = 20  # with more sources a block has no room for the rest of each
+MOST_SOURCES = 20  # most sources: with more, a block has no room for the rest of each
 _WINDOWS = 4  # windows kept for ranks simulated in one process, and for a batch over an edge
 
 
@@ -69,7 +69,8 @@ class WindowOrder(LazyOrder):
         sequence = torch.randperm(len(sizes), generator=self._dice("shards")).numpy()
         firsts = np.cumsum(sizes) - sizes
         self._ends = np.cumsum(sizes[sequence])
-        self._moved = firsts[sequence] - (self._ends - sizes[sequence])  # an index minus its place before the windows
+        # Index of each sample minus its place before the windows.
+        self._moved = firsts[sequence] - (self._ends - sizes[sequence])
         self._kept: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -158,7 +159,8 @@ class MixtureOrder(LazyOrder):
             if here <= 0:
                 continue
             parts = [int(share * here) for share in shares]
-            parts[shares.index(max(shares))] += here - sum(parts)  # the largest gets what is left over
+            # The source with the largest share gets what is left over.
+            parts[shares.index(max(shares))] += here - sum(parts)
             found = [one + part for one, part in zip(found, parts, strict=True)]
         return found
 

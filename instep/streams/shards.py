@@ -91,7 +91,7 @@ def find_shards(
 def check_unchanged(shard: Shard) -> None:
     """Raise where a local file is not the one that was counted any more."""
     if not shard.is_local:
-        return  # the copy that is read is written by us alone
+        return  # only this process writes the copy that is read
     size, stamp = _looked_at(shard.url, {})
     if (size, stamp) != (shard.size, shard.stamp):
         raise DataError(

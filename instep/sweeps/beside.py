@@ -14,7 +14,8 @@ from instep.runs.naming import value
 from instep.runs.status import own
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
-PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400  # of a patch: what is read, lines that are compared, and shown
+# Of a patch: bytes that are read, lines that are compared, lines that are shown.
+PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400
 
 Row = tuple[str, str, str, str]
 """A row of a comparison: name, text of the first run, text of the second, and "≠" where they differ."""

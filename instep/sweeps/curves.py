@@ -13,8 +13,8 @@ from instep.dashboard import chart
 from instep.dashboard.chart import COLOURS, shown
 from instep.runs import Curve
 
-POINTS = 200  # of a band: steps at which runs are compared
-_PLAIN = 8  # names that the legend shows all of
+POINTS = 200  # points of a band: steps at which runs are compared
+_PLAIN = 8  # most names that the legend shows without scrolling
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from instep.runs.status import own
 from instep.utils.imports import require
 from instep.utils.untrusted_files import read_regular
 
-STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000  # at most: values of a name, names, rows of a table, of a text
+# Most values of a name, names, rows of a table, and characters of a text.
+STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000
 PICTURE_BYTES, ALL_BYTES = 2**20, 6 * 2**20
 _KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"))
 
@@ -99,7 +100,7 @@ class _JSONLines(JSONLinesFile):
                 row = json.loads(line)
                 yield from self._media(row["kind"], str(row["name"]), float(row["step"]), row["value"])
             except (ValueError, RecursionError, KeyError, TypeError, OverflowError, OSError):
-                continue  # a stranger's line, or a picture that has gone
+                continue  # the line is a stranger's, or the picture was deleted
 
     def _media(self, kind: Any, name: str, step: float, value: Any) -> Iterator[Media]:
         if kind == "text":

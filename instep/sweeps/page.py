@@ -24,10 +24,10 @@ from instep.sweeps.source import Sweep, SweepTable, Wish, means
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
-_GONE_S = 60.0  # what was ticked and typed is kept so long for a browser that lost its connection
+_GONE_S = 60.0  # seconds for which ticks and texts are kept for a browser that lost its connection
 _FIRST = 24  # runs that are ticked when a page is opened; of more runs the best few
 _FEW = 8
-_TOLD = 4  # runs of a kind that are told above the table
+_TOLD = 4  # most runs of each state that are named above the table
 _ALWAYS = 2  # rank of a best value: it stands with the name and the state, where no scrolling is needed
 _TEXT = 300  # characters of a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
@@ -124,7 +124,7 @@ class Page(Refreshing):
         rows = await self._grid.get_selected_rows()
         shown = {entry.run.folder for entry in self._desk.view.table.entries}
         chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
-        self._ticked = (self._ticked or set()) - shown | chosen  # what the filter leaves out stays as it was
+        self._ticked = (self._ticked or set()) - shown | chosen  # ticks of runs that the filter hides stay as they were
         if len(self._ticked) > MOST_DRAWN:
             ui.notify(f"The first {MOST_DRAWN} of {len(self._ticked):,} runs are drawn.")
         self._choose()
@@ -295,7 +295,7 @@ def _differs(entries: Sequence[Entry], params: Sequence[str]) -> str:
     said = []
     for key in params[:_FEW]:
         values: list[Any] = list(dict.fromkeys(entry.params[key] for entry in entries if key in entry.params))
-        with suppress(TypeError):  # numbers and texts have no order
+        with suppress(TypeError):  # numbers and texts cannot be sorted together
             values.sort()
         shown = ", ".join(map(naming.value, values)) if len(values) <= _FEW else f"{len(values):,} values"
         said.append(f"{naming.short(key, params)}: {shown}")

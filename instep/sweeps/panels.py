@@ -23,7 +23,7 @@ from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
-_ALONE = ""  # no hyperparameter: each run has a line of its own
+_ALONE = ""  # no hyperparameter is chosen: each run has a line of its own
 _SEEDS = ("seed", "random_seed", "random_state")
 
 
@@ -314,7 +314,7 @@ class Notes(_OfRuns):
             self._said.set_text("To write, open the address that `instep dashboard` printed: it has the token.")
 
     async def refresh(self) -> None:
-        # What is being typed stays with its run, also where the filter leaves the run out.
+        # What is being typed stays with its run, even if the filter hides the run.
         types = self._run.value == str(self._folder) and self._given() != self._before
         if not types:
             picked = self._offer_runs(self._run)

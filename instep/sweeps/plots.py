@@ -15,9 +15,9 @@ from instep.runs.table import Metric
 FAILED = "#d23f57"
 _SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # from the best to the worst
 _MOST_AXES = 9
-_MISSING = "-"  # how ECharts calls a value that is not there
+_MISSING = "-"  # ECharts' sign for a value that is missing
 _FEW = 8
-_DECADES = 30.0  # numbers above zero that are so many times apart stand on a logarithmic axis
+_DECADES = 30.0  # positive numbers whose ratio is larger than this stand on a logarithmic axis
 
 
 def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[A
     numbers = all(type(each) in (int, float) and math.isfinite(each) and abs(each) < 2**53 for each in there)
     if not numbers or len(set(there)) <= few:
         order = sorted(set(there)) if numbers else there
-        texts = [_MISSING if each is None else _cut(value(each)) for each in column]  # a number would be a place
+        # Texts, since ECharts would take a number for a position.
+        texts = [_MISSING if each is None else _cut(value(each)) for each in column]
         return {"type": "category", "data": list(dict.fromkeys(_cut(value(each)) for each in order))}, texts
     plain = [_MISSING if each is None else each for each in column]
     if there and min(there) > 0 and max(there) / min(there) >= _DECADES:

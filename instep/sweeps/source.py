@@ -15,7 +15,7 @@ from instep.runs.entries import Entry, read_entries
 from instep.runs.naming import differing
 from instep.runs.table import Metric, Table, search, usual_metric, value_is_plain
 
-FRESH_S, SHARE = 2.0, 10.0  # runs are read again after so long, or so many times as long as reading them took
+FRESH_S, SHARE = 2.0, 10.0  # seconds after which runs are read again, or so many times as long as the reading took
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, time
         job.join(30)
         error, results = f"it ended with exit code {job.exitcode}; what it said stands above", []
     finally:
-        job.kill()  # the job's ranks end with it
+        job.kill()  # the ranks of the job end with it
         job.join()
         receiver.close()
     if error:

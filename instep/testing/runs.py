@@ -245,7 +245,8 @@ def comparable(value: Any, folder: str) -> Any:
         return [comparable(each, folder) for each in value]
     if isinstance(value, str | Path):
         text = str(value).replace(folder, "")
-        return repr(re.sub(r"(step-\d{8})-\d+$", r"\1", text))  # without the number of a save's attempt
+        # Drop the number of the attempt from a checkpoint's name.
+        return repr(re.sub(r"(step-\d{8})-\d+$", r"\1", text))
     if isinstance(value, float):
         return value.hex()
     if value is None or isinstance(value, int | complex | bytes | Enum | torch.dtype | torch.device):

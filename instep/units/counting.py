@@ -48,7 +48,7 @@ class UnitCount(Callback):
         total: of all ranks, up to the last optimizer step, in earlier processes too.
     """
 
-    runs_first = True  # callbacks that save or read metrics at this step find the new total
+    runs_first = True  # runs first: callbacks that save or read metrics at this step find the new total
     unit = ""
     on_host = False
     """Whether no count needs what is on the device."""
@@ -88,7 +88,7 @@ class UnitCount(Callback):
             for work, summed in self._sums:
                 group: Any = PartialState().control_group
                 with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
-                    work.wait()  # raises what a sum that has failed has met
+                    work.wait()  # raises the error of a sum that has failed
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
@@ -109,7 +109,7 @@ class UnitCount(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self.total = 0  # the object may have served another Trainer
+            self.total = 0  # the same object may have served another Trainer before
         self._loaded = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -142,7 +142,7 @@ class UnitCount(Callback):
         self._begin()
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        self._takes_own = batch is None  # training_step(dataloader_iter)
+        self._takes_own = batch is None  # the step has the form training_step(dataloader_iter)
         if not self._takes_own:
             mine, of_all, *_ = trainer.batch_share
             self._add(batch, mine, of_all)
@@ -184,7 +184,7 @@ class UnitCount(Callback):
             self._all += each * of_all
             return
         mine: int | Tensor = 0
-        if self._counts and samples != 0:  # 0: a batch that is run again, to keep step with ranks that have more
+        if self._counts and samples != 0:  # 0 marks a batch that is run again, to keep step with ranks that have more
             mine = self.count_batch(batch, samples)
         if isinstance(mine, Tensor) and mine.device.type != "cpu" and not self._early:
             self._on_device.append(_OnDevice(mine))

@@ -35,7 +35,7 @@ class CountedSchedule(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and words."""
         state = super().state_dict()
-        del state["_counter"]  # it keeps its own
+        del state["_counter"]  # the schedule keeps a counter of its own
         return state
 
 

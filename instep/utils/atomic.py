@@ -27,7 +27,8 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return os.stat(temporary).st_nlink == 2  # it was made: the server lost the first answer, and was asked again
+        # The link was made: the server's first answer was lost, and it was asked again.
+        return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -81,7 +82,7 @@ def creating(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if not temporary.is_dir():
-            os.link(temporary, path)  # unlike a rename it fails where there is something
+            os.link(temporary, path)  # a link fails where there is a file, unlike a rename
         elif path.exists():
             raise FileExistsError(errno.EEXIST, "it exists", str(path))
         else:
@@ -128,13 +129,13 @@ def fsync(fd: int) -> None:
     try:
         import fcntl  # late: not on every platform
 
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS alone has it, where fsync leaves the data in the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # only macOS has it: there fsync leaves the data in the drive's cache
     except (ImportError, AttributeError):
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.EINVAL):
             raise
-        os.fsync(fd)  # a file system that has no more, such as a network's
+        os.fsync(fd)  # fsync is all that the file system has, such as a network's
 
 
 def sync_path(path: Path) -> None:
@@ -143,7 +144,7 @@ def sync_path(path: Path) -> None:
     try:
         fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
+        if error.errno != errno.EINVAL:  # the file system knows no fsync of folders
             raise
     finally:
         os.close(fd)

@@ -37,14 +37,15 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-# The others: settings that only a launch reads, and what agents, the config file and `instep replay` use.
+# Other variables: settings that only a launch reads, and what agents, the config file and `instep replay` use.
 _MORE = (
     "devices", "num_processes", "num_nodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
     "rdzv_conf", "run_id", "local_addr", "max_restarts", "log_dir", "tee", "cpu_affinity", "cpu_threads", "env", "ray",
     "config_file", "agent_pid", "heartbeat_file", "job_id", "restart", "min_nodes", "replay",
     "external_callbacks", "job_secret", "job_secret_file", "meeting_file", "ended_file", "hydra_new_folder",
 )  # fmt: skip
-_OF_PARSERS = ("config", "subcommand")  # and what has "__" in it: jsonargparse's, of `instep fit`
+# Variables of parsers: these, and names with "__" in them, which jsonargparse reads for `instep fit`.
+_OF_PARSERS = ("config", "subcommand")
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:

@@ -160,7 +160,7 @@ class BatchSizeFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimal_batch_size, self._found = int(state_dict["batch_size"]), True
-        if self._module is not None:  # before its loaders are made
+        if self._module is not None:  # called before the module's loaders are made
             self.apply(self._module, self._module.trainer.datamodule)
 
 

@@ -93,11 +93,11 @@ class DeviceStatsMonitor(Callback):
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join(_EVERY_S)  # not for longer: a driver that hangs must not keep the run from ending
+            thread.join(_EVERY_S)  # a limit, since a driver that hangs must not keep the run from ending
         self._samplers, self._newest = [], None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._logged_step = trainer.global_step  # a resumed run has it in its logs
+        self._logged_step = trainer.global_step  # the logs of a resumed run have this step already
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -143,7 +143,7 @@ class DeviceStatsMonitor(Callback):
         return {name: value for sampler in self._samplers for name, value in sampler().items()}
 
     def _run(self, over: threading.Event) -> None:
-        wait_s = 0.1  # the first percentages soon
+        wait_s = 0.1  # wait briefly the first time, so that percentages come soon
         while not over.wait(wait_s):
             self._newest = self._sample()
             wait_s = _EVERY_S
@@ -165,7 +165,8 @@ def _nvml_sampler(device: torch.device) -> Sampler:
         pynvml.nvmlInit()
         # By its UUID: CUDA_VISIBLE_DEVICES numbers the devices anew, and NVML does not know of that.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except pynvml.NVMLError as error:  # such as a slice of a GPU (MIG), or a container without the driver's library
+    # Raised for a slice of a GPU (MIG), or in a container without the driver's library.
+    except pynvml.NVMLError as error:
         warn_user(f"DeviceStatsMonitor logs memory alone of {device}: NVIDIA's library says {error}")
         return dict
     questions: dict[str, Callable[[], float]] = {
@@ -183,7 +184,7 @@ def _nvml_sampler(device: torch.device) -> Sampler:
         for name, ask in tuple(questions.items()):
             try:
                 values[name] = float(ask())
-            except pynvml.NVMLError:  # such as utilization of a MIG slice
+            except pynvml.NVMLError:  # some values do not exist, such as the utilization of a MIG slice
                 del questions[name]
         return values
 

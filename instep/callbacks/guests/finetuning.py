@@ -148,7 +148,7 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that an optimizer does not have; warn of the others."""
         there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        every = list(dict.fromkeys(params))  # a tied one comes twice
+        every = list(dict.fromkeys(params))  # a tied parameter comes twice
         new = [parameter for parameter in every if id(parameter) not in there]
         if len(new) < len(every):
             name = type(optimizer).__name__
@@ -180,7 +180,7 @@ class BaseFinetuning(Callback):
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        norms = BaseFinetuning._norms_of(modules, optimizer)  # `freeze` leaves them trained, by default
+        norms = BaseFinetuning._norms_of(modules, optimizer)  # by default `freeze` leaves BatchNorm layers trained
         new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
@@ -221,7 +221,7 @@ class BaseFinetuning(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
         if epoch == self._tuned_epoch:
-            return  # resumed within the epoch
+            return  # the run was resumed within the epoch
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         for index, optimizer in enumerate(trainer.optimizers):
             before = [float(group["lr"]) for group in optimizer.param_groups]
@@ -271,7 +271,8 @@ class BaseFinetuning(Callback):
         groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved]
         own = [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
         if own != [{id(parameter) for parameter in group["params"]} for group in groups[: len(own)]]:
-            optimizer.param_groups.clear()  # `finetune_function` has moved some: all groups as they were
+            # `finetune_function` may have moved parameters: restore all groups as they were.
+            optimizer.param_groups.clear()
         for group in groups[len(optimizer.param_groups) :]:
             optimizer.add_param_group(group)
 

@@ -104,7 +104,7 @@ class GradientMonitor(Callback):
             self._look(trainer, module, optimizer, step)
 
     def before_save(self, trainer: Trainer) -> None:
-        self._deliver(trainer)  # a run that resumes from here does not come by these steps again
+        self._deliver(trainer)  # a run that resumes from this checkpoint does not pass these steps again
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._deliver(trainer)
@@ -161,7 +161,7 @@ class GradientMonitor(Callback):
     def _log_histograms(self, trainer: Trainer, row: _Row, table: np.ndarray) -> None:
         for name, (largest, *counts) in zip(row.names, table.tolist(), strict=True):
             if not np.isfinite(largest):
-                continue  # there are no bins
+                continue  # without bins there is no histogram
             edges = np.linspace(-1.0, 1.0, _BINS + 1) * (largest or 1.0)
             for logger in trainer.loggers:
                 logger.log_histogram(
@@ -179,7 +179,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
         values = local_part(gradient)
         scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
         with _in_any_order():
-            # With given ends: without, the device is asked for the least and the largest.
+            # The ends are given: otherwise the device would be asked for the least and the largest value.
             counts = torch.histc(scaled, _BINS, -1.0, 1.0)
         rows.append(counts.to(most.device, non_blocking=True))
     wide = widest_float(largest.device)

@@ -29,4 +29,4 @@ class LambdaCallback(Callback):
             choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
                 raise wrong(name, function, "a function that takes the hook's arguments")
-            setattr(self, name, function)  # the Trainer sees an object's own hooks too
+            setattr(self, name, function)  # an attribute of this object, which the Trainer sees as a hook too

@@ -26,7 +26,7 @@ _MODES = ("linear", "exponential")
 _NAMES = ("lr", "learning_rate")
 _BETA = 0.98  # decay of the running mean of losses
 _SKIP_BEGIN, _SKIP_END = 10, 1  # points that a suggestion leaves out
-_FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # a slope needs two
+_FEWEST = _SKIP_BEGIN + 2 + _SKIP_END  # fewest points of a search: a slope needs two that are not left out
 
 
 class LRFinder:
@@ -185,7 +185,7 @@ class LearningRateFinder(Callback):
             above_zero("above 0")(field, rate)
         if min_lr == max_lr:
             raise wrong("max_lr", max_lr, f"a rate other than min_lr={min_lr!r}: there is nothing to choose from")
-        if min_lr > max_lr:  # Lightning's own tests do so
+        if min_lr > max_lr:  # falling rates are allowed, since Lightning's own tests use them
             warn_user(
                 f"min_lr={min_lr!r} is above max_lr={max_lr!r}: the rates fall from step to step, from the highest"
             )
@@ -273,7 +273,7 @@ class LearningRateFinder(Callback):
                 return None
             found.results["lr"].append(rate)
             if math.isnan(loss):
-                smoothed = loss  # the batch had none, and the mean goes on without it
+                smoothed = loss  # the batch gave no loss, and the mean goes on without it
             else:
                 mean = _BETA * mean + (1 - _BETA) * loss
                 smoothed = mean / (1 - _BETA ** (index + 2))
@@ -299,7 +299,7 @@ class LearningRateFinder(Callback):
         first, last, count = state_dict["range"]
         found = self.optimal_lr = LRFinder(state_dict["mode"], float(first), float(last), int(count))
         found.results["lr"], found.results["loss"] = state_dict["points"].tolist()
-        if self._module is not None:  # before its optimizers are made
+        if self._module is not None:  # called before the module's optimizers are made
             self.apply(self._module, self._module.trainer.datamodule)
 
 

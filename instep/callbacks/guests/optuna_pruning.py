@@ -43,7 +43,7 @@ class OptunaPruning(Reporting):
         self._optuna = require("optuna", extra="optuna", purpose="OptunaPruning")
         self._trial = trial
         self.monitor = METRIC("monitor", monitor)
-        self._reported = -1  # epoch
+        self._reported = -1  # the last epoch that was reported
 
     def _report(self, trainer: Trainer) -> None:
         epoch = trainer.position.epoch

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PART = re.compile(r"\d{8,}-\d{5,}\.(safetensors|jsonl)")
-_ROWS = 4096  # copied at once when files are joined
+_ROWS = 4096  # rows that are copied at once when files are joined
 
 
 class BasePredictionWriter(Callback):
@@ -174,7 +174,8 @@ class PredictionWriter(BasePredictionWriter):
             for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
                 _clear(folder)  # remove the files of an earlier prediction that was cut short, or longer
         readers: list[int] = gather_object(trainer.strategy.data_rank)
-        self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank  # others have the same data
+        # Other ranks with the same data write nothing.
+        self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -232,7 +233,7 @@ def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if _PART.fullmatch(path.name):
             path.unlink()
-    with suppress(OSError):  # the folder is not empty
+    with suppress(OSError):  # the folder has other files, so it stays
         folder.rmdir()
 
 
@@ -298,7 +299,8 @@ def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
 
     wrong = next((name for name, column in columns.items() if not isinstance(column, Tensor)), None)
     if wrong == "index":
-        columns = {name: column for name, column in columns.items() if name != "index"}  # keys that are no numbers
+        # Columns whose values are no numbers.
+        columns = {name: column for name, column in columns.items() if name != "index"}
     elif wrong is not None:
         raise DataError(
             f"safetensors hold tensors only, and {wrong!r} of what predict_step returned is "
@@ -334,7 +336,7 @@ def _join_tensors(path: Path, parts: list[Path]) -> None:
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = np.empty(starts[-1], np.int64)
     place[np.arange(starts[-1]) if order is None else order] = np.arange(starts[-1])
-    # Expanded: of the right shape, without the memory.
+    # An expanded tensor has the right shape and takes no memory.
     head, whole = framing({name: row.expand(int(starts[-1]), *row.shape[1:]) for name, row in rows.items()})
     with open(path, "wb") as joined:
         joined.write(head)

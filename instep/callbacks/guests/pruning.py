@@ -253,7 +253,7 @@ class ModelPruning(Callback):
         places = self._parameters_to_prune
         before = [self._pruned(part, name) for part, name in places] if self._verbose else []
         for part, _ in places:
-            _refresh(part)  # changes of the last step count too
+            _refresh(part)  # include the changes of the last step
         if self._use_global_unstructured:
             taken = set(inspect.signature(self.pruning_fn).parameters) - {"self"}
             options = {key: value for key, value in {**self._options, "amount": amount}.items() if key in taken}
@@ -424,13 +424,13 @@ class ModelPruning(Callback):
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Bring the weights into the form that the module has: masked by this callback later, or masked already."""
         own = {clean_name(name) for name in module.state_dict()}
-        applied = trainer.state.fn != "fit"  # in fit the masks come back, and the values that they hide are kept
+        applied = trainer.state.fn != "fit"  # in fit the masks are put back, and the values that they hide are kept
         state = checkpoint["state_dict"]
         if any(_is_masked(name, state) and name.removesuffix("_mask") in own for name in state):
             state = dict(_without_masks(state, own, applied))
         for name in [name for name in own - state.keys() if name.endswith("_mask")]:
             plain = name.removesuffix("_mask")
-            if plain in state:  # a module that is masked still, and plain weights
+            if plain in state:  # the module is still masked, and the weights in the state are plain
                 value = state.pop(plain)
                 value = value if isinstance(value, Tensor) else value.read()
                 state[f"{plain}_orig"] = value
@@ -478,7 +478,7 @@ def _refresh(part: nn.Module) -> None:
 def _plain_copy(part: nn.Module) -> nn.Module:
     """Return a copy of a module on the CPU, without masks."""
     hidden = {
-        name: part.__dict__.pop(name)  # a tensor with a history cannot be copied
+        name: part.__dict__.pop(name)  # a tensor with a graph behind it cannot be copied
         for name in [key.removesuffix("_orig") for key in part._parameters if key.endswith("_orig")]
         if name in part.__dict__
     }

@@ -87,6 +87,6 @@ def _session() -> Any:
 
     try:
         train.get_context()
-    except (RuntimeError, DeprecationWarning):  # Ray's answers outside of a worker, and in a trial
+    except (RuntimeError, DeprecationWarning):  # Ray raises these outside of a worker, and in a trial
         return tune
     return train

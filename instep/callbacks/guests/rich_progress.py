@@ -234,7 +234,7 @@ class RichProgressBar(LiveProgressBar):
         if self.progress is None or self._thread is None:
             return
         text = f"[{self.theme.description}]{text}" if self.theme.description else text
-        total = batches if math.isfinite(batches) else None  # rich takes None for a bar without an end
+        total = batches if math.isfinite(batches) else None  # for rich, None means a bar without an end
         if stage in self._tasks:
             self.progress.reset(self._tasks[stage], total=total, description=text, visible=True)
         else:
@@ -266,7 +266,7 @@ class RichProgressBar(LiveProgressBar):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # the last loader's counts
+        done, total = trainer.progress.eval_batch, trainer.progress.eval_total  # the counts of the last loader
         self._set(stage, done, total=total, visible=self._run == "validate")
         super().on_validation_end(trainer, module)
 

@@ -27,7 +27,7 @@ class _Batch(NamedTuple):
 
     number: int
     step: int
-    loss: Tensor | None  # None: the rank replayed the batch, or skipped it
+    loss: Tensor | None  # None if the rank replayed or skipped the batch
 
 
 class SpikeDetection(Callback):
@@ -89,7 +89,7 @@ class SpikeDetection(Callback):
         self._means: deque[float] = deque(maxlen=window)
         self._judged = 0
         self._waiting: list[_Batch] = []
-        self._older = 0  # number of waiting batches that were there at the last look
+        self._older = 0  # batches that were waiting at the last look
         self._last_look = 0
         self._at_once = False
         self._every = 50
@@ -126,18 +126,20 @@ class SpikeDetection(Callback):
         self._waiting.append(_Batch(batch_idx, step, kept))
         if step % self._every == 0 and step != self._last_look:
             self._last_look = step
-            self._judge_waiting(trainer, self._older)  # the device is past these: reading them is no waiting
+            # The device has computed these losses, so reading them does not wait.
+            self._judge_waiting(trainer, self._older)
             self._older = len(self._waiting)
 
     def before_save(self, trainer: Trainer) -> None:
         try:
             self._judge_waiting(trainer, len(self._waiting))
         except TrainingSpikeError as error:
-            self._error = error  # ModelCheckpoint(on_error="warn") takes it for a failed save: it is raised again
+            # ModelCheckpoint(on_error="warn") would take the error for a failed save: it is raised again later.
+            self._error = error
             raise
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._judge_waiting(trainer, len(self._waiting))  # the next epoch's samples are others
+        self._judge_waiting(trainer, len(self._waiting))  # the next epoch has other samples
 
     def _judge_waiting(self, trainer: Trainer, count: int) -> None:
         """Judge the first `count` batches that wait. Collective."""

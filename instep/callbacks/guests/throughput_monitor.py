@@ -147,7 +147,7 @@ class ThroughputMonitor(Callback):
         if stage != "fit":
             return
         if trainer.global_step == 0:
-            self._reset()  # the object may have served another Trainer
+            self._reset()  # the same object may have served another Trainer before
         self._module_tells = hasattr(module, "flops_per_batch")
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -207,7 +207,7 @@ class ThroughputMonitor(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         counter, self._counter = self._counter, None
-        if counter is not None:  # the step raised
+        if counter is not None:  # the step raised an error while operations were counted
             counter.__exit__(None, None, None)
 
     # ---- evaluation
@@ -232,7 +232,7 @@ class ThroughputMonitor(Callback):
         if done is None:
             return
         took_s = time.perf_counter() - done.time_s
-        self._clock += took_s  # no time of training
+        self._clock += took_s  # evaluation is no time of training
         stage = trainer.state.stage
         if self._every and stage in _EVALUATIONS and took_s > 0:
             mine = done._replace(time_s=took_s)
@@ -263,7 +263,7 @@ class ThroughputMonitor(Callback):
     def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
         """Add up the run's totals, and those of a part of it, over all ranks. Collective."""
         mine = self._mine
-        counts = trainer.strategy.contributes  # of several ranks that read the same data, one counts
+        counts = trainer.strategy.contributes  # of several ranks that read the same data, only one counts
         sums = torch.tensor(
             [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
             dtype=torch.float64,

@@ -24,7 +24,7 @@ else:  # in a notebook with widgets it is one of those
     _tqdm = require("tqdm.auto" if find_spec("ipywidgets") else "tqdm", extra=None, purpose="TQDMProgressBar").tqdm
 
 _DIGITS = 5
-_ON_COLAB = 20  # batches: with fewer a browser does not keep up
+_ON_COLAB = 20  # fewest batches between two refreshes: a browser does not keep up with more
 
 
 class Tqdm(_tqdm):
@@ -207,7 +207,7 @@ class TQDMProgressBar(ProgressBar):
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.val_progress_bar = self.init_sanity_tqdm()
-        self.train_progress_bar = Tqdm(disable=True)  # until training begins
+        self.train_progress_bar = Tqdm(disable=True)  # an empty bar until training begins
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.val_progress_bar.close()

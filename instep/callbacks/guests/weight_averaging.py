@@ -67,7 +67,7 @@ class WeightAveraging(Callback):
         (https://arxiv.org/abs/1803.05407), as built in `torch.optim.swa_utils`.
     """
 
-    runs_last = True  # the average has what the module's own hooks have done to the weights
+    runs_last = True  # the average includes what the module's own hooks have done to the weights
 
     def __init__(
         self,
@@ -94,9 +94,10 @@ class WeightAveraging(Callback):
         self.use_for = _uses(use_for)
         self._functions = given
         self._n_averaged = 0
-        self._averages: dict[str, Tensor] | None = None  # by name, and what has no average as it was at the last update
-        self._averaged: list[str] = []  # names of those that have one
-        self._copied: list[str] = []  # names of the others
+        # Averages by name; an entry that is not averaged is a copy of the last update.
+        self._averages: dict[str, Tensor] | None = None
+        self._averaged: list[str] = []  # names of the entries that are averaged
+        self._copied: list[str] = []  # names of the entries that are copied
         self._untrained: list[str] = []  # names of buffers and of integers
         self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
         self._in_validation = False
@@ -193,7 +194,8 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if self._in_validation and self._live is not None:  # other ranks may be gone: nothing collective
+        # Other ranks may have ended, so nothing collective is called.
+        if self._in_validation and self._live is not None:
             self._in_validation = False
             _write(self._live, trainer.strategy.local_weights())
             self._live = None
@@ -259,7 +261,7 @@ class WeightAveraging(Callback):
     def _update(self, strategy: Strategy) -> None:
         assert self._averages is not None
         held = strategy.local_weights()
-        for name in self._copied if self._n_averaged else self._averages:  # the first ones are their own average
+        for name in self._copied if self._n_averaged else self._averages:  # the first weights are their own average
             self._averages[name].copy_(held[name])
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name in self._averaged if self._n_averaged else ():
@@ -276,7 +278,8 @@ class WeightAveraging(Callback):
         if not self._functions:
             get_swa_multi_avg_fn()(averages, values, self._n_averaged)  # pyright: ignore[reportArgumentType]
             return
-        count = torch.full((), self._n_averaged, dtype=torch.long, device=device)  # a kernel, not a copy
+        # Filled by a kernel on the device, without a copy from the host.
+        count = torch.full((), self._n_averaged, dtype=torch.long, device=device)
         if several := self._functions.get("multi_avg_fn"):
             several(averages, values, count)
         else:
@@ -301,7 +304,7 @@ class WeightAveraging(Callback):
             averages = self._averages or {}
             self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
             _write(averages, held)
-            strategy.average_replicas()  # only buffers differ here
+            strategy.average_replicas()  # only buffers differ between ranks here
         else:
             _write(self._live, held)
             self._live = None

@@ -125,7 +125,7 @@ class LiveProgressBar(ProgressBar, default=True):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
-        self._train_first = trainer.progress.outer_batch  # not 0 in an epoch that a checkpoint was in
+        self._train_first = trainer.progress.outer_batch  # not 0 in an epoch in whose middle a checkpoint was saved
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._guard(self._note_epoch, trainer)
@@ -173,7 +173,7 @@ class LiveProgressBar(ProgressBar, default=True):
         try:
             print(text, file=sys.__stderr__, flush=True)
         except (OSError, ValueError, AttributeError):
-            return  # there is no stderr to say it on; `error` has it
+            return  # there is no stderr to write to; the attribute `error` keeps it
 
     def _start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._thread is None and self.is_enabled and trainer.is_global_zero:
@@ -350,7 +350,7 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
     if speed and size:
         facts.append(f"{amount(speed * size * trainer.strategy.data_world_size)} samples/s")
     for callback in trainer.callbacks:
-        metrics = getattr(callback, "metrics", None)  # of a ThroughputMonitor: plain floats by name
+        metrics = getattr(callback, "metrics", None)  # the metrics of a ThroughputMonitor: plain floats by name
         items = (
             {name: value for name, value in metrics.items() if value and name.startswith("train")}
             if isinstance(metrics, dict)

@@ -119,7 +119,7 @@ class Notebook(Lines):
     live = True
 
     def __init__(self, shell: Any) -> None:
-        from IPython.display import display  # the notebook has it loaded
+        from IPython.display import display  # a notebook has loaded IPython already
 
         super().__init__()
         if getattr(shell.display_pub, "session", None) is not None:
@@ -196,5 +196,5 @@ def _watch_forks(screen: Terminal) -> None:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # no stream, or a closed one
+    except (AttributeError, ValueError):  # there is no stream, or it is closed
         return False

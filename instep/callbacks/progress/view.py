@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_WINDOW = 40  # readings: sixteen seconds at 2.5 a second
+_WINDOW = 40  # readings of the speed: sixteen seconds at 2.5 a second
 _POINTS = 64  # most points of a curve
-_BAR = (8, 40)  # columns: the shortest and the longest bar
+_BAR = (8, 40)  # columns of the shortest and the longest bar
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STAGES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
 
@@ -50,7 +50,7 @@ class Speed:
     def read(self, now_s: float, batch: int) -> float | None:
         """Add a reading and return the speed; None while it is not known."""
         if self._readings and batch < self._readings[-1][1]:
-            self._readings.clear()  # a new epoch
+            self._readings.clear()  # a new epoch began
         self._readings.append((now_s, batch))
         (first_s, first), (last_s, last) = self._readings[0], self._readings[-1]
         if last_s > first_s and last > first:
@@ -242,7 +242,7 @@ class View:
             if sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= room:
                 break
             texts = columns.pop(name)
-            below += texts[-1:] if name != "elapsed" else []  # the count of the loop that runs
+            below += texts[-1:] if name != "elapsed" else []  # the last text is the count of the loop that runs
         padded = [[text.ljust(max(map(len, column))) for text in column] for column in columns.values() if any(column)]
         return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)], below
 

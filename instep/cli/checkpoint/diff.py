@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MANY = 20  # lines of a kind that are printed without --all
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
-_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long ones of a callback's key
+_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long arguments in the key of a callback
 _WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version", "loggers")
 
 

@@ -18,7 +18,8 @@ from instep.checkpoint.weights import indexed_files, load_weights, plain_tensors
 from instep.cli.checkpoint.contents import Contents, put
 from instep.errors import CheckpointError, CorruptCheckpointError
 
-_VERSION = "2.0.0"  # the oldest that reads this layout: Lightning warns of a version newer than its own
+# The oldest version that reads this layout: Lightning warns if the file's version is newer than its own.
+_VERSION = "2.0.0"
 _LEFT = {
     "loops": "the place in the epoch (loops)",
     "callbacks": "callbacks",
@@ -91,7 +92,7 @@ def write_lightning(contents: Contents, path: Path) -> Path:
 
     def write(temporary: Path) -> None:
         torch.save(checkpoint, temporary)
-        read_torch_file(temporary)  # it must not need a pickle's code
+        read_torch_file(temporary)  # raises if reading the file needed code of a pickle
 
     return put(path, write)
 
@@ -124,7 +125,8 @@ def write_accelerate(contents: Contents, folder: Path) -> Path:
 
     def write(temporary: Path) -> None:
         temporary.mkdir()
-        write_tensors(temporary / "model.safetensors", contents.weights)  # tied ones once, as Accelerate wants them
+        # Tied weights are written once, as Accelerate wants them.
+        write_tensors(temporary / "model.safetensors", contents.weights)
         for name, state in files.items():
             torch.save(state, temporary / name)
 

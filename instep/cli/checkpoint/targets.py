@@ -13,7 +13,7 @@ from instep.cli import output
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
-_DEPTH = 6  # runs/<experiment>/instep_runs/version_0/checkpoints, and one more
+_DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpoints, and one more
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ _SAME_BYTES = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 _KNOWN = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 _STAGES = {"deepspeed": 2, **{f"deepspeed_stage_{stage}": stage for stage in range(4)}}
-_BUCKET = 500_000_000  # elements, at most
-_LIVE = 1_000_000_000  # elements of gathered parameters, of stage 3
+_BUCKET = 500_000_000  # most elements of a bucket
+_LIVE = 1_000_000_000  # most elements of gathered parameters in stage 3
 
 
 def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
@@ -30,7 +30,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
     alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
     steps = simulate(replace(subject, batch=None), Setup("single_device", "32-true"))
-    # What the optimizer needs for a while, for each byte that it steps at a time.
+    # Temporary memory of the optimizer, for each byte that it steps at a time.
     whole = steps.weights + steps.gradients + steps.optimizer
     ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
     width = 2 if lower and stage else 4
@@ -47,12 +47,12 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
         shown = (weights, gradients, state)
     elif stage in (1, 2):
         kept = weights + part + state // ranks
-        own = gradients // ranks  # with stage 1 too: the others' are let go once they are reduced
+        own = gradients // ranks  # stage 1 too keeps only its part: other gradients are released once they are reduced
         during = _backward(activations, bucket + own, setup.on_gpu)
         most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = part  # float32, whatever the precision is
+        own = part  # the gradients are float32, whatever the precision is
         kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
         most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))

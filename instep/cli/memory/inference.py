@@ -46,7 +46,7 @@ def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
     """
     with users_code(f"making {subject.name}", "Give its arguments by --args."), init_empty_weights():
         model: Any = subject.make()
-    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # one of transformers, which knows its blocks
+    if hasattr(getattr(model, "model", None), "_no_split_modules"):  # a model of transformers knows its blocks
         model = model.model
     whole = getattr(model, "_no_split_modules", None) or ()
 

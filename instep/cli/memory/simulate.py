@@ -60,7 +60,8 @@ def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
     Raises:
         UsageError: it failed. Instep's own errors, and those of steps that ask for values, are let through.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints torch's traceback of what does not fit
+    # This logger prints torch's traceback of a step that cannot be simulated.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     was_off, log.disabled = log.disabled, True
     try:
         yield
@@ -209,10 +210,10 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
             field="strategy",
             got=setup.strategy,
         )
-    PartialState(cpu=True)  # before the group: this process is alone
+    PartialState(cpu=True)  # comes before the fake group: this process is alone
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the run itself will say it
+        warnings.simplefilter("ignore")  # the run itself will warn of it
         Strategy.connect(strategy, _CPU, Precision(setup.precision, _CPU))
         if isinstance(strategy, FSDPStrategy):
             stack.enter_context(_group(setup.devices))
@@ -266,7 +267,8 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                     del output
                 if micro == 0:
                     left = count.now - fixed - state - grads
-                    optimizer.zero_grad()  # here, as in the Trainer: the last step's gradients live in the forward
+                    # Gradients are dropped here, as in the Trainer: those of the last step live during the forward.
+                    optimizer.zero_grad()
                 strategy.backward(loss)
                 del loss
         grads = count.now - fixed - state

@@ -26,7 +26,7 @@ from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
-_DEEPEST = 100  # modules within each other
+_DEEPEST = 100  # most modules that are nested in one another
 _MOST_LAYERS = 10_000
 _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32"}
 
@@ -104,7 +104,7 @@ def import_path(path: str) -> Any:
             got=path,
         )
     folder = os.path.abspath(os.path.dirname(module)) if module.endswith(".py") else os.getcwd()
-    sys.path.insert(0, folder)  # stays: the module may import its neighbors later
+    sys.path.insert(0, folder)  # the folder stays in the path: the module may import its neighbors later
     try:
         found: Any = import_module(os.path.basename(module).removesuffix(".py"))
     except ImportError as error:

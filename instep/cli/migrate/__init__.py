@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Show or write what changes; 1 where something is left to do."""
     require("libcst", extra="migrate", purpose="instep migrate")
     files = [_migrate(path) for path in _scripts(args.paths)]
-    if args.write:  # when all could be read
+    if args.write:  # write only when all files could be read
         for file in files:
             if file["new"] != file["old"]:
                 _write(file["path"], file["new"])
@@ -75,7 +75,7 @@ def _migrate(path: Path) -> dict[str, Any]:
     from instep.cli.migrate.rewrite import migrate  # late: it needs libcst
 
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends stay what they are
+        with path.open(encoding="utf-8", newline="") as file:  # newline="" keeps the line ends of the file
             old = file.read()
         new, findings, found = migrate(old)
     except (libcst.ParserSyntaxError, UnicodeDecodeError) as error:
@@ -84,7 +84,7 @@ def _migrate(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # write to the file behind a link, so that the link stays one
     with replacing(path) as part:
         part.touch()
         part.chmod(path.stat().st_mode)

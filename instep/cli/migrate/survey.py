@@ -101,7 +101,7 @@ class Names(cst.CSTVisitor):
         self.extra: dict[str, set[str]] = defaultdict(set)  # other names imported beside a name
         self.defined: set[str] = set()
         self.have: set[str] = set()  # what is imported at the top level: `import a` as "a", `from a import b` as "a b"
-        self._top: set[cst.CSTNode] = set()  # the imports of the top level
+        self._top: set[cst.CSTNode] = set()  # the import statements of the top level
         self._annotations = 0
 
     # ---- imports
@@ -178,7 +178,7 @@ class Names(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         base, inner = _base(node), node
-        while isinstance(inner, cst.Attribute) and not self._successor(inner):  # `pl.Trainer` of `pl.Trainer.fit`
+        while isinstance(inner, cst.Attribute) and not self._successor(inner):  # finds `pl.Trainer` in `pl.Trainer.fit`
             inner = inner.value
         if isinstance(base, cst.Name):
             self._use(inner if self._successor(inner) else node, base)
@@ -298,7 +298,7 @@ class Names(cst.CSTVisitor):
                 lines += self._modules(node, local, f"from {module} import {code(alias).rstrip(', ')}")
             elif name in self.leftovers or name.rpartition(".")[2] not in tables.GONE:
                 stay.append(alias)
-                if name not in self.leftovers:  # the name is imported and not used
+                if name not in self.leftovers:  # the script imports the name and does not use it
                     self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
         if len(stay) == len(node.names):
             return None

@@ -29,11 +29,11 @@ _KINDS = {  # base classes of scripts, which may have any attribute
 }
 # Names that scripts give to the batches of an earlier run.
 _DONE = re.compile(r"resume|start|first_|skip|done|completed")
-_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
+_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # names of values that are no rows of a batch
 _SAVED = re.compile(r"(best|last)_model_path")  # attributes of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _BY_HAND = re.compile(r"automatic_optimization\s*=\s*False")
-_SEVERAL = re.compile(  # unpacked, taken by number, or all in a loop
+_SEVERAL = re.compile(  # the result is unpacked, taken by number, or used in a loop over all
     r",[^=\n]*=\s*self\.optimizers\(|self\.optimizers\([^)]*\)\[|in (enumerate\(|zip\()?self\.optimizers\(|"
     r"(\w+)\s*=\s*self\.optimizers\([\s\S]*(\b\2\[\d|,[^=\n]*= \2\b|\bin (enumerate\(|zip\()?\2\b)"
 )
@@ -168,11 +168,11 @@ class Uses(cst.CSTVisitor):
         self.dicts: dict[str, cst.BaseExpression] = {}  # variables that hold a dict, and how it is written
         self.accumulates = ""  # "by hand" or "in contexts", for scripts with accumulation of gradients
         self._parameters: list[dict[str, str]] = []  # kinds of the parameters of each enclosing function
-        self._inside: list[str] = []  # the kinds of the classes around
+        self._inside: list[str] = []  # kinds of the enclosing classes
         self._bases: list[str] = []  # base class of each enclosing class
-        self._own: list[set[str]] = []  # their methods, also inherited ones
+        self._own: list[set[str]] = []  # methods of each enclosing class, also inherited ones
         self._methods: dict[str, set[str]] = {}  # the methods of the script's classes
-        self._functions: list[str] = []  # the names of the functions around
+        self._functions: list[str] = []  # names of the enclosing functions
         self._loops: list[cst.CSTNode] = []
         self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank: list[cst.If | cst.FunctionDef] = []
@@ -289,7 +289,7 @@ class Uses(cst.CSTVisitor):
         if not self._one_rank or self._one_rank[-1] is not node:
             return
         self._one_rank.pop()
-        if self._one_rank:  # the outer one decides
+        if self._one_rank:  # the outer `if` decides
             return
         found, self._collective = self._collective, []
         calls = frozenset(code(each) for each in found)
@@ -523,7 +523,7 @@ class Uses(cst.CSTVisitor):
         old = arg.keyword.value
         name = old if has_argument(function, old) else renamed.get(old, old)
         if (key, name) == ("Accelerator", "project_dir") and self._owner(arg.value).endswith(".ProjectConfiguration"):
-            name = "project_config"  # Accelerate takes it there, and does not use it
+            name = "project_config"  # Accelerate takes this argument there, and does not use it
         value: Any = _literal(arg.value)
         values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
@@ -576,7 +576,7 @@ class Uses(cst.CSTVisitor):
 
     def _leaf(self, node: cst.BaseExpression) -> str:
         home, _, leaf = self.names.targets.get(node, "").rpartition(".")
-        return "" if home == "instep.compat.fabric" else leaf  # there they mean what they did
+        return "" if home == "instep.compat.fabric" else leaf  # in the door for Fabric such names mean what they did
 
     def _owner(self, node: cst.BaseExpression) -> str:
         """Find the class of instep that an expression holds, or is, by its dotted name; "" for none."""
@@ -640,7 +640,7 @@ class _Receivers(cst.CSTVisitor):
                 self.uses.dicts[text] = node.value
             if made:
                 self.uses.receivers[text] = made
-            elif isinstance(node.value, cst.Call):  # somebody else's Trainer
+            elif isinstance(node.value, cst.Call):  # the Trainer is of another package
                 self.uses.receivers.pop(text, None)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:

@@ -168,13 +168,13 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
         SettingError: an "auto" is left for which there is no value.
     """
     filled = copy.deepcopy(config)
-    filled.pop("optimizer", None)  # the optimizer is made before the engine
+    filled.pop("optimizer", None)  # the optimizer is made by the user, before the engine
     filled.pop("train_batch_size", None)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
         filled["train_micro_batch_size_per_gpu"] = 1  # for the samples per second that DeepSpeed prints
     if filled.get("gradient_clipping") == AUTO:
-        del filled["gradient_clipping"]  # set with each step, as the Trainer says
+        del filled["gradient_clipping"]  # clipping is set at each step, as the Trainer says
     for other in ("fp16", "bf16"):
         if other in filled or kind == other:
             filled[other] = {**filled.get(other, {}), "enabled": kind == other}

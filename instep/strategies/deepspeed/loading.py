@@ -22,8 +22,8 @@ from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from instep.utils.imports import require
 
-_YOUNG_S = 5.0  # between making the lock and starting the compiler
-_REMOTE_S = 1800.0  # time that a build on another machine may take
+_YOUNG_S = 5.0  # seconds between making the lock and starting the compiler
+_REMOTE_S = 1800.0  # seconds that a build on another machine may take
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -36,7 +36,7 @@ def load_deepspeed(device: torch.device) -> Any:
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     try:
-        os.environ["DS_ACCELERATOR"] = device.type  # read once, at its import
+        os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads the variable once, at its import
         with quiet_imports():
             deepspeed = require("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
     finally:
@@ -50,7 +50,7 @@ def load_deepspeed(device: torch.device) -> Any:
             got=device.type,
         )
     check_builds(build_folder())
-    # Collectives in shared memory, on CPUs: minutes of compiling that nobody asked for.
+    # This builds collectives in shared memory for CPUs: minutes of compiling that nobody asked for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _forget_old_groups(deepspeed.utils.groups)
     return deepspeed
@@ -61,7 +61,7 @@ def _forget_old_groups(groups: Any) -> None:
     try:
         if groups._WORLD_GROUP is not None:
             torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # torch does not know it any more
+    except ValueError:  # a newer torch does not know it any more
         groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._ALL_TO_ALL_GROUP = {}
 
@@ -119,4 +119,4 @@ def _is_at_work(folder: Path) -> bool:
             continue
         if (here.st_dev, here.st_ino) == (target.st_dev, target.st_ino):
             return True
-    return not Path("/proc").is_dir()  # where nothing can be known
+    return not Path("/proc").is_dir()  # without /proc nothing can be known

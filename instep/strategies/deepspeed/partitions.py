@@ -128,7 +128,7 @@ def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
     """Write stage 3's float32 weights, which something else has changed, into those of the forward. Collective."""
     for p, part in parts.items():
         parameter: Any = p
-        if parameter.data.numel():  # gathered, as small ones stay
+        if parameter.data.numel():  # small parameters stay gathered
             parameter.partition()
         cut = cut_part(parameter)
         cut.of(cut.flat).copy_(part.weights())

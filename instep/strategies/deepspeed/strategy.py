@@ -75,7 +75,7 @@ class DeepSpeedGradients(Gradients):
         self.open = False
         """Whether there are gradients that no step was made with."""
         self._factor = 1.0  # factor by which the next step multiplies the gradients
-        self._unclipped: float | None = None  # at what the engine clips unless `clip` is called
+        self._unclipped: float | None = None  # norm at which the engine clips unless `clip` is called
 
     def close(self) -> None:
         """Take note that there are no gradients."""
@@ -119,7 +119,7 @@ class DeepSpeedGradients(Gradients):
             self._factor *= factor
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        # Scaled gradients overflow now and then: the scaler sees to it.
+        # Scaled gradients overflow now and then, which the scaler handles.
         strategy = self.strategy
         skip = not strategy.stage or strategy._kind == "fp16"
         super().find_nonfinite([*tensors, *([] if skip else partitions.held_gradients(strategy._zero))], found)
@@ -145,7 +145,7 @@ class DeepSpeedGradients(Gradients):
         finally:
             if factor != 1.0:
                 zero.custom_loss_scaler = False
-            if self._unclipped is not None:  # a loop that clips some of its steps
+            if self._unclipped is not None:  # a loop may clip only some of its steps
                 zero.clip_grad, self._unclipped = self._unclipped, None
         self.step_was_skipped = not engine.was_step_applied()
         self.close()
@@ -223,7 +223,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
         self._parts: dict[Tensor, Partition] = {}
-        self._exact: dict[Tensor, Tensor] = {}  # float32 runs of weights that were cast to 16 bits before the engine
+        # Float32 copies of weights that were cast to 16 bits before the engine was made.
+        self._exact: dict[Tensor, Tensor] = {}
         self._groups: list[list[str]] = []  # names, by group of the optimizer
         self._shapes: dict[str, list[int]] = {}  # shape of each of the optimizer's parameters
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
@@ -247,8 +248,8 @@ class DeepSpeedStrategy(Strategy):
             made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
-        self._end_sync: Callable[[], None] | None = None  # of generation
-        self._told = 0  # micro-batches of a window, as the engine knows them
+        self._end_sync: Callable[[], None] | None = None  # called at the end of a generation
+        self._told = 0  # micro-batches of a window that the engine was told
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
@@ -361,7 +362,8 @@ class DeepSpeedStrategy(Strategy):
         if self.stage != 3:
             broadcast_weights(module, skip=is_cut)
             if self.precision.dtype is not None:
-                exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}  # outlast the cast
+                # Float32 weights that must outlast the cast.
+                exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}
         self._engine = self._make_engine(module, optimizer)
         # Otherwise the engine counts batches until `no_sync` sets it.
         self._engine.set_gradient_accumulation_boundary(True)
@@ -372,8 +374,9 @@ class DeepSpeedStrategy(Strategy):
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # if not, the caller has set other weights
-                    part.set_weights(old.weights())  # weights of this run's earlier fit, not rounded to 16 bits
+                if _still(p, part, old.weights()):  # False if the caller has set other weights meanwhile
+                    # Weights of an earlier fit of this run, which are not rounded to 16 bits.
+                    part.set_weights(old.weights())
             elif p in exact:
                 value = exact[p]
                 part.set_weights(value if self.stage == 3 else take_run(value, part.begin, part.count))
@@ -382,7 +385,7 @@ class DeepSpeedStrategy(Strategy):
         elements = _elements(module.parameters())
         config = self._filled(elements)
         if optimizer is not None:
-            config.setdefault("zero_allow_untested_optimizer", True)  # check_optimizer has looked
+            config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has checked the optimizer
         # DeepSpeed calls collectives by names that torch has replaced.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
@@ -524,7 +527,7 @@ class DeepSpeedStrategy(Strategy):
             if name in state and self._is_spread(p, first[p]):
                 part = self._part_of(p)
                 if part is None or not part.count:
-                    del state[name]  # others hold all of it
+                    del state[name]  # other ranks hold all of it
                 else:
                     state[name] = part.shard(part.weights())
         return state
@@ -541,7 +544,7 @@ class DeepSpeedStrategy(Strategy):
         held, runs = super().local_weights(), dict[Tensor, Tensor]()
         for name, part in self._spread_parts(held):
             if part is None or not part.count:
-                del held[name]  # others hold all of it
+                del held[name]  # other ranks hold all of it
             elif part.fetch is not None:
                 raise self._refused("keeps weights on a disk ('nvme'), where nothing else can read or write them")
             else:
@@ -599,7 +602,8 @@ class DeepSpeedStrategy(Strategy):
             if p is None or not hasattr(value, "shape"):
                 taken[name] = whole(value)
             elif tuple(value.shape) != shape_of(p):
-                taken[name] = torch.empty(value.shape, device="meta")  # for torch's own error
+                # Kept with its shape, so that torch raises its own error.
+                taken[name] = torch.empty(value.shape, device="meta")
             else:
                 taken[name] = self._take_weights(p, value)
         return self.module.load_state_dict(taken, strict=strict)
@@ -612,7 +616,7 @@ class DeepSpeedStrategy(Strategy):
                 part.set_weights(take_run(value, part.begin, part.count))
             if not is_cut(p):
                 return whole(value)
-            if p.data.numel():  # gathered, as small ones stay
+            if p.data.numel():  # small parameters stay gathered
                 p.partition()
             cut = partitions.cut_part(p)
             run = take_run(value, cut.begin, cut.count)
@@ -657,7 +661,7 @@ class DeepSpeedStrategy(Strategy):
     def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
             return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
-        if key == "step":  # a tensor, as torch's optimizers have it; every rank that has a part writes it
+        if key == "step":  # a tensor, as torch's optimizers have it; every rank with a part writes it
             return Shard(torch.tensor(float(value)), (), ())
         return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
 

@@ -121,8 +121,9 @@ class Runner:
         self.group, self.device, self.alone = group, device, alone
         self.first, self.last = 0 in stages, count - 1 in stages
         self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
-        self._schedules: dict[Any, tuple[int, Any]] = {}  # kind of use and inputs -> size of micro-batches, schedule
-        self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}  # kind of inputs -> what goes into each stage
+        # Kind of use and kind of inputs -> size of micro-batches, and schedule.
+        self._schedules: dict[Any, tuple[int, Any]] = {}
+        self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}  # kind of inputs -> tensors that go into each stage
         self._used: set[bool] = set()
         self._outputs: dict[Any, Any] = {}
         self._loss: Callable[[Any, int], Tensor] | None = None
@@ -252,12 +253,13 @@ class Runner:
                 self.count,
                 self.device,
                 input_args=outlines[index],
-                output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],  # not sent anywhere
+                # The last stage sends its output nowhere.
+                output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],
                 group=self.group,
             )
             for index, stage in self.stages.items()
         ]
-        # torch would divide whatever gradients there are, in an evaluation too.
+        # torch would divide whatever gradients there are, even in an evaluation.
         options: dict[str, Any] = {"n_microbatches": self.microbatches, "scale_grads": False}
         if trains:
             options["loss_fn"] = self._call_loss

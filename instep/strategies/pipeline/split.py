@@ -217,7 +217,7 @@ class Cut:
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)
-            # Else the value of a get_extra_state.
+            # A key that is no tensor is the value of a module's get_extra_state.
             owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])
             self.shapes[name] = value.shape if is_tensor else None
             self.homes[name] = homes.get(id(owner), everywhere)

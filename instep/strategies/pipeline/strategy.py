@@ -136,7 +136,8 @@ class PipelinedStrategy(FSDPStrategy):
         self._runner: Runner | None = None
         self._training = False
         self._syncs = True
-        self._returned: tuple[list[str], bool] | None = None  # names that `pipeline_loss` returns; whether a bare loss
+        # Names that `pipeline_loss` returns, and whether it returns a bare loss.
+        self._returned: tuple[list[str], bool] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     # ---- life
@@ -155,11 +156,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # the module may be cut by an earlier run
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # an earlier run may have cut the module
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # only shards of one stage are made alike
+            self.share_weights(module)  # weights are made alike on the ranks of one stage only
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -184,7 +185,8 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        check_torch(2, 13, purpose="pp")  # earlier stages refuse micro-batches of other sizes, or frozen weights
+        # The stages of an earlier torch refuse micro-batches of other sizes, and frozen weights.
+        check_torch(2, 13, purpose="pp")
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
                 f"{kind} optimizes manually, and in a pipeline the backward is run by its schedule. Set "
@@ -247,7 +249,8 @@ class PipelinedStrategy(FSDPStrategy):
             alone=self.dp_mesh.size() == 1,
         )
         here = pipe.get_local_rank()
-        self._parameters = list(module.parameters())  # the optimizer's parameters; gathered ones are other objects
+        # Parameters of the optimizer; while gathered they are other objects.
+        self._parameters = list(module.parameters())
         self._shared = cut.shared(module)
         self._copies = [p for p, ranks in self._shared if ranks[0] != here]
         self._returned = None
@@ -356,12 +359,13 @@ class PipelinedStrategy(FSDPStrategy):
         self, parameters: Sequence[nn.Parameter], new: Sequence[Tensor | None], factor: Tensor | None
     ) -> None:
         if factor is not None and factor.device.type == "cpu" and float(factor) == 1.0:
-            factor = None  # as always, unless training_step multiplied its loss; asking a GPU would make the host wait
+            # The usual case, unless training_step multiplied its loss; asking a GPU would make the host wait.
+            factor = None
         for p, gradient in zip(parameters, new, strict=True):
             if gradient is None:
                 continue
             if factor is not None:
-                local_part(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
+                local_part(gradient).mul_(factor.to(gradient.device))  # an offloaded gradient is on another device
             if p.grad is None:
                 p.grad = gradient
             else:
