@@ -73,7 +73,7 @@ def _choose(saved: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers: left out of the second forward, it would shift later ones."""
+    """Return whether an operator draws random numbers: if it ran once only, later draws would be others."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     names = [argument.name for argument in op._schema.arguments]

@@ -41,7 +41,7 @@ def resolve_device_map(
     offload_buffers: bool = False,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
-    """Make the device map that a user's `device_map` means, and check a map against the model and this machine.
+    """Resolve a user's `device_map` to a map of names to devices, and check it against the model and this machine.
 
     Args:
         model: the model; its tensors may be on the meta device.
@@ -78,7 +78,7 @@ def resolve_device_map(
 
 
 def check_device(field: str, device: Device) -> None:
-    """Raise where this machine has no such device.
+    """Raise where this machine does not have a device.
 
     Args:
         field: the argument that names the device.
@@ -151,12 +151,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
-    """Return the device of the innermost entry that a tensor is within."""
+    """Return the device of the innermost entry of a map that contains a tensor."""
     return next((device_map[owner] for owner in reversed([*owners(name)]) if owner in device_map), None)
 
 
 def clean_device_map(device_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the entries of a module whose parts are all on one device.
+    """Merge the entries of a device map: a module whose parts are all on one device gets one entry.
 
     Example:
         >>> clean_device_map({"a.x": 0, "a.y": 0, "b": "cpu"})
@@ -224,7 +224,7 @@ def get_balanced_memory(
 
 
 def _margin(model: nn.Module, sizes: Mapping[str, int], no_split: Collection[str]) -> int:
-    """Return what a share is larger by, since parts are not split at will: 1.25 of a block or of the mean layer."""
+    """Return the bytes by which a share is larger, since parts are not split at will: 1.25 of a block or mean layer."""
     blocks = [sizes[name] for name, module in model.named_modules() if type(module).__name__ in no_split]
     tensors = {name for name, module in model.named_modules() if module._parameters or module._buffers}
     inner = {owner for name in tensors for owner in [*owners(name)][:-1]}
@@ -316,7 +316,7 @@ def infer_auto_device_map(
 def _check_room_of_buffers(
     plan: _Plan, sizes: Mapping[str, int], limits: Mapping[int | str, int], accelerators: Iterable[int | str]
 ) -> None:
-    """Warn where the buffers of offloaded layers fit on no accelerator beside what is there."""
+    """Warn where the buffers of offloaded layers fit on no accelerator beside the weights that are there."""
     offloaded = sum(sizes.get(name, 0) for name, device in plan.devices.items() if device in _OFFLOADED)
     if offloaded and not any(plan.used.get(device, 0) + offloaded <= limits[device] for device in accelerators):
         warn_user(
@@ -382,7 +382,7 @@ class _Plan:
         self.used[device] = used + reserve
 
     def _tied_to(self, name: str, parts: Iterable[Part]) -> list[str]:
-        """List a part's name, then those of all parts that go with it, because they are tied to it or to each other."""
+        """List a part's name, then the names of all parts that are tied to it or to each other, and so go with it."""
         names = [other for other, _ in parts if other != name]
         together = [name]
         for known in together:
@@ -417,7 +417,7 @@ class _Plan:
         return False
 
     def _bring_forward(self, limit: int | None, keeps_room: bool) -> bool:
-        """Find the first part after the next one that fits on an empty device, make it the next, and tell if any."""
+        """Move the first later part that fits on an empty device to the front; return whether there was one."""
         room = float("inf") if limit is None else limit - (self._largest_but(()) if keeps_room else 0)
         first, *rest = self.left
         place = 0

@@ -156,7 +156,7 @@ def dispatch_model(
 
 
 def _check_model(model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-    """Refuse a model that is dispatched already, and given values that are not of its shapes."""
+    """Refuse a model that is dispatched already, and values whose shapes are not those of its weights."""
     if offloaded_names(model):
         raise UsageError(f"{type(model).__name__} is dispatched already: call remove_hook_from_submodules(model) first")
     own = {} if values is None else model.state_dict()
@@ -212,7 +212,7 @@ def _weights_of(
     index: Mapping[str, Mapping[str, str]] | None,
     offload_buffers: bool,
 ) -> WeightsMap:
-    """Find the values of all weights that are offloaded; write those for the disk that lie in no file."""
+    """Find the values of all offloaded weights; write those that are meant for the disk and lie in no file yet."""
     loaded = offloaded_weights(model) or {}
     indexed = {} if index is None else _indexed(index)
     tensors = dict(model.named_parameters(remove_duplicate=False))
@@ -266,7 +266,7 @@ def _weights_of(
 
 
 def _write(folder: PathLike, shapes: Mapping[str, torch.Size], values: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Write weights to an offload folder, a tied one once, and return them there under all their names."""
+    """Write weights to an offload folder, a tied weight once, and return them from there under all their names."""
     first: dict[int, str] = {}
     kept = {name: first.setdefault(id(value), name) for name, value in values.items()}
     there = offload_weights(folder, shapes, {name: values[name].detach().to("cpu") for name in first.values()})
@@ -294,14 +294,14 @@ def _indexed(index: Mapping[str, Mapping[str, str]]) -> dict[str, Stored]:
 
 
 class _InputsHook(AlignDevicesHook):
-    """Hook of a whole model: its inputs go to where it begins, its outputs to where the inputs were."""
+    """Hook of a whole model: moves inputs to where the model begins, and outputs back to where the inputs were."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
 
 
 class _Dispatched:
-    """What makes a dispatched model still a model: a whole state dict, and errors where it is moved or changed.
+    """State of a dispatched model: it gives a whole state dict, and raises where it is moved or changed.
 
     Args:
         model: the model.
@@ -326,7 +326,7 @@ class _Dispatched:
         ]
 
     def undo(self) -> None:
-        """Make the model an ordinary one again, but for the hooks of its modules."""
+        """Make the model an ordinary one again; the hooks of its modules stay."""
         own = vars(self._model)
         for name in (*_MOVES, "_apply", "hf_device_map", DISPATCHED):
             own.pop(name, None)
@@ -373,7 +373,7 @@ class _RefusesValues:
 
 
 class _Stays:
-    """Method of a dispatched model that would move it: an error."""
+    """Method in the place of one that would move a dispatched model: it raises an error."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name

@@ -80,14 +80,14 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Block:
-    """One `with init_on_device(...)`: where parameters go, and where those went that are tied to another one."""
+    """One `with init_on_device(...)` block: the device for parameters, and the new objects of tied ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._moved: Any = WeakTensorKeyDictionary()
 
     def moved(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what stands for a parameter on the device; None where it is there."""
+        """Return the parameter that replaces a parameter on the device; None where it is there already."""
         if nn.parameter.is_lazy(parameter) or _is_on(parameter, self._device):
             return None
         if parameter not in self._moved:
@@ -129,6 +129,6 @@ def _watch_registrations() -> None:
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Exchange a parameter that a module gets; None keeps the parameter."""
+    """Replace a parameter that is registered in a module; return None to keep it."""
     stack = getattr(_blocks, "stack", None)
     return stack[-1].moved(parameter) if stack and parameter is not None else None

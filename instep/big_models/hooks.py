@@ -80,7 +80,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of them wants the forward to run without gradients."""
+        """Whether one of the hooks wants the forward to run without gradients."""
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -278,7 +278,7 @@ class _Slot:
         return f"{self.hook.prefix}{self.name}"
 
     def load(self, value: Tensor, device: torch.device | None) -> None:
-        """Put a weight into the module, on a device; what users have put there in its place stays."""
+        """Put a weight into the module, on a device; a value that a user has put in its place stays."""
         holder, leaf = self.holder, self.leaf
         if holder.get(leaf) is self.empty:
             kept = self._kept  # the usual case, without another call: a model of many small layers has many weights
@@ -293,7 +293,7 @@ class _Slot:
         return self._made(weights[self.name], self.hook.device)
 
     def _made(self, value: Tensor, device: torch.device | None) -> Tensor:
-        """Make the weight of its value, on a device. A value that lies there already is used as it is."""
+        """Make the weight from its value, on a device. A value that lies there already is used as it is."""
         kept = self._kept if self._value is value else None
         if kept is None:
             there = value if device is None or value.device == device else value.to(device)
@@ -424,7 +424,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def empty(self) -> list[Tensor]:
-        """What stands in the module for offloaded weights between forwards."""
+        """The tensors that stand in the module for offloaded weights between forwards."""
         return [slot.empty for slot in self._slots]
 
     def load(self, device: torch.device | None = None) -> None:
@@ -480,7 +480,7 @@ def _places(module: nn.Module, recurse: bool) -> Iterator[tuple[str, dict[str, A
 
 
 def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, Any]) -> Tensor:
-    """Bring a weight of a module to a device: the same object for all that are tied to it and compute there."""
+    """Bring a weight of a module to a device: one object for all names that are tied and compute on that device."""
     if tensor.device == device or device == _META or tensor.is_meta:
         return tensor if device != _META or tensor.is_meta else tensor_like(tensor, tensor.data.to(device))
     there = shared.setdefault(id(tensor), {"of": tensor})  # the tensor is kept, so that its id stays its own
@@ -490,7 +490,7 @@ def _placed(tensor: Tensor, device: torch.device, shared: MutableMapping[Any, An
 
 
 def tensor_like(old: Tensor, value: Tensor) -> Tensor:
-    """Make a parameter or buffer of a value, with what users put on the old one."""
+    """Make a parameter or buffer from a value, with the attributes that users put on the old one."""
     if not isinstance(old, nn.Parameter):
         return value
     if isinstance(value, nn.Parameter):
@@ -559,7 +559,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 class Prefixed(Mapping[str, Tensor]):
-    """Those of a map of weights that belong to a module, by its own names.
+    """View of the part of a weight map that belongs to a module, by the module's own names.
 
     Args:
         weights: by full name.
@@ -583,7 +583,7 @@ class Prefixed(Mapping[str, Tensor]):
 
 
 class ForwardHook(ModelHook):
-    """Hook of a whole model with offloaded weights: counts its forwards, in which a weight is where it computes."""
+    """Hook of a whole model with offloaded weights: it counts forwards, during which weights are on their device."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count_forwards(1)
@@ -598,7 +598,7 @@ class ForwardHook(ModelHook):
 
 
 class FirstLayerHook(ModelHook):
-    """Hook of torch's encoder, whose forward reads weights of its first layer to choose between two ways to compute."""
+    """Hook of torch's encoder, which reads weights of its first layer to choose between two ways of computing."""
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in self._hooks(module):
@@ -699,7 +699,7 @@ def attach_hooks(module: nn.Module, make: Callable[[nn.Module, str], AlignDevice
 
 
 def reads_within(module: nn.Module, classes: Collection[str]) -> bool:
-    """Return whether a module uses weights of modules within that it does not call, so that it needs all at once."""
+    """Return whether a module reads weights of inner modules that it does not call, so that it needs all at once."""
     return type(module).__name__ in classes or isinstance(module, _READ_WITHIN)
 
 

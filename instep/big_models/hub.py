@@ -23,7 +23,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)(?<!\.safetensors)(?<!\.
 
 
 def is_repository(name: PathLike) -> bool:
-    """Return whether a text has the form of a repository's name on the hub, such as "user/model", not of a file's."""
+    """Return whether a text looks like the name of a hub repository, such as "user/model", and not like a file's."""
     return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
 
 
@@ -92,7 +92,7 @@ def download_config(repo_id: str) -> Path:
 
 
 def parts_of(index: Path) -> list[Path]:
-    """List the files of an index: files of weights in its folder."""
+    """List the files of weights that an index names, in the index's folder."""
     parts, suffix = indexed_files(index), index.name.removesuffix(".index.json").rpartition(".")[2]
     wrong = [part.name for part in parts if part.suffix != f".{suffix}" or part.parent != index.parent]
     if wrong:
@@ -101,7 +101,7 @@ def parts_of(index: Path) -> list[Path]:
 
 
 def owned(path: Path) -> Path:
-    """Return a file of a folder, where it lies there or is a link to the blob that the hub's cache keeps of it."""
+    """Return a file of a folder that lies there itself, or is a link to its blob in the hub's cache."""
     folder = Path(os.path.realpath(path.parent))
     places = [folder]
     if folder.parent.name == "snapshots":

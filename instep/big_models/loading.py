@@ -149,7 +149,7 @@ def load_checkpoint_in_model(
 
 
 def _check_flags(offload_8bit_bnb: bool, full_state_dict: bool, broadcast_in_vain: bool) -> None:
-    """Refuse what `load_checkpoint_in_model` takes for the sake of scripts, and cannot do."""
+    """Refuse arguments of `load_checkpoint_in_model` that exist for scripts' sake and have no effect here."""
     refused = {
         "offload_8bit_bnb=True": offload_8bit_bnb and "load_and_quantize_model offloads 8-bit weights itself: use that",
         "full_state_dict=False": not full_state_dict
@@ -258,7 +258,7 @@ def load_checkpoint_and_dispatch(
 
 @dataclass(frozen=True)
 class Source:
-    """Weights of a checkpoint that are not read yet.
+    """Weights of a checkpoint, which are read later.
 
     Args:
         path: as the user gave it, or the folder in the hub's cache.
@@ -272,14 +272,14 @@ class Source:
 
     @property
     def files(self) -> set[Path]:
-        """The files whose content decides about the weights."""
+        """The files whose content determines the weights."""
         if self.main.is_dir():
             return {path for path in self.main.rglob("*") if path.is_file() and path.name != FILE}
         return {self.main, *_of_index(self.main)}
 
 
 def open_checkpoint(checkpoint: Location) -> Source:
-    """Open the weights of what `load_checkpoint_in_model` takes, without reading them where they are safetensors.
+    """Open the weights that `load_checkpoint_in_model` is given; safetensors files are not read yet.
 
     Raises:
         CheckpointNotFoundError: there is nothing, or no weights in it.
@@ -351,7 +351,7 @@ class _Sent:
 
 
 def _main_file(folder: Path) -> Path:
-    """Choose what to open in a folder: the whole file or the index of weights; or else the folder itself."""
+    """Choose what to open in a folder: the file or index of weights, else the folder itself."""
     if (folder / MANIFEST).exists():
         return folder
     indexes = sorted(path.name for path in folder.glob("*.index.json"))
@@ -367,7 +367,7 @@ def _main_file(folder: Path) -> Path:
 
 
 def _checked(path: Path) -> Path:
-    """Return a file that lies, with all that it names, in its folder or the hub's cache."""
+    """Return a file after checking that it, and each file it names, lies in its folder or in the hub's cache."""
     if isinstance(path, Path):  # an object store has no links
         for each in (path, *_of_index(path)):
             owned(each)
@@ -383,7 +383,7 @@ def _of_index(path: Path) -> list[Path]:
 
 @dataclass(eq=False)
 class _Weight:
-    """One weight of the model, under all its names, and what is stored of it."""
+    """One weight of the model, under all its names, and its stored tensor."""
 
     names: list[str]
     old: Tensor
@@ -399,13 +399,13 @@ class _Weight:
 
     @property
     def in_place(self) -> bool:
-        """Whether the model has memory for the weight as it is stored, which may be overwritten."""
+        """Whether the model has memory for the weight in its stored form, which may be overwritten."""
         has_memory = self.device is None and not self.old.is_meta and self.old.dtype == self.dtype
         return has_memory and isinstance(self.stored, LazyTensor) and self.stored.mappable
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where the weight begins in which file."""
+        """File of the weight, and the byte at which it begins."""
         parts = self.stored.parts if isinstance(self.stored, LazyTensor) else ()
         return (str(parts[0].path), parts[0].begin) if parts else ("", 0)
 
@@ -488,7 +488,7 @@ def _wanted_dtype(weight: _Weight, dtype: torch.dtype | None, in_fp32: Sequence[
 
 
 def _device_of(weight: _Weight, device_map: Mapping[str, Device], offload_buffers: bool) -> Device:
-    """Look up a weight's device; of tied names the first one that is not on the disk decides."""
+    """Look up a weight's device; of several tied names the first that is not on the disk decides."""
     devices = [device_of(name, device_map) for name in weight.names]
     chosen = next((device for device in devices if device not in (None, DISK)), DISK)
     return "cpu" if chosen == DISK and not weight.is_parameter and not offload_buffers else chosen
@@ -515,7 +515,7 @@ class _Converted:
 
 
 def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
-    """Record where those on the meta device lie, and return the others."""
+    """Record where the weights on the meta device lie, and return the other weights."""
     waiting = {weight: weight.old.is_meta for weight in weights}
     for weight in (weight for weight, waits in waiting.items() if waits):
         weight.old.data = weight.old.data.to(weight.dtype)
@@ -526,7 +526,7 @@ def _defer(model: nn.Module, weights: Iterable[_Weight]) -> list[_Weight]:
 def _offload(
     model: nn.Module, source: Source, weights: Iterable[_Weight], folder: PathLike | None
 ) -> dict[str, Stored]:
-    """Find or write what the weights for the disk are read from, by all their names."""
+    """Find or write the files from which weights on the disk are read, by all their names."""
     found: dict[str, Stored] = {}
     written: dict[str, Stored] = {}
     lying = [weight for weight in weights if weight.device == DISK]
@@ -572,7 +572,7 @@ def _ahead(weights: Iterable[_Weight], in_place: bool) -> Iterator[tuple[_Weight
 
 
 def _value(weight: _Weight, mapped: Tensor | None) -> Tensor:
-    """Make the tensor that the model gets: mapped with a device map, and else in memory of its own."""
+    """Make the tensor that the model gets: mapped where there is a device map, else in memory of its own."""
     stored, device = weight.stored, weight.device
     if device == DISK:
         return torch.empty(weight.old.shape, dtype=weight.dtype, device="meta")

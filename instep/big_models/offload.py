@@ -108,14 +108,14 @@ def offloaded_weights(model: nn.Module) -> WeightsMap | None:
 
 
 def forget_offloaded_weights(model: nn.Module) -> None:
-    """Forget them: the model has its weights again."""
+    """Forget where offloaded weights lie: the model has its weights again."""
     _OFFLOADED.pop(model, None)
 
 
 def offload_weights(
     folder: PathLike, shapes: Mapping[str, Iterable[int]], weights: Mapping[str, Stored], source: str = "memory"
 ) -> dict[str, LazyTensor]:
-    """Write weights to an offload folder, one at a time, or take those that were written there before.
+    """Write weights to an offload folder, one at a time, or reuse files that were written there before.
 
     Args:
         folder: made where it is missing.
@@ -150,7 +150,7 @@ def offload_weights(
 
 
 def open_offload_folder(folder: PathLike, shapes: Mapping[str, Iterable[int]]) -> WeightsMap:
-    """Open the weights that an earlier process offloaded of this model.
+    """Open the weights of this model that an earlier process offloaded.
 
     Args:
         folder: of `offload_weights`.
@@ -164,7 +164,7 @@ def open_offload_folder(folder: PathLike, shapes: Mapping[str, Iterable[int]]) -
 
 
 def _opened(path: Path, note: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """Open the file of an offload folder, where it was made for this."""
+    """Open the file of an offload folder if it was made for these weights."""
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link, and is not read. Give another offload_folder.", path=path)
     with reading(path, "is no file of an offload folder"):
@@ -184,7 +184,7 @@ def _fits(there: LazyTensor | None, weight: Stored) -> bool:
 
 
 def identity_of(files: Iterable[Path]) -> str:
-    """Return a text that tells the content of files from that of others, without reading all of them.
+    """Return a text that identifies the content of files, without reading all of it.
 
     Args:
         files: of a checkpoint. Of each one name, size, time and some pages of its content count.

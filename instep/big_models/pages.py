@@ -22,7 +22,7 @@ _WILLNEED, _HUGE, _POPULATE = 3, 14, 22  # numbers of madvise's advice on Linux;
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Return whether all pages of a tensor's memory are there; False where that cannot be known.
+    """Return whether all pages of a tensor are in memory; False where that cannot be known.
 
     Args:
         tensor: contiguous, on the CPU.
@@ -39,7 +39,7 @@ def _are_there(begin: int, size: int) -> bool:
 
 
 def read_ahead(tensors: Iterable[Tensor]) -> None:
-    """Get the pages of tensors into memory, and wait for them; the interpreter runs on in other threads.
+    """Read the pages of tensors into memory, and wait for them; other threads of the interpreter go on.
 
     Args:
         tensors: contiguous, on the CPU, over mapped files; neighbors are read together.
@@ -69,7 +69,7 @@ def will_need(tensors: Iterable[Tensor]) -> None:
 
 
 def _joined(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return the spans of addresses of tensors, neighbors joined."""
+    """Return the address ranges of tensors, with neighboring ranges joined."""
     joined: list[tuple[int, int]] = []
     for begin, size in sorted(map(_span, tensors)):
         if joined and begin <= joined[-1][1]:
@@ -80,7 +80,7 @@ def _joined(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def prefer_huge(tensor: Tensor) -> Tensor:
-    """Ask for large pages for the fresh memory of a tensor, which means 512 times fewer faults; return the tensor."""
+    """Ask for large pages for a tensor's fresh memory, for 512 times fewer page faults; return the tensor."""
     begin, size = _span(tensor)
     if sys.platform.startswith("linux") and size >= _LARGE:
         _libc().madvise(begin, size, _HUGE)

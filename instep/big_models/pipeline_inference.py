@@ -180,7 +180,7 @@ class _Pipeline:
         self._weights: dict[str, Tensor] = {}  # weights of this rank's stage, on its device
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Trace the model for such inputs. Collective."""
+        """Trace the model for inputs of these shapes. Collective."""
         self._trace(*self._agreed((args, kwargs)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class _Pipeline:
         return with_tensors(trace.output, tensors)
 
     def _agreed(self, inputs: Any) -> tuple[Any, int]:
-        """Give every rank the first rank's inputs without values, and their number of samples. Collective."""
+        """Give every rank the first rank's inputs as tensors without values, and the number of samples. Collective."""
         outline = broadcast_object(_outline_of(inputs))
         sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in _leaves(outline)}
         if len(sizes - {1}) > 1 or not sizes or 0 in sizes:
@@ -249,7 +249,7 @@ class _Pipeline:
         return _Trace(pipe, size, called.output(), self.state, self._here)
 
     def _here(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight on this rank's device: where it lies in its file or in the model, if that is there."""
+        """Return a weight on this rank's device; one that is there in its file or the model is used as it is."""
         name = self._first_names.get(name, name)
         if name not in self._weights:
             place = self._places.get(name)
@@ -259,13 +259,13 @@ class _Pipeline:
 
 
 def _mapped(stored: Any) -> Tensor:
-    """Return a stored tensor where it lies, mapped; read where that cannot be."""
+    """Return a stored tensor as a map of its file; read it where it cannot be mapped."""
     return stored if isinstance(stored, Tensor) else stored.map() if hasattr(stored, "map") else stored.read()
 
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Put tensors of the CPU in place of those on the meta device, which torch.export does not mix with others.
+    """Replace tensors on the meta device by tensors on the CPU: torch.export does not mix the two.
 
     Nothing is written into them, so that they take addresses and no memory.
     """
@@ -329,7 +329,7 @@ class _Called(nn.Module):
 
 
 class _Trace:
-    """A model traced for one shape of inputs, and this rank's stage of that.
+    """A model traced for inputs of one shape, and this rank's stage of it.
 
     Args:
         pipe: of all stages.
@@ -382,7 +382,7 @@ def _filled(tensor: Tensor, rows: int) -> Tensor:
 
 
 class _Cut:
-    """Where a traced model is cut into stages.
+    """Places where a traced model is cut into stages.
 
     Args:
         stages: how many.
@@ -395,7 +395,7 @@ class _Cut:
         self.stages, self.points, self._units, self._device = stages, points, units, device
 
     def mark(self, traced: fx.GraphModule) -> fx.GraphModule:
-        """Put torch's marks of a stage's end into a graph, and make what crosses them fit to be sent."""
+        """Put torch's marks of a stage's end into a graph, and make the values that cross them fit to be sent."""
         graph = traced.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -438,7 +438,7 @@ class _Cut:
                     end.replace_input_with(node, _copy(graph, node, end.prev))
 
     def _starts(self, order: Sequence[fx.Node], points: Sequence[str]) -> list[int]:
-        """Find the first node of each module that a stage begins with."""
+        """Find the first node of each module with which a stage begins."""
         paths = [_path_of(node) for node in order]
         starts = []
         for point in points:
@@ -480,14 +480,14 @@ class _Cut:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, beside: fx.Node) -> fx.Node:
-    """Insert a contiguous copy of a tensor into a graph, as if the module that made `beside` had made it."""
+    """Insert a contiguous copy of a tensor into a graph, marked as made by the module that made `beside`."""
     copied = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
     copied.meta = {**beside.meta, "val": node.meta["val"].contiguous()}
     return copied
 
 
 def _path_of(node: fx.Node) -> str:
-    """Return the name, in the model, of the module whose forward makes a node."""
+    """Return the name in the model of the module whose forward makes a node."""
     stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
     return str(stack[-1][0]).removeprefix(_ROOT)
 

@@ -148,7 +148,7 @@ def count_forwards(more: int) -> None:
 
 
 def _computes() -> bool:
-    """Return whether a model computes in this thread: a forward, or a part of it again in a backward."""
+    """Return whether a model computes in this thread: a forward, or a part of one that a backward repeats."""
     return getattr(_forwards, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
 
 
@@ -188,12 +188,12 @@ def _update(weight: Any, own: Mapping[str, Any]) -> None:
 
 @cache
 def _class_of(kind: type[Tensor]) -> Any:
-    """Make the class of placeholders for weights of a class."""
+    """Make a subclass of a weight's class and of `Placeholder`."""
     return type(kind)(f"Offloaded{kind.__name__}", (Placeholder, kind), {"offloaded_class": kind})
 
 
 def _property(func: Any) -> str:
-    """Return the name of a tensor's property, of which `func` is an accessor."""
+    """Return the name of the tensor property that an accessor function reads."""
     owner = func.__self__
     return getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
 
@@ -208,7 +208,7 @@ def _is_place(argument: Any) -> bool:
 
 
 def _targets(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what a function would write to."""
+    """Return the arguments that a function would write to."""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, tuple | list) else [out]
     name = name.partition(".")[0]  # cuts off the overload of an operator
@@ -224,7 +224,7 @@ _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 
 def _follow(weight: Any) -> None:
-    """Let the value follow a placeholder that was frozen, or is trained again."""
+    """Freeze or unfreeze a weight's value when its placeholder was frozen or unfrozen."""
     if isinstance(weight, weight.offloaded_class) and issubclass(weight.offloaded_class, nn.Parameter):
         weight.offloaded_source.requires_grad = weight.requires_grad
 

@@ -52,7 +52,7 @@ class Prefetcher:
         self._pid = -1
 
     def begin(self, block: int) -> None:
-        """Mark a block as the one that computes now: its weights are there on return, and the next ones are asked for.
+        """Begin the block that computes now: on return its weights are in memory, and the next blocks are asked for.
 
         Raises:
             Exception: what reading this block raised.
@@ -80,7 +80,7 @@ class Prefetcher:
                 self._work.weights.staged.update(read.tensors)
 
     def _advance(self, block: int) -> list[_Read]:
-        """Release what comes no more, and return what is to be read now, the current block first."""
+        """Release blocks that are not needed any more, and return those to read now, the current one first."""
         before, last = self._last
         if last is not None:
             self._next[before, last] = block
@@ -105,7 +105,7 @@ class Prefetcher:
 
 
 class _Read:
-    """One block that is read, or was."""
+    """One block that is being read, or was read."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -225,7 +225,7 @@ def prefetch_blocks(
 
 
 def _blocks_in(name: str, module: nn.Module | None) -> Iterable[tuple[str, list[str]]]:
-    """List the blocks of a module with the names of their weights: its layers, where it holds a list of layers."""
+    """List the blocks of a module with the names of their weights: its layers, if it holds a list of layers."""
     if module is None:  # a weight outside of any block: its module is the block
         yield name.rpartition(".")[0], [name]
         return

@@ -100,7 +100,7 @@ class BnbQuantizationConfig:
             self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
-        """Make the quantized layer of a float one.
+        """Quantize one float layer.
 
         Args:
             layer: whose sizes and bias the new one has; the bias without a value.
@@ -158,7 +158,7 @@ class TorchAoConfig:
             raise one_of("quant_type", self.quant_type, _TORCHAO)
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Linear:
-        """Make the quantized layer of a float one; as in `BnbQuantizationConfig`."""
+        """Quantize one float layer; arguments as in `BnbQuantizationConfig.quantize`."""
         torchao: Any = require("torchao.quantization", extra="quant", purpose="TorchAoConfig")
         config = self.quant_type
         if isinstance(config, str):
@@ -322,7 +322,7 @@ def chosen_layers(model: nn.Module, config: Any) -> dict[str, nn.Linear]:
 
 
 def _kept_by_default(model: nn.Module) -> list[str]:
-    """Return the modules with tied weights, and the last one: the output layer of a model that has a head."""
+    """Return modules that are not quantized by default: those with tied weights, and the last one, a model's head."""
     tied = [name.rpartition(".")[0] for names in find_tied_parameters(model) for name in names]
     # Transformers sets it; a model without a head does not have itself in it.
     prefix = getattr(model, "base_model_prefix", None)
@@ -332,7 +332,7 @@ def _kept_by_default(model: nn.Module) -> list[str]:
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a name is one of some modules', or of a part's; the modules' first parts may be left out."""
+    """Return whether a name belongs to one of some modules, or to a part of one; leading parts may be left out."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -340,7 +340,7 @@ def _is_in(name: str, modules: Iterable[str]) -> bool:
 
 
 class _Weights:
-    """Weights of a model, from a checkpoint or its own, each read when it is asked for; checked when made.
+    """Weights of a model, from a checkpoint or the model itself; checked at once, and each read when asked for.
 
     Args:
         model: that they are for.
@@ -396,18 +396,18 @@ class _Weights:
             )
 
     def read(self, name: str) -> Tensor:
-        """Get a weight by its name in the model, where it lies; who keeps it makes a copy."""
+        """Read a weight by its name in the model, without a copy: a caller that keeps it makes one."""
         return self.take(str(self._from[name])).detach()
 
     def take(self, name: str) -> Tensor:
-        """Get a tensor by its name in the checkpoint, as above."""
+        """Read a tensor by its name in the checkpoint, without a copy."""
         value = self.stored[name]
         if isinstance(value, LazyTensor):
             return value.map()
         return value if isinstance(value, Tensor) else value.read()
 
     def others(self, config: Any, place: _Places, folder: PathLike | None) -> dict[str, Tensor]:
-        """Read all that is not the weight of a quantized layer, in its dtype and on its device; tied ones once.
+        """Read all tensors but the weights of quantized layers, in their dtypes and on their devices; tied ones once.
 
         Args:
             config: of the quantization.
@@ -464,7 +464,7 @@ def _quantized(name: str, layer: nn.Linear, weights: _Weights, config: Any, devi
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system: glibc keeps what lies between the small quantized weights, up to a model's."""
+    """Return free memory to the system: glibc keeps the gaps between small weights, up to the size of the model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -491,7 +491,7 @@ def _load_saved(name: str, made: nn.Linear, weights: _Weights) -> None:
 def _device_map(
     model: nn.Module, chosen: Mapping[str, nn.Linear], config: Any, device_map: Any, max_memory: Any, no_split: Any
 ) -> dict[str, Any]:
-    """Return the device of each module, counted as they will be."""
+    """Return the device of each module; sizes are those after the quantization."""
     if device_map is None:
         name = accelerator_name()
         return {"": "cpu" if name is None else torch.device(name, torch.accelerator.current_device_index())}
@@ -500,7 +500,7 @@ def _device_map(
 
 
 class _Places:
-    """Devices of weights by name, as a device map has them.
+    """Devices of weights by name, according to a device map.
 
     Args:
         devices: by name of a module or weight.
@@ -512,7 +512,7 @@ class _Places:
         self.disk = "disk" in self.all
 
     def of(self, name: str) -> Any:
-        """Return what the map says of a weight."""
+        """Return the entry of the map for a weight."""
         return device_of(name, self._devices)
 
     def is_offloaded(self, name: str) -> bool:
@@ -520,7 +520,7 @@ class _Places:
         return self.of(name) == "disk" or (self.of(name) == "cpu" and not self.all <= {"cpu", "disk"})
 
     def __call__(self, name: str) -> torch.device:
-        """Return where a weight is in memory."""
+        """Return the device on which a weight is in memory."""
         device = self.of(name)
         if isinstance(device, int):
             return torch.device(accelerator_name() or "cuda", device)
@@ -533,7 +533,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _put(model: nn.Module, layers: Mapping[str, nn.Linear], rest: Mapping[str, Tensor]) -> None:
-    """Exchange layers and values of a model."""
+    """Replace layers and values of a model."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)

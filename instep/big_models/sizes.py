@@ -126,7 +126,7 @@ def compute_module_sizes(
 
 
 def owners(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a name is within, from the whole model "" down to the name itself.
+    """Yield the names of the modules that contain a name: the whole model "" first, the name itself last.
 
     Example:
         >>> list(owners("layers.0.weight"))
@@ -141,7 +141,7 @@ def owners(name: str) -> Iterator[str]:
 
 
 def is_within(name: str, owner: str) -> bool:
-    """Return whether a name is a module's own or of something within the module.
+    """Return whether a name is a module's own name or that of something inside the module.
 
     Example:
         >>> is_within("layers.1.weight", "layers.1"), is_within("layers.10", "layers.1")
@@ -154,7 +154,7 @@ Part = tuple[str, "nn.Module | Tensor"]
 
 
 def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Part]:
-    """List what a part of a model is made of, with full names: its own tensors, then the modules within.
+    """List the contents of a part of a model, with full names: its own tensors, then its modules.
 
     Args:
         part: full name and module or tensor.
@@ -177,7 +177,7 @@ def split(part: Part, no_split_module_classes: Collection[str] = ()) -> list[Par
 def largest_layers(
     model: nn.Module, sizes: Mapping[str, int], no_split_module_classes: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the bytes of the largest layer within each tensor and module.
+    """Return the bytes of the largest layer inside each tensor and module.
 
     A layer is what comes to a device at a time: a module that is not split, and the tensors that another module holds
     itself.

@@ -94,7 +94,7 @@ def _device(hook: AlignDevicesHook) -> torch.device:
 
 
 def _is_copied(hook: AlignDevicesHook) -> bool:
-    """Return whether a forward makes copies of the weights, which the graph would hold until the backward."""
+    """Return whether a forward copies weights: the graph would keep the copies until the backward."""
     weights: Any = hook.weights_map
     for name in hook.names:
         first = weights[name]
@@ -104,7 +104,7 @@ def _is_copied(hook: AlignDevicesHook) -> bool:
 
 
 def _compute_again(model: nn.Module, blocks: Collection[str] | str | None, copied: set[str]) -> None:
-    """Let the blocks that hold copied weights keep no activations."""
+    """Recompute the blocks that hold copied weights in the backward, so that they keep no activations."""
     inside: set[str] = set()
     for name, part in model.named_modules():
         if any(name.startswith(f"{outer}.") or not outer for outer in inside):

@@ -240,12 +240,12 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def logs_here(trainer: Trainer) -> bool:
-    """Return whether this process writes what it gives to the loggers: the main one, or all where a logger asks so."""
+    """Return whether this process sends values to the loggers: the main one, or every one if a logger asks for all."""
     return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 
 def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool) -> bool:
-    """Return whether a callback that reads a metric acts here: after a validation of fit, or at a training epoch's end.
+    """Return whether a callback acts on a metric now: after a validation in fit, or at the end of a training epoch.
 
     Args:
         trainer: with its intervals of validation.
@@ -264,5 +264,5 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
 
 
 def print_text(trainer: Trainer, text: object) -> None:
-    """Print a text of instep's own above the bar; of the names in it, nothing that a terminal would obey is left."""
+    """Print instep's own text above the progress bar, with control characters of a terminal removed from its names."""
     trainer.print(clean(str(text)))

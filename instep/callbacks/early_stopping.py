@@ -52,7 +52,7 @@ class EarlyStoppingReason(Enum):
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """Rule that decides from one metric value to the next when to stop; pure.
+    """Rule that decides, value by value of a metric, when to stop. A pure function.
 
     NaN compares false with everything, so it is never better than the best value; it counts as a check without
     improvement. 0.0 and -0.0 are equal. An infinity is a value like any other where `check_finite` is off.
@@ -67,7 +67,7 @@ class StoppingPolicy:
 
     @property
     def worst(self) -> float:
-        """The best value before the first one."""
+        """The worst possible value, which is best before the first value."""
         return math.inf if self.mode == "min" else -math.inf
 
     def better(self, value: float, other: float) -> bool:
@@ -75,7 +75,7 @@ class StoppingPolicy:
         return value < other if self.mode == "min" else value > other
 
     def judge(self, value: float, best: float, waited: int) -> tuple[EarlyStoppingReason, float, int]:
-        """Judge one value.
+        """Judge one value: whether to stop, the new best value, and how long it has been waited for.
 
         Args:
             value: the metric now.
@@ -185,7 +185,7 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Another key for every metric and mode, so that several can be used together."""
+        """State key that differs by metric and mode, so that several EarlyStopping callbacks can be used together."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict["stopping_reason_message"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep a resumed run stopped that was stopped, unless its patience was raised in the meantime."""
+        """Keep a run stopped that was stopped before its resume, unless its patience was raised since."""
         reason = self.stopping_reason
         patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:

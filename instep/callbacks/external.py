@@ -55,7 +55,7 @@ def external_callbacks() -> list[Callback]:
 
 @lru_cache(maxsize=1)
 def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Find the entry points; the next Trainer pays 4 ms for it again only where a folder of packages has changed."""
+    """Find the entry points; a later Trainer searches again (4 ms) only if a package folder has changed."""
     return tuple(entry_points(group=EXTERNAL))
 
 

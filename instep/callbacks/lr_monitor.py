@@ -74,7 +74,7 @@ class LearningRateMonitor(Callback):
 
     @property
     def state_key(self) -> str:
-        """Another key for every interval and prefix, so that several can be used together."""
+        """State key that differs by interval and prefix, so that several monitors can be used together."""
         return f"LearningRateMonitor({self.logging_interval!r}, log_key_prefix={self.log_key_prefix!r})"
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _check_template(name: str, value: Any) -> None:
-    """Check for a template that gives the name of a folder, whatever is logged."""
+    """Check that a template gives the name of a folder, whatever is logged."""
     expected = 'a template such as "{epoch}-{val_loss:.2f}"'
     try:
         folder = format_name(value, {}, True)
@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """Another key for every metric, mode and schedule, so that several can be used together."""
+        """State key that differs by metric, mode and schedule, so that several can be used together."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -254,7 +254,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Checkpoints that the policy keeps, with their scores; without one that is there as the newest only."""
+        """Checkpoints that the policy keeps, with their scores; without one that is kept only as the newest."""
         scores = {one.key: math.nan if one.score is None else one.score for one in self._ranked()}
         return {key: torch.tensor(score, dtype=torch.float64) for key, score in scores.items()}
 
@@ -553,7 +553,7 @@ class ModelCheckpoint(Callback):
             self._finish_pending(trainer, must)
 
     def _want_newest(self, trainer: Trainer) -> NewestState | None:
-        """Ask for the newest full state at this occasion; return its saver, None where the run keeps none."""
+        """Request a save of the newest full state now; return its saver, or None where the run keeps none."""
         newest = trainer.saver.newest if self.keeps_newest else None
         if newest is not None:
             newest.due = True
@@ -601,7 +601,7 @@ class ModelCheckpoint(Callback):
             print_text(trainer, f"deleted {path}")
 
     def _find_best(self) -> None:
-        """Set the best of those kept; where none has a score, the best stays what it was."""
+        """Set the best checkpoint of those kept; if none has a score, the best one does not change."""
         if self.monitor is None:
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return

@@ -109,7 +109,7 @@ class Summary:
     out_sizes = property(lambda self: [row.out_size or UNKNOWN_SIZE for row in self.rows])
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the table's columns: a title, and a text for each row; none where there are no rows."""
+        """Return the columns of the table: each a title and a text per row; empty without rows."""
         rows = self.rows if self.leftover is None else (*self.rows, self.leftover)
         if not self.rows:
             return []
@@ -431,7 +431,7 @@ def _print_rich(columns: list[tuple[str, list[str]]], totals: list[str], header_
 
 
 def count(number: int) -> str:
-    """Write a count for people: 950, 1.3 K, 124 M.
+    """Format a count for people: 950, 1.3 K, 124 M.
 
     Example:
         >>> count(124_439_808)

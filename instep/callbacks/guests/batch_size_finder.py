@@ -137,7 +137,7 @@ class BatchSizeFinder(Callback):
             _put(holders(self._batch_arg_name, module, datamodule), self.optimal_batch_size)
 
     def _places(self, module: TrainModule, datamodule: Any) -> list[Callable[..., Any]]:
-        """Find where the size is kept; the last one's value counts."""
+        """Find the objects that have the batch size as an attribute; the value of the last one counts."""
         name = self._batch_arg_name
         places = holders(name, module, datamodule)
         if not places:
@@ -194,7 +194,7 @@ class _Search:
         self._size, self._trials, self._largest = min(first, largest), trials, largest
 
     def power(self) -> int | None:
-        """Return the size; None where the search was left."""
+        """Return the size that was found by doubling; None if the search was ended early."""
         size, best, failed = self._size, None, None
         for count in range(1, self._trials + 1):
             if self._left():
@@ -215,7 +215,7 @@ class _Search:
         return self._found(best, failed)
 
     def binsearch(self, margin: float) -> int | None:
-        """Return the size, less the margin; None where the search was left."""
+        """Return the size that was found by bisection, less the margin; None if the search was ended early."""
         size, best, failed, fitted = self._size, 0, None, 0
         while fitted < self._trials and (failed is None or failed - best > 1):
             if self._left():
@@ -240,7 +240,7 @@ class _Search:
         return less
 
     def _larger(self, size: int) -> int:
-        """Return twice the size; itself where there is no use in a larger one."""
+        """Return twice the size; the size itself if a larger one has no use."""
         most = self._most()
         if most is not None and size >= most:
             rank_zero_info(f"The batch size {size} is greater or equal than the length of your dataset: {most}.")

@@ -159,7 +159,7 @@ def _cpu_sampler() -> Sampler:
 
 
 def _nvml_sampler(device: torch.device) -> Sampler:
-    """Make the function that asks NVIDIA's library about a device; what it cannot tell is asked once."""
+    """Make the function that reads a device's values from NVIDIA's library; one that fails is not asked for again."""
     pynvml: Any = require("pynvml", extra="monitor", purpose="DeviceStatsMonitor")
     try:
         pynvml.nvmlInit()

@@ -74,11 +74,11 @@ class BaseFinetuning(Callback):
     # ---- to override
 
     def freeze_before_training(self, module: TrainModule) -> None:
-        """Freeze the layers that are not trained at first, by `freeze`. Called before `configure_optimizers`."""
+        """Freeze the layers that are trained later, by calling `freeze`. Called before `configure_optimizers`."""
         raise HookError(f"{type(self).__name__} has no freeze_before_training(module); BaseFinetuning calls it")
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what joins at this epoch, by `unfreeze_and_add_param_group`. Called once per epoch and optimizer."""
+        """Unfreeze the layers that join in this epoch. Called once for each epoch and optimizer."""
         raise HookError(
             f"{type(self).__name__} has no finetune_function(module, epoch, optimizer); BaseFinetuning calls it"
         )
@@ -87,7 +87,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return all modules within that have no children, or have parameters of their own.
+        """Return all inner modules without children, or with parameters of their own.
 
         Args:
             modules: a module, or an iterable of modules and of such iterables.
@@ -146,7 +146,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer does not have; warn of the others."""
+        """Return the parameters that an optimizer does not have yet; warn of those that it has."""
         there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         every = list(dict.fromkeys(params))  # a tied parameter comes twice
         new = [parameter for parameter in every if id(parameter) not in there]
@@ -213,7 +213,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Give the module and the optimizers, freshly made, what the checkpoint or the last fit had of them."""
+        """Restore parameter groups that the checkpoint, or the last fit, had beside those of the new optimizers."""
         if self._restarting:
             self._restore(trainer, module)
             self._restarting = False
@@ -435,7 +435,7 @@ def schedule_groups(
 
 
 def _schedule_group(leaf: Any, index: int, scale: float) -> None:
-    """Extend a scheduler's lists of one entry per group for a group that follows the first one."""
+    """Extend a scheduler's per-group lists by an entry for a new group, derived from the first group's."""
     for name in _PER_GROUP:
         values = getattr(leaf, name, None)
         if not isinstance(values, list) or not values:

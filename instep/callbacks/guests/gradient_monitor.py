@@ -30,7 +30,7 @@ _BINS = 64
 
 
 class _Row(NamedTuple):
-    """Values of one step on their way to the host."""
+    """Values of one step that are being copied to the host."""
 
     step: int
     values: Tensor  # a row per parameter: its norm, then its largest element and the counts of its histogram
@@ -170,7 +170,7 @@ class GradientMonitor(Callback):
 
 
 def _histograms(parameters: list[Tensor]) -> Tensor:
-    """Count each gradient's elements in bins up to its largest one: a row of that and the counts. Collective."""
+    """Count each gradient's elements in bins up to the largest one; the first row is that limit. Collective."""
     largest = each_norm(parameters, inf)
     rows: list[Tensor] = []
     for parameter, most in zip(parameters, largest.unbind(), strict=True):
@@ -189,7 +189,7 @@ def _histograms(parameters: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _in_any_order() -> Iterator[None]:
-    """Allow counting with deterministic algorithms too, where torch refuses it on CUDA: the sums are the same."""
+    """Allow counting under deterministic algorithms, which torch refuses on CUDA: the sums are the same."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -202,7 +202,7 @@ def _in_any_order() -> Iterator[None]:
 
 
 def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:
-    """Begin the copy to the host; on a GPU nothing waits for it."""
+    """Start the copy to the host; on a GPU nothing waits for it."""
     if values.device.type != "cuda":
         return _Row(step, values.cpu(), lambda: True, lambda: None, names, suffix)
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -108,7 +108,7 @@ class ImageSampler(Callback):
 
 
 def _pictures(module: TrainModule, batch: Any) -> Pictures:
-    """Make pictures of inputs and predictions in the usual forms."""
+    """Turn inputs and predictions of the usual forms into pictures."""
     leaves: list[Tensor] = []
     map_leaves(lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None, batch)
     images = next((leaf for leaf in leaves if leaf.ndim == 4), None)

@@ -257,7 +257,7 @@ class LearningRateFinder(Callback):
             print_text(trainer, f"LearningRateFinder: learning rate set to {suggestion:g}")
 
     def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
-        """Try the rates one after the other; None where the trial was left."""
+        """Train with one rate after the other; return None if the trial was ended early."""
         rates, threshold = self._rates, self._early_stop_threshold
         found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
         mean = best = 0.0
@@ -316,7 +316,7 @@ class _Rates:
         self.first, self.last, self.count, self.mode = first, last, count, mode
 
     def at(self, index: int) -> float:
-        """Return the rate of a step, from 0: the first one, and from the second step on (step + 1) / count of the way.
+        """Return the rate of a step from 0: first the lowest, then (step + 1) / count of the way to the highest.
 
         Source: as Lightning's scheduler has it, so that both try the same rates.
         """
@@ -346,7 +346,7 @@ def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
 
 
 def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> None:
-    """Raise a SettingError where two callbacks of a kind look for the same setting, and keep it under one key."""
+    """Raise a SettingError if two callbacks of a class search for the same setting, or share a state key."""
     if sum(isinstance(each, kind) and each.state_key == callback.state_key for each in trainer.callbacks) > 1:
         raise SettingError(
             f"two {type(callback).__name__} would look for the same setting, one after the other, and keep what they "
@@ -356,14 +356,14 @@ def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> 
 
 
 def near_names(name: str, *owners: Any) -> str:
-    """Return which attributes of modules and datamodules, or hyperparameters of theirs, are called nearly so."""
+    """Return similar names among the attributes and hyperparameters of modules and datamodules."""
     known = {key for owner in owners if owner is not None for key in (*vars(owner), *owner.hparams)}
     near = get_close_matches(name, sorted(key for key in known if isinstance(key, str) and key[:1] != "_"), 3)
     return f" There is {' and '.join(near)}." if near else ""
 
 
 def holders(name: str, *owners: Any) -> list[Callable[..., Any]]:
-    """Find a setting by its name, on modules and datamodules and in their hyperparameters.
+    """Find the modules, datamodules and hyperparameters that have a setting of this name.
 
     Args:
         name: such as "lr" or "batch_size".

@@ -81,7 +81,7 @@ class OnExceptionCheckpoint(Callback):
         print(clean(said), flush=True)  # noqa: T201  on whatever rank did it
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Delete what this run's exceptions left, once a newer checkpoint of a ModelCheckpoint has verified."""
+        """Delete this run's checkpoints of exceptions, once a newer one of a ModelCheckpoint is verified."""
         newer, old = trainer.agree(self._superseded(trainer) if trainer.is_global_zero else ("", []))
         if old and not trainer.verify_checkpoint(Path(newer)):
             for path in old:

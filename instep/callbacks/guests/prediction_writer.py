@@ -267,7 +267,7 @@ def _columns(outputs: Any, rows: int | None, prefix: str = "") -> dict[str, Any]
 
 
 def _are_columns(outputs: Any, rows: int | None) -> bool:
-    """Return whether a list holds tensors with a row per sample, not a value per sample."""
+    """Return whether a list is one of tensors with a row for each sample, rather than one value for each sample."""
     if not isinstance(outputs, list) or not outputs:
         return False
     return all(isinstance(value, Tensor) and value.ndim and len(value) == (rows or len(value)) for value in outputs)
@@ -284,7 +284,7 @@ def _as_column(indices: list[Any]) -> Any:
 
 
 def _order(indices: list[Any]) -> np.ndarray | None:
-    """Return the places of rows in the data's order; None where they stand in it, or it is not known."""
+    """Return the position of each row in the data's order; None if rows are in order, or the order is unknown."""
     if not all(isinstance(part, np.ndarray) for part in indices):
         return None
     joined = np.concatenate(indices)
@@ -357,7 +357,7 @@ def _row(row: Tensor) -> str:
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of rows that stay together: first row, end (exclusive), and place of the first row."""
+    """Yield runs of rows that stay together: first row, end (exclusive), and position of the first row."""
     cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):
@@ -385,7 +385,7 @@ def _plain(value: Any) -> Any:
 
 
 def _join_lines(path: Path, parts: list[Path]) -> None:
-    """Join files into one line by line; of each line only its place is kept."""
+    """Join text files line by line; of each line only its position is kept in memory."""
     places: list[tuple[int, int]] = []
     indices: list[Any] = []
     for number, part in enumerate(parts):

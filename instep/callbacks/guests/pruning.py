@@ -138,7 +138,7 @@ class ModelPruning(Callback):
         self._rank = 0
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> Any:
-        """Return the method, or for each parameter by itself the function, and check what belongs to it."""
+        """Return the pruning method, or a function for each parameter; check the arguments that belong to it."""
         if isinstance(given, str):
             given = given.lower()
             if given not in _FUNCTIONS:
@@ -203,7 +203,7 @@ class ModelPruning(Callback):
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: Places = (), parameter_names: Sequence[str] = ()
     ) -> Places:
-        """Check pairs of a module and a parameter's name; without any, return those of all modules.
+        """Check the pairs of a module and a parameter name; without any, return the pairs of all modules.
 
         Args:
             pl_module: has the modules.
@@ -352,7 +352,7 @@ class ModelPruning(Callback):
         self._masks, self._first, self._original_layers = {}, {}, None
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Keep the first values; put back the masks of the checkpoint, before the optimizer's state is loaded."""
+        """Keep the first values; put the checkpoint's masks back before the optimizer's state is loaded."""
         self._module_names = {id(part): clean_name(name) for name, part in module.named_modules()}
         if self._use_lottery_ticket_hypothesis is not False:
             self._original_layers = {}
@@ -393,7 +393,7 @@ class ModelPruning(Callback):
                 self.apply_lottery_ticket_hypothesis()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave plain weights; after the last checkpoint, whose optimizer has the names of masked ones."""
+        """Leave plain weights, after the last checkpoint, whose optimizer names the masked parameters."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(module)
 
@@ -422,7 +422,7 @@ class ModelPruning(Callback):
             checkpoint["state_dict"] = dict(_without_masks(checkpoint["state_dict"]))
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Bring the weights into the form that the module has: masked by this callback later, or masked already."""
+        """Convert loaded weights to the module's form: plain if this callback masks them later, or masked already."""
         own = {clean_name(name) for name in module.state_dict()}
         applied = trainer.state.fn != "fit"  # in fit the masks are put back, and the values that they hide are kept
         state = checkpoint["state_dict"]
@@ -467,7 +467,7 @@ def _without_masks(
 
 
 def _refresh(part: nn.Module) -> None:
-    """Compute the masked weights of a module anew: torch does so in a forward only, and a step has come since."""
+    """Compute a module's masked weights again: torch does so only in a forward, and a step has changed them since."""
     for hook in part._forward_pre_hooks.values():
         if isinstance(hook, torch_prune.BasePruningMethod):
             name = str(hook._tensor_name)

@@ -139,7 +139,7 @@ class QuantizationAwareTraining(Callback):
         return module
 
     def convert(self, module: M) -> M:
-        """Quantize a module's layers in place: one that was trained so, or was loaded from its checkpoint.
+        """Quantize layers in place that were trained with fake quantization, or loaded from such a checkpoint.
 
         Returns:
             The module. Its layers hold torchao's tensors, which instep's checkpoints do not: save it by `torch.save`.
@@ -195,7 +195,7 @@ def _is_fake(layer: nn.Module) -> bool:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Keep the random generators, and which modules are in training mode, where torchao makes layers anew."""
+    """Keep random generators and training modes unchanged while torchao makes layers anew."""
     training = {name: part.training for name, part in module.named_modules()}
     with isolate_rng():
         yield

@@ -53,7 +53,7 @@ class RayReport(Reporting):
 
     @staticmethod
     def ckpt_path() -> str | None:
-        """Return the checkpoint from which Ray has this trial or worker go on; None: it begins anew."""
+        """Return the checkpoint from which Ray continues this trial or worker; None for a new one."""
         checkpoint = _session().get_checkpoint()
         return None if checkpoint is None else str(Path(checkpoint.to_directory(), _NAME))
 

@@ -100,7 +100,7 @@ def _formatted(value: Any, spec: str) -> str:
 
 @dataclass
 class _Bars(View):
-    """What rich draws; the plain line for a log file is the live view's."""
+    """The drawing by rich; the plain line for a log file is that of the live view."""
 
     progress: Progress = field(kw_only=True)
 
@@ -214,7 +214,7 @@ class RichProgressBar(LiveProgressBar):
         ]
 
     def _metrics_text(self, task: Task) -> str:
-        """Write the metrics, which stand behind the bar of the training."""
+        """Format the metrics, which are shown behind the training bar."""
         if task.id != self._tasks.get("train"):
             return ""
         texts = [f"{name}: {_formatted(value, self.theme.metrics_format)}" for name, value in self._metrics.items()]
@@ -230,7 +230,7 @@ class RichProgressBar(LiveProgressBar):
         super()._open(trainer, module)
 
     def _begin(self, stage: str, text: str, batches: int | float) -> None:
-        """Show a stage's bar from its start; one that is there begins anew."""
+        """Show a stage's bar from its start; a bar that exists begins again."""
         if self.progress is None or self._thread is None:
             return
         text = f"[{self.theme.description}]{text}" if self.theme.description else text

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Batch(NamedTuple):
-    """One batch whose loss is not judged yet; the loss is on the device."""
+    """One batch whose loss is not judged yet, since it is still on the device."""
 
     number: int
     step: int
@@ -100,7 +100,7 @@ class SpikeDetection(Callback):
         return {"means": list(self._means), "judged": self._judged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the same running mean."""
+        """Restore the running means."""
         self._means = deque(state_dict["means"], maxlen=self.window)
         self._judged = state_dict["judged"]
 
@@ -183,7 +183,7 @@ class SpikeDetection(Callback):
     def _report(
         self, trainer: Trainer, batch: _Batch, losses: list[float | None], ranks: list[int]
     ) -> TrainingSpikeError:
-        """Write the file and make the error. Collective."""
+        """Write the report's file and make the error. Collective."""
         epoch, indices = trainer.position.epoch, range(max(0, batch.number - 1), batch.number + 1)
         mine = tuple(map(trainer.batch_indices, indices))
         everyone: list[Any] = gather_object(mine)

@@ -198,7 +198,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._fresh = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `WeightAveraging`, and whether SWALR steps already."""
+        """Return the state of `WeightAveraging`, and whether the SWALR schedule has begun."""
         return {**super().state_dict(), "scheduled": self._scheduled}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
 
 class _SWALR(SWALR):
-    """torch's, whose state has a function in it before torch 2.10."""
+    """torch's SWALR, whose state contains a function before torch 2.10."""
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "anneal_func"}
@@ -270,7 +270,7 @@ class _BatchStatistics:
             self._sums += torch.cat([mean, variance, mean.new_ones(1)])
 
     def close(self) -> None:
-        """Leave the layer as it was."""
+        """Put the layer's own settings back."""
         self._handle.remove()
         self._layer.momentum = self._momentum
         for buffer, before in zip(self._layer.buffers(), self._before, strict=True):

@@ -33,7 +33,7 @@ class Totals(NamedTuple):
     flops: float = 0.0
 
     def minus(self, other: Totals) -> Totals:
-        """Return what came since an earlier moment."""
+        """Return the counts since an earlier moment."""
         return Totals(
             self.time_s - other.time_s,
             self.batches - other.batches,

@@ -54,7 +54,7 @@ class Tqdm(_tqdm):
 
 
 def _bar(name: str, about: str) -> Any:
-    """Make the property of a bar that its stage makes; it may be set."""
+    """Make a property for the tqdm bar of a stage; it can be set."""
 
     def get(self: TQDMProgressBar) -> Tqdm:
         bar = getattr(self, name)
@@ -132,7 +132,7 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Lines that the bars stand below the cursor."""
+        """Number of lines by which the bars are moved down."""
         return self._process_position
 
     @property
@@ -190,7 +190,7 @@ class TQDMProgressBar(ProgressBar):
         return bar is not None and self.is_enabled and (done % self.refresh_rate == 0 or done == bar.total)
 
     def _move(self, bar: Tqdm, done: int, metrics: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Set a bar's counter, and draw it where it is time; its metrics are asked for then.
+        """Set a bar's counter; draw the bar, with fresh metrics, when a refresh is due.
 
         Metrics of a subclass are asked for each time, as its author may count on it.
         """

@@ -219,7 +219,7 @@ class WeightAveraging(Callback):
         checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often the average was updated, and when last; the average itself lies beside the weights."""
+        """Return how often, and when last, the average was updated; the average itself lies beside the weights."""
         return {
             "n_averaged": self.n_averaged,
             "latest_update_step": self._latest_update_step,
@@ -274,7 +274,7 @@ class WeightAveraging(Callback):
         self._n_averaged += 1
 
     def _average(self, averages: list[Tensor], values: list[Tensor], device: torch.device) -> None:
-        """Average as torch's `AveragedModel` does, whose own update makes the host wait for a GPU."""
+        """Update the average by torch's formula; `AveragedModel` itself would make the host wait for a GPU."""
         if not self._functions:
             get_swa_multi_avg_fn()(averages, values, self._n_averaged)  # pyright: ignore[reportArgumentType]
             return
@@ -288,7 +288,7 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _take_buffers(self, strategy: Strategy) -> None:
-        """Take the module's buffers for the average's."""
+        """Copy the module's buffers into the average."""
         assert self._averages is not None
         held = strategy.local_weights()
         for name in self._untrained:
@@ -311,7 +311,7 @@ class WeightAveraging(Callback):
         strategy.sync_local_weights()
 
     def _copy_average_to_current(self, trainer: Trainer) -> None:
-        """Leave the average in the module. What was trained is kept, for a checkpoint of the fit's end. Collective."""
+        """Leave the average in the module; keep the trained weights for a checkpoint at the fit's end. Collective."""
         if self._live is None:
             self._swap_models(trainer)
 
@@ -389,7 +389,7 @@ _FLOAT_BYTES = 4
 
 
 def _once(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor by its first name: tied ones have several."""
+    """Return each tensor under its first name; tied tensors have several."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in held.items() if first.setdefault(id(tensor), name) == name}
 

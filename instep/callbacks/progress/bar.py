@@ -277,7 +277,7 @@ class LiveProgressBar(ProgressBar, default=True):
         return [f"ETA {clock((now_s - start_s) * (1 - done) / (done - at_start))}"]
 
     def _read_curve(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Curve | None:
-        """Take the training loss: the one that the bar shows, else the one that was logged."""
+        """Add the training loss to the curve: the one in the bar, else the one that was logged."""
         found = _find_loss(metrics) or _find_loss(showable(trainer.logged_metrics))
         if found is not None:
             name, value = found
@@ -314,7 +314,7 @@ class LiveProgressBar(ProgressBar, default=True):
 
 
 def _best_so_far(trainer: Trainer) -> Best:
-    """Return the best values that the run's ModelCheckpoint and EarlyStopping know, from before a resume too."""
+    """Return the best values that the run's ModelCheckpoint and EarlyStopping hold, also from before a resume."""
     modes, scores = {}, {}
     for callback in trainer.callbacks:
         name, mode = getattr(callback, "monitor", None), getattr(callback, "mode", None)
@@ -327,7 +327,7 @@ def _best_so_far(trainer: Trainer) -> Best:
 
 
 def _part_done(trainer: Trainer) -> float | None:
-    """Return the part of the whole training that is done, by its steps or its epochs; None where no end is known."""
+    """Return the finished part of the whole training, by steps or epochs; None if no end is known."""
     parts = []
     if trainer.max_steps is not None and trainer.max_steps > 0:
         parts.append(trainer.global_step / trainer.max_steps)
@@ -338,13 +338,13 @@ def _part_done(trainer: Trainer) -> float | None:
 
 
 def _find_loss(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return name and value of the training loss among metrics."""
+    """Return the name and value of the training loss in the metrics."""
     losses = ((name, value) for name, value in metrics.items() if "loss" in name.lower() and isinstance(value, float))
     return next((loss for loss in losses if not is_evaluated(loss[0])), None)
 
 
 def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
-    """Return samples per second by the loader's batches; tokens per second and MFU by a ThroughputMonitor."""
+    """Return samples per second from the loader's batches, and tokens per second and MFU from a ThroughputMonitor."""
     facts = []
     size = getattr(GradientState().active_dataloader, "batch_size", None)
     if speed and size:

@@ -109,11 +109,11 @@ class ProgressBar(Callback):
         self._enabled = True
 
     def disable(self) -> None:
-        """Turn the bar off; at the start of a run this is called on all processes but the main one."""
+        """Turn the bar off. Called at the start of a run on every process but the main one."""
         self._enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` without breaking the bar; `trainer.print` and `module.print` of a run come here."""
+        """Print without breaking the bar; a run's `trainer.print` and `module.print` call it."""
         print(*args, **kwargs)  # noqa: T201  it is a print
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -141,30 +141,30 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the validation loader in hand; in the sanity check as many as are checked."""
+        """Batches of the current validation loader; in the sanity check the number that is checked."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the test loader in hand."""
+        """Batches of the current test loader."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the predict loader in hand."""
+        """Batches of the current predict loader."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     def _of_loader(self, batches: list[int | float]) -> int | float:
         return batches[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Record the loader in hand, and return whether it is another one than at the last call."""
+        """Record the current loader, and return whether it differs from that of the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget the loader in hand, at an evaluation's end."""
+        """Forget the current loader, at the end of an evaluation."""
         self._current_eval_dataloader_idx = None
 
 

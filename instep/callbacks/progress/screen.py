@@ -22,7 +22,7 @@ _PRE = (
 
 
 class Lines:
-    """Plain lines on stderr. The other screens write there too what cannot be drawn."""
+    """Plain lines on stderr. Other screens use it for what cannot be drawn."""
 
     live = False
     """Whether what is shown moves."""
@@ -44,7 +44,7 @@ class Lines:
         """Stop drawing; the last content stays on the screen."""
 
     def give_back_streams(self) -> None:
-        """Undo the redirection of stdout and stderr where the thread could not: it is stuck, or in a forked process."""
+        """Undo the redirection of stdout and stderr where the thread cannot: it is stuck, or in a forked process."""
 
 
 class Terminal(Lines):
@@ -146,7 +146,7 @@ def html(view: View, columns: int = _COLUMNS) -> str:
 
 
 def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
-    """Open the notebook's cell if there is one, else the terminal that stderr or else stdout is connected to.
+    """Open the screen: a notebook's cell if there is one, else the terminal of stderr, or else of stdout.
 
     Args:
         options: of rich's console, where one is made; a `file` among them stands for stderr and stdout.

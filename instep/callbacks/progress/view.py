@@ -91,7 +91,7 @@ class Curve:
             self._per_point *= 2
 
     def sparkline(self, width: int) -> str:
-        """Draw the curve with a character for each point, in at most so many columns."""
+        """Draw the curve with one character per point, in at most `width` columns."""
         points = _means(self.points, width)
         low, span = min(points), max(points) - min(points)
         return "".join(_LEVELS[int((point - low) / span * 7.999) if span > 0 else 0] for point in points)
@@ -106,7 +106,7 @@ def _means(points: Sequence[float], count: int) -> list[float]:
 
 
 class Best:
-    """The best value of each metric that has a better side, over the validations of a run.
+    """The best value of each metric for which higher or lower is better, over a run's validations.
 
     Args:
         modes: "min" or "max" of the metrics that a ModelCheckpoint or EarlyStopping monitors. Any other metric counts
@@ -119,7 +119,7 @@ class Best:
         self.values: dict[str, float] = {}
 
     def mode(self, name: str) -> str | None:
-        """Return "min" or "max"; None where no side is better."""
+        """Return "min" or "max" for a metric; None if neither is better."""
         if name not in self._modes and is_evaluated(name):
             if _LOWER.search(name):
                 return "min"
@@ -163,7 +163,7 @@ class Line:
 
     @property
     def left(self) -> str:
-        """Time left; empty where no end is known, or where it is reached."""
+        """Time left; empty if no end is known, or the end is reached."""
         last = min((n for n in (self.total, self.end) if n is not None), default=None)
         if last is None or self.done >= last:
             return ""
@@ -176,7 +176,7 @@ class Line:
         return f"{self.speed:.1f} it/s" if self.speed >= 1 else f"{1 / self.speed:.2f} s/it"
 
     def plain(self) -> str:
-        """Write the whole as one line without a bar."""
+        """Format the loop as one line without a bar."""
         parts = [self.title, self.count, self.note, clock(self.elapsed_s), self.left, self.rate]
         return "  ".join(filter(None, parts))
 
@@ -230,7 +230,7 @@ class View:
         yield from _flow([[_Span(fact, "bright_black")] for fact in (*notes, *below, *self.facts) if fact], width)
 
     def _tails(self, room: int) -> tuple[list[str], list[str]]:
-        """Return what stands right of each bar, and what has no room there and goes below."""
+        """Return the texts to the right of each bar, and those that have no room there and go below."""
         columns = {
             "count": [line.count.rjust(max(len(line.count) for line in self.lines)) for line in self.lines],
             "elapsed": [clock(line.elapsed_s) for line in self.lines],
@@ -272,7 +272,7 @@ def _bar(fraction: float | None, width: int, ascii_only: bool) -> list[_Span]:
 
 
 def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
-    """Set items side by side, as many as a line of that width takes."""
+    """Arrange items side by side, as many in a line as its width allows."""
     row: list[_Span] = []
     used = 0
     for item in items:
@@ -305,7 +305,7 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def is_evaluated(name: str) -> bool:
-    """Return whether a metric is of a validation, by its name."""
+    """Return whether a metric is one of validation, by its name."""
     return _EVALUATED.match(name) is not None
 
 
@@ -334,7 +334,7 @@ def number(value: float | int | str) -> str:
 
 
 def amount(value: float) -> str:
-    """Write a rate for people.
+    """Format a rate for people.
 
     Example:
         >>> amount(7.25), amount(812.3), amount(81234.0), amount(2.5e7)

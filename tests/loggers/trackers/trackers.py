@@ -196,7 +196,9 @@ def _read_comet(root: Path) -> Series:
 def _clearml(root: Path) -> Any:
     from instep.loggers import ClearMLLogger
 
-    return ClearMLLogger("digits", offline=True)
+    logger = ClearMLLogger("digits", offline=True)
+    logger._start_timeout_s = 60.0  # on a busy machine the import alone takes longer than the 15 s of a run
+    return logger
 
 
 def _read_clearml(root: Path) -> Series:
