@@ -91,7 +91,7 @@ class CompileConfig:
             raise SettingError("mode is a set of options of its own: give mode or options, not both", field="options")
 
     def overwrites_outputs(self, device: torch.device) -> bool:
-        """Return whether torch records CUDA graphs of what it compiles: the next run writes into the same outputs."""
+        """Return whether torch records CUDA graphs of compiled code, which overwrite the outputs of the last run."""
         records = (self.options or {}).get("triton.cudagraphs", self.mode in ("reduce-overhead", "max-autotune"))
         return bool(records) and device.type == "cuda"
 
@@ -105,7 +105,7 @@ class CompileConfig:
 
 
 def resolve_compile(name: str, value: Any) -> CompileConfig | None:
-    """Check a setting `compile`, and return its resolved form; None where nothing is compiled.
+    """Check a setting `compile` and return its resolved form; None if nothing is compiled.
 
     Raises:
         SettingError: it is none of what is described at `CompileConfig`.
@@ -132,7 +132,7 @@ def resolve_compile(name: str, value: Any) -> CompileConfig | None:
 
 
 def compile_regions(model: nn.Module, config: CompileConfig) -> bool:
-    """Compile the blocks that `config.regions` names, in place; what is compiled already stays as it is.
+    """Compile the blocks that `config.regions` names, in place; compiled blocks stay as they are.
 
     Returns:
         Whether there are any; where not, the model is compiled as a whole.
@@ -206,7 +206,7 @@ class Recompiles:
         self._start = time()
 
     def _look(self, arguments: Any) -> None:
-        """Take note of a compilation that ends."""
+        """Record a compilation that ends."""
         if arguments.callback_trigger.name != "DYNAMO":
             return  # no forward was compiled now, but its backward or a CUDA graph
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
@@ -214,7 +214,7 @@ class Recompiles:
         self.report()
 
     def report(self) -> None:
-        """Log the first reason, where there is one and it was not logged yet."""
+        """Log the first reason, if there is one that was not logged yet."""
         if not self.count or self.reason:
             return
         from torch._dynamo.utils import get_compilation_metrics  # late: loaded by what compiles
@@ -236,7 +236,7 @@ class Recompiles:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count while the block runs; say the reason at its end at the latest."""
+        """Count while the block runs, and report the reason at its end at the latest."""
         from torch._dynamo.callback import callback_handler  # late: torch's compiler takes a second to load
 
         callback_handler.register_end_callback(self._look)

@@ -30,14 +30,14 @@ class NotCapturable(Exception):
 
 
 class Recorder(Protocol):
-    """Warm-up and recording of what runs on a device."""
+    """Protocol of what warms up and records a step on a device."""
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run something that will be recorded later, and return its result."""
+        """Run a function that will be recorded later, and return its result."""
         ...
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
-        """Record something without computing it; return where its results will be, and what computes them."""
+        """Record a function without running it; return the place of its results, and the function that replays it."""
         ...
 
 
@@ -56,7 +56,7 @@ class CudaRecorder:
         self._abandoned: list[torch.cuda.CUDAGraph] = []  # torch's pool of pinned memory may still name them
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run on a stream beside the current one, as a recording will; both wait for each other."""
+        """Run on a second stream, as a recording will; both streams wait for each other."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -81,7 +81,7 @@ class CudaRecorder:
         return result, graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-        """Bring torch back to what it was before a recording that failed, as far as it does not do so itself.
+        """Reset torch after a failed recording, as far as torch does not do so itself.
 
         Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
         """
@@ -216,7 +216,7 @@ class CapturedStep:
                 )
 
     def _state(self) -> tuple[Any, ...]:
-        """Return what a recording takes as given: where weights are, which are trained, and the modules' modes."""
+        """Return what a recording depends on: addresses of weights, which are trained, and the modules' modes."""
         module = self._module
         return (
             [(p.data_ptr(), p.requires_grad) for p in module.parameters()],
@@ -225,7 +225,7 @@ class CapturedStep:
         )
 
     def _misfit(self, batch: Any) -> str:
-        """Return in what a batch differs from the recorded one; "" where it does not."""
+        """Return how a batch differs from the recorded one; "" if it does not."""
         try:
             shapes = _shapes(batch, self._device)
         except NotCapturable as error:
@@ -244,7 +244,7 @@ class CapturedStep:
 
 
 class CapturedOptimizer:
-    """An optimizer's step, recorded once and replayed after each backward that was replayed.
+    """An optimizer's step, recorded once and replayed after each replayed backward.
 
     Args:
         optimizer: for which `why_not_captured` says nothing.
@@ -285,7 +285,7 @@ class CapturedOptimizer:
         return True
 
     def _state(self) -> list[Any]:
-        """Return the settings that a recording takes as given; a tensor stands for the place where its value is."""
+        """Return the settings that a recording depends on; for a tensor, its address."""
         return [
             (name, value.data_ptr() if isinstance(value, Tensor) else value)
             for group in self._optimizer.param_groups
@@ -304,7 +304,7 @@ class CapturedOptimizer:
 
 
 def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
-    """Return why an optimizer's step is not recorded; "" where it can be.
+    """Return why an optimizer's step cannot be recorded; "" if it can.
 
     Args:
         optimizer: of the run.
@@ -333,12 +333,12 @@ def why_not_captured(optimizer: Optimizer, scheduled: bool) -> str:
 
 
 def runs_without(optimizer: Optimizer, why: str) -> str:
-    """Return the warning that an optimizer's step is not recorded."""
+    """Return the warning for an optimizer whose step is not recorded."""
     return f"cuda_graphs: the step of {type(optimizer).__name__} runs the normal way, since {why}."
 
 
 def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
-    """Return what must not change from batch to batch, by the path of each leaf."""
+    """Return the properties that each leaf must keep from batch to batch, by its path."""
     found: dict[str, Any] = {}
     for name, leaf in iter_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -353,7 +353,7 @@ def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
 
 
 def without_graph(output: Any) -> Any:
-    """Return what a step returned, detached.
+    """Return a step's output, detached.
 
     A graph of autograd that is alive while a step is recorded would draw the stream that it came from into the
     recording, which the default one breaks.
@@ -362,7 +362,7 @@ def without_graph(output: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error; prefer the step's own error to that of the recording's end."""
+    """Return the first line of an error; of a chain, that of the step's own error."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -74,7 +74,7 @@ def _cleaned(text: str) -> str:
 
 
 def _hint_of(got: Any) -> str:
-    """Return a sentence about what stands for an object of another trainer; "" where `got` has none."""
+    """Return a sentence about the replacement of another trainer's object; "" if `got` is no such object."""
     from instep.utils.porting import hint_of_object  # late: only an error reads these tables
 
     items = got if isinstance(got, list | tuple | set) else (got,)

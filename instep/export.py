@@ -152,7 +152,7 @@ def to_tensorrt(
 
 
 def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
-    """Return the arguments of `forward` to trace it with, on the module's device, through its hooks of batches."""
+    """Return the arguments with which to trace `forward`, on the module's device, after its batch hooks."""
     sample = module.example_input_array if given is None else given
     if sample is None:
         raise SettingError(missing, field="input_sample")
@@ -166,7 +166,7 @@ def _sample_of(module: TrainModule, given: Any, missing: str) -> Sample:
 
 @contextmanager
 def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
-    """Let a module be traced: whole weights, eval mode, no gradients, nothing compiled; then as it was."""
+    """Prepare a module for tracing: whole weights, eval mode, no gradients, nothing compiled. Restore it afterwards."""
     sharded = next((name for name, p in module.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None:
         raise UsageError(
@@ -205,7 +205,7 @@ def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:
 
 
 def _write(file_path: Location | BytesIO | None, save: Any) -> None:
-    """Let `save` write a buffer or file, which is there whole or not at all; by the main process."""
+    """Write a buffer or file by `save`, on the main process, so that it appears whole or not at all."""
     if file_path is None or not PartialState().is_main_process:
         return
     if isinstance(file_path, BytesIO):

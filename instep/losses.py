@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
 
 def _local(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, int, Any]:
-    """Return this rank's words of a cut vocabulary, the number of the first one, and the ranks that share it."""
+    """Return this rank's words of a divided vocabulary, the number of the first one, and the ranks that share it."""
     from instep.strategies.dtensors import box_of  # late: only tensor parallelism needs it
 
     mesh, placements = weight.device_mesh, weight.placements

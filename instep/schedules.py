@@ -59,7 +59,7 @@ class _Curve:
 
 
 class _Decay(_Curve):
-    """Down to `min_ratio` over the last `decay_steps` of `total_steps`, where it stays."""
+    """Curve that falls to `min_ratio` over the last `decay_steps` of `total_steps`, and stays there."""
 
     def __init__(
         self, total_steps: int, warmup_steps: int, start_ratio: float, decay_steps: int, min_ratio: float, decay: str
@@ -134,7 +134,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, curve)
 
     def rate_at(self, step: int) -> float:
-        """Return the part of the optimizer's own rate that step `step` uses, counted from 0."""
+        """Return the fraction of the optimizer's own rate at step `step`, counted from 0."""
         return self._curve(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def wsd(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule of warm-up, stable rate and decay, whose run can be made longer before it decays.
+    """Make a schedule of warm-up, stable rate and decay; the run can be made longer before the decay.
 
     Args:
         optimizer: its groups' rates are the highest ones.
@@ -383,7 +383,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, optimizer: Optimizer, **arguments: Any) -> Schedule:
-    """Make a schedule by its name, as it stands in a configuration.
+    """Make a schedule by the name that a configuration gives.
 
     Args:
         name: "constant", "linear", "cosine", "wsd", "inverse_sqrt" or "one_cycle".
@@ -430,7 +430,7 @@ def _part(name: str, value: Any) -> float:
 
 
 def _steps(name: str, value: Any, total: int) -> int:
-    """Return a number of steps of `total`; a float below 1 is a part of them."""
+    """Return a number of steps; a float below 1 is a fraction of `total`."""
     if isinstance(value, float) and 0 <= value < 1:
         return round(value * total)
     if is_number(value) and float(value).is_integer() and 0 <= value <= total:

@@ -186,7 +186,7 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Open a run of which nothing is left: the Trainer has its own things again at the end, after an error too."""
+        """Open a run that leaves no trace: the Trainer's own objects are restored at the end, after an error too."""
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()

@@ -41,12 +41,12 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> Any:
-        """Take up what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         ...
 
 
 class Word(str, Enum):
-    """Enum of words: each member is a str, and prints as its word.
+    """Enum of words: each member is a str, and is printed as its word.
 
     Example:
         >>> Color = Word("Color", {"RED": "red"})
@@ -59,7 +59,7 @@ class Word(str, Enum):
 
 
 class ReadOnly(Generic[T]):
-    """Attribute that a function of its object computes: a property without a setter, in one line.
+    """Attribute that a function computes from its object: a property without a setter, in one line.
 
     Args:
         read: returns the value.

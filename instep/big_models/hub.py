@@ -81,7 +81,7 @@ def download(repo_id: str, pickled: bool = False, **options: Any) -> Path:
 
 
 def download_config(repo_id: str) -> Path:
-    """Get a repository's `config.json` into the hub's cache, or out of the cache where nobody can be asked.
+    """Get a repository's `config.json` into the hub's cache, or find it there when offline.
 
     Raises:
         CheckpointNotFoundError: there is no such repository, or no such file in the cache.

@@ -420,7 +420,7 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            # The weights of a step are ranked by, and named after, what the validation of this very step gives.
+            # Rank and name of a checkpoint come from the validation of the same step.
             waits = trainer._validates_now and (self.monitor is not None or _METRIC_IN_NAME(self.filename or ""))
             first = not waits and self.monitor is not None and trainer.enable_validation
             self._deferred = bool(waits or (first and trainer.agree(self.monitor not in _values(trainer))))
@@ -567,7 +567,7 @@ class ModelCheckpoint(Callback):
         reached, self._position_saved = self._position_saved, None  # None until the save is known to be on the disk
         try:
             path = trainer.saver.finish(pending)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:  # noqa: BLE001  `_fail` decides
             if pending.path is not None:  # checkpoints that could not be deleted stay in the list
                 self._record(trainer, pending.path, new)
                 # A pending save with a path and an error: a logger failed after the save.

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Complete for a program with sub-commands of jsonargparse, whose own completion does not reach into them.
+    """Complete sub-commands of a program that uses jsonargparse, whose own completion does not reach into them.
 
     Args:
         parsers: by the sub-command's name.
@@ -53,8 +53,8 @@ def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def words_before() -> tuple[list[str], str]:
-    """Return the program's words before the one that is completed, and that."""
-    from argcomplete.lexers import split_line  # late, as above
+    """Return the program's words before the one that is being completed, and that word."""
+    from argcomplete.lexers import split_line  # late: only a shell asks for it
 
     _, word, _, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     return words[int(os.environ["_ARGCOMPLETE"]) :], word

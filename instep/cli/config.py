@@ -109,7 +109,7 @@ class Default:
 
 
 class Update:
-    """Change settings of the config file, or take those of another file over, also of one of Accelerate's.
+    """Change settings of the config file, or copy those of another file, also one of Accelerate's.
 
     Members of env, rdzv_conf and strategy_options are put to those that are there. What Accelerate calls otherwise is
     renamed; what has no setting here is listed with what takes its place.
@@ -189,7 +189,7 @@ class Show:
 
 
 class Validate:
-    """Check config files: names, values, and what contradicts what. 1 where something is wrong.
+    """Check config files: names, values, and contradictions. 1 where something is wrong.
 
     Examples:
       instep config validate
@@ -208,7 +208,7 @@ class Validate:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Check each; print what is wrong."""
+        """Check each file, and print what is wrong."""
         if args.schema:
             output.say_json(schema())
             return 0
@@ -246,7 +246,7 @@ class Templates:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """List them, or print one."""
+        """List the templates, or print one."""
         known = templates()
         if args.name is not None:
             if args.name not in known:
@@ -291,8 +291,8 @@ def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
-    """Ask a question until the answer is right; return None for the word for none."""
-    from rich.prompt import Prompt  # late, as above
+    """Ask a question until the answer is valid; return None for the answer that means none."""
+    from rich.prompt import Prompt  # late: slow to import
 
     if isinstance(default, list | tuple):
         default = ",".join(map(str, default))
@@ -343,7 +343,7 @@ def target(config: str | None) -> Path:
 
 
 def use(path: Path) -> str:
-    """Return how a launch takes a file up."""
+    """Return how a launch uses a config file."""
     return (
         "`instep launch SCRIPT` uses it"
         if path == default_file()
@@ -352,7 +352,7 @@ def use(path: Path) -> str:
 
 
 def assignments(words: Iterable[str]) -> dict[str, Any]:
-    """Read settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
+    """Read settings from `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` sets a member of a mapping.
 
     Raises:
         SettingError: a word is none, or its value is wrong.
@@ -374,7 +374,7 @@ def assignments(words: Iterable[str]) -> dict[str, Any]:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Split a setting's name from that of its member, if any.
+    """Split a word into the name of a setting and that of its member, if any.
 
     Raises:
         SettingError: there is none of this name, or it has no members.
@@ -388,7 +388,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay settings over others, as a launch lays its sources over one another."""
+    """Merge settings over others, in the way in which a launch merges its sources."""
     merged = dict(values)
     put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
     return merged

@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all of it."""
+    """Print versions, devices, variables and settings."""
     launch = resolve(config=args.config)
     versions, devices, variables = dict(_versions()), list(_devices()), _variables()
     if args.json:
@@ -81,13 +81,13 @@ def _versions() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is not None:
         yield "cuda", torch.version.cuda
         if torch.distributed.is_nccl_available():
-            from torch.cuda import nccl  # late, as above
+            from torch.cuda import nccl  # late: slow to import
 
             yield "nccl", ".".join(map(str, nccl.version()))
 
 
 def _devices() -> Iterator[dict[str, Any]]:
-    import torch  # late, as above
+    import torch  # late: slow to import
 
     from instep.state import DEVICE_KINDS
 

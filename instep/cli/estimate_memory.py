@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_inference(subject: Subject, dtypes: list[str], as_json: bool) -> int:
-    from instep.cli.memory.inference import loaded_sizes  # late, as above
+    from instep.cli.memory.inference import loaded_sizes  # late: loads torch
 
     rows = [asdict(row) for row in loaded_sizes(subject, dtypes)]
     if as_json:

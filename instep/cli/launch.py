@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Be the agent of the ranks; return what the job ended with."""
+    """Run this node's agent, and return the exit code of the job."""
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         args.fail("SCRIPT is missing")

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unusable(word: str) -> str | None:
-    """Return what keeps a word from being given to the system; None for nothing."""
+    """Return why a word cannot be passed to the system; None if it can."""
     if "\0" in word:
         return "a NUL"
     try:
@@ -155,7 +155,7 @@ def _unusable(word: str) -> str | None:
 
 
 def find(words: Sequence[str]) -> Command | None:
-    """Find the command that words begin with, the longest where there are two; None where they begin with none.
+    """Find the command with which words begin, the longest if there are two; None if there is none.
 
     Example:
         >>> find(["checkpoint", "ls", "."])
@@ -166,14 +166,14 @@ def find(words: Sequence[str]) -> Command | None:
 
 
 def load(command: Command) -> Any:
-    """Import what a command consists of: a module, or a class."""
+    """Import the module or class of a command."""
     if command in _SHARED:
         return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].title().replace("-", ""))
     return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors hold nothing that a terminal would obey; argparse writes words as they are."""
+    """Parser that removes control characters of a terminal from its errors; argparse writes words as they are."""
 
     def error(self, message: str) -> NoReturn:
         super().error(clean(message))
@@ -245,7 +245,7 @@ def _complete() -> None:
 
 
 def _overview(words: Sequence[str]) -> int:
-    """Print the help for no command or a group of them; an error for what is not known."""
+    """Print the help of a group of commands, or of all; an error for unknown words."""
     if words == ["--version"]:
         sys.stdout.write(f"instep {__version__}\n")
         return 0

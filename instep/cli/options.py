@@ -24,7 +24,7 @@ _METAVARS = {
 
 
 class _Say(argparse.Action):
-    """Action that keeps what the command line says, by setting, with the word that says it."""
+    """Action that records a setting's value from the command line, with the option that named it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         said = dict(namespace.said)
@@ -46,7 +46,7 @@ def add_settings(
     hidden: bool = False,
     instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Add options for settings to a command, and `--config`; `args.said` is what they say, for `resolve`.
+    """Add options for settings, and `--config`, to a command; `args.said` holds what was given, for `resolve`.
 
     Args:
         parser: the command's.

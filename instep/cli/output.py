@@ -20,14 +20,14 @@ _FEW = 8  # elements of a tensor that are worth printing
 
 
 def say(text: str = "", kept: str = "\n\t") -> None:
-    """Print one line, or several; what a terminal would obey becomes an escape, but for the characters in `kept`."""
+    """Print one line or several; control characters of a terminal are escaped, except those in `kept`."""
     encoding = sys.stdout.encoding or "utf-8"
     text = clean(text, kept)
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
 
 
 def warn(text: str) -> None:
-    """Print a message for people on stderr; what a terminal would obey becomes an escape."""
+    """Print a message for people on stderr; control characters of a terminal are escaped."""
     encoding = sys.stderr.encoding or "utf-8"
     text = clean(text)
     sys.stderr.write(f"instep: {text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
@@ -95,7 +95,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
 
 
 def tree(title: str, value: Any) -> None:
-    """Print a nested value below a title, one line for each leaf; nothing where it is empty."""
+    """Print a nested value below a title, one line for each leaf; print nothing if it is empty."""
     if value is None or value in ({}, []):
         return
     say(f"\n{title}")
@@ -136,7 +136,7 @@ def _leaf(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Turn a value into JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
+    """Convert a value to JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes no more than 4,300 digits
@@ -156,7 +156,7 @@ def plain(value: Any) -> Any:
 
 
 def count(number: int, what: str) -> str:
-    """Write a number of things.
+    """Format a number of things.
 
     Example:
         >>> count(1, "tensor"), count(2000, "tensor")
@@ -166,7 +166,7 @@ def count(number: int, what: str) -> str:
 
 
 def size(count: float | None, unknown: str = "") -> str:
-    """Write bytes as people read them; `unknown` for None.
+    """Format bytes for people; `unknown` for None.
 
     Example:
         >>> size(999), size(1500), size(2.5e9)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
-    """Find the arguments after the Python executable, the folder to run in, and whether the program starts ranks."""
+    """Find the arguments after the Python executable, the folder, and whether the program starts ranks itself."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]
@@ -148,7 +148,7 @@ def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _script(command: list[str], path: Path, own: bool) -> str:
-    """Return the script that Python runs; empty for `-m module`.
+    """Return the script that Python runs; "" for `-m module`.
 
     Raises:
         CheckpointError: it would run something else.
@@ -172,7 +172,7 @@ def _script(command: list[str], path: Path, own: bool) -> str:
 
 
 def _check_place(command: list[str], script: str, folder: str, path: Path, own: bool) -> None:
-    """Refuse a program that came with the checkpoint."""
+    """Refuse a program that lies beside the checkpoint that names it."""
     places = [path] if own else [path.parent.parent if path.parent.name == "checkpoints" else path.parent]
     start = Path(folder) / script if script else Path(folder)
     inside = [place for place in places if start.resolve().is_relative_to(place.resolve())]
@@ -198,7 +198,7 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
     if ranks == 1:
         environment = {**os.environ, REPLAY: order}
         return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
-    from instep.launch.engine import LaunchSpec, run  # late, as above
+    from instep.launch.engine import LaunchSpec, run  # late: loads torch
 
     with _as_in(folder):
         return run(LaunchSpec(ranks, tuple(command), env={REPLAY: order}))

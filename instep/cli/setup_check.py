@@ -75,7 +75,7 @@ def _data(world: int) -> TensorDataset:
 
 
 class Watch(Callback):
-    """Callback that notes the epochs' losses, and saves after the last but one."""
+    """Callback that records the losses of epochs, and saves after the last but one."""
 
     def __init__(self, save_to: Path | None = None) -> None:
         self.losses: list[float] = []
@@ -96,7 +96,7 @@ class Watch(Callback):
 
 
 def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = None) -> None:
-    """Train under what the environment asks for, from a checkpoint where one is given. Collective."""
+    """Train in the environment of this process, from a checkpoint where one is given. Collective."""
     settings = {**QUIET, "default_root_dir": root, "callbacks": [watch]}
     world = state.num_processes
     trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
@@ -105,7 +105,7 @@ def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = 
 
 
 def losses_of_one_process(world: int) -> list[float]:
-    """Compute each epoch's mean loss, of a loop by hand on the CPU with the whole global batch."""
+    """Compute the mean loss of each epoch by a handwritten loop on the CPU, with the whole global batch."""
     net = Net().net
     optimizer = _optimizer(net)
     losses = []
@@ -123,7 +123,7 @@ def losses_of_one_process(world: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Result:
-    """A check's outcome.
+    """Outcome of a check.
 
     Args:
         check: its name.
@@ -171,7 +171,7 @@ def _all_checks(state: PartialState, asked: Trainer) -> Iterator[Result]:
 def _checked(
     state: PartialState, name: str, body: Callable[[], str], size_bytes: float = 0, calls: int = 1, note: str = ""
 ) -> Result:
-    """Run one check here, and exchange what went wrong.
+    """Run one check on this rank, and exchange errors with the others.
 
     Args:
         state: this process's.
@@ -269,7 +269,7 @@ def _errors(state: PartialState) -> str:
 
 
 def _triggers(state: PartialState) -> str:
-    """Check that a trigger of the last rank before step 3 is seen by all at step 4, and then no more."""
+    """Check that a trigger of the last rank before step 3 is seen by all ranks at step 4, and not again."""
     triggers = Triggers(every=1)
     setter, seen = state.num_processes - 1, {}
     for step in range(1, 7):
@@ -286,7 +286,7 @@ def _triggers(state: PartialState) -> str:
 
 
 def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
-    """Train, save on the way, hold the losses against a loop without any Trainer, then go on from what was saved."""
+    """Train and save, compare the losses with a handwritten loop, then resume from the checkpoint."""
     tolerance = _TOLERANCE.get(asked.settings.precision, _TOLERANCE_OF_16_BITS)
     with _folder(state) as root:
         first, second = Watch(root / "step"), Watch()
@@ -317,7 +317,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
 
 @contextlib.contextmanager
 def _folder(state: PartialState) -> Iterator[Path]:
-    """Make a folder that all ranks see: a temporary one; with several nodes in this folder, which they share."""
+    """Make a folder that all ranks see: a temporary one, or with several nodes one in the shared current folder."""
     parent = None if state.num_nodes == 1 else os.getcwd()
     with contextlib.ExitStack() as stack:
         if state.is_main_process:

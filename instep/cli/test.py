@@ -23,7 +23,7 @@ _LONGEST_S = 86400
 
 
 def main(words: Sequence[str]) -> int | None:
-    """Run `Trainer.test` where the words are for it."""
+    """Run `Trainer.test` if the words are for it, else check this installation."""
     return run_trainer("test", words) if is_run(words) else None
 
 
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, or be one where a launcher did; 1 where a check failed."""
+    """Start the ranks, or run as one that a launcher started; 1 if a check failed."""
     from instep.launch.engine import is_worker  # late: loads torch
 
     if is_worker():

@@ -85,13 +85,13 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Save before the first step; a resume that was refused has saved nothing."""
+        """Save before the first step, so that a resume that was refused has saved nothing."""
         self._save(trainer, module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def save_config(self, trainer: Any, module: Any, stage: str) -> None:
-        """Save the configuration somewhere else as well, in a subclass. Called on the main process only.
+        """Save the configuration elsewhere too: a subclass overrides this. Called on the main process only.
 
         Example:
             >>> class Logged(SaveConfigCallback):
@@ -236,10 +236,10 @@ class TrainerCLI:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
 
     def before_instantiate_classes(self) -> None:
-        """Act when the words are parsed, with the result in `self.config`."""
+        """Hook after the words are parsed, with the result in `self.config`."""
 
     def after_instantiate_classes(self) -> None:
-        """Act when `self.model`, `self.datamodule` and `self.trainer` are there."""
+        """Hook after `self.model`, `self.datamodule` and `self.trainer` are made."""
 
     def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Configure the optimizers that the command line names, in place of the module's own.
@@ -266,7 +266,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """List the commands, methods of the Trainer, each with those of its arguments that the CLI passes itself."""
+        """Return the commands, which are methods of the Trainer, each with the arguments that the CLI passes itself."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -368,7 +368,7 @@ class TrainerCLI:
             self._keep_from_parser(stand_ins)
 
     def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
-        """Record which of the module's arguments have texts of the checkpoint: they are built without the parser."""
+        """Record which arguments of the module have texts of the checkpoint: these are built without the parser."""
         plain = self._dumped()
         model = plain.pop("model")
         inner = "init_args." if "class_path" in model else ""
@@ -399,7 +399,7 @@ class TrainerCLI:
     # ---- building
 
     def _start_ranks(self) -> None:
-        """Become the agent of the ranks now, without a module in memory, where the program starts them itself."""
+        """Become the agent of the ranks now, before a module is in memory, if the program starts them itself."""
         if self.subcommand is None or self.trainer_class is not Trainer or is_worker():
             return
         given = self._get(self.config, "trainer")
@@ -459,7 +459,7 @@ class TrainerCLI:
     def _build_model(
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
-        """Build the module so that its hyperparameters are what was configured."""
+        """Build the module with hyperparameters that equal the configured values."""
         plain = self._dumped().get("model", {})  # a class without arguments has no part in it
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
@@ -539,7 +539,7 @@ class TrainerCLI:
         return self._own(config).get(key)
 
     def _own(self, config: Any) -> Any:
-        """Return the command's part of a configuration."""
+        """Return the command's own part of a configuration."""
         return config if self.subcommand is None else config[self.subcommand]
 
 
@@ -558,7 +558,7 @@ def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
 
 
 def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
-    """Put what the stand-ins stand for back into plain values."""
+    """Replace the stand-ins in plain values by the values that they stand for."""
     if isinstance(value, dict):
         return {_put_back(key, stand_ins): _put_back(inner, stand_ins) for key, inner in value.items()}
     if isinstance(value, list):
@@ -567,7 +567,7 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
-    """Read what a checkpoint says its module was built with; nothing of a file of weights."""
+    """Read from a checkpoint the arguments with which its module was built; nothing from a file of weights."""
     from instep.checkpoint import CheckpointStore, find_checkpoint  # late: the checkpoint room is loaded when used
 
     try:

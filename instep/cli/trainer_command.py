@@ -17,7 +17,7 @@ _RUN_KEYS = re.compile(r"^(model|data|trainer|ckpt_path|seed_everything):", re.M
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that everybody needs, for the short help; jsonargparse knows all of them."""
+    """Add the arguments that every user needs, for the short help; jsonargparse adds the rest."""
     parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; of several, later ones count more")
     parser.add_argument("--module", metavar="PKG:CLASS", help="the TrainModule; --model PKG.CLASS is the same")
     parser.add_argument("--model.ARG", metavar="VALUE", help="an argument of it")

@@ -34,7 +34,7 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Value that a text in `described_arguments` stands for.
+    """Value for which a text in `described_arguments` stands.
 
     Args:
         value: the checkpoint's.
@@ -46,7 +46,7 @@ class StandIn:
 
 
 class _Describing(Building):
-    """Builder of a parser's defaults from the values of a checkpoint, with stand-ins in the place of texts."""
+    """Builder of a parser's defaults from a checkpoint's values, with stand-ins in place of its texts."""
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}

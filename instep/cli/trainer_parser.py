@@ -69,7 +69,7 @@ class LRSchedulerOptions:
     strict: bool = True
 
     def of(self, scheduler: LRScheduler) -> dict[str, Any]:
-        """Return the scheduler with these options, as `configure_optimizers` returns it."""
+        """Return the scheduler with these options, in the form that `configure_optimizers` returns."""
         by_step = isinstance(scheduler, OneCycleLR) or getattr(type(scheduler), "interval", "") == "step"
         interval = self.interval or ("step" if by_step else "epoch")
         return {**asdict(self), "interval": interval, "scheduler": scheduler}
@@ -80,7 +80,7 @@ LRSchedulerTypeTuple = (LRScheduler,)
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Build an object from a class's path and arguments; imports what the path names, so never a stranger's.
+    """Build an object from its class's path and arguments. It imports the path, so never give it a stranger's.
 
     Args:
         args: its first argument, or a tuple of them, such as the parameters for an optimizer.
@@ -97,7 +97,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def built(value: Any) -> Any:
-    """Build what `{"class_path": ..., "init_args": ...}` describes; an object stays as it is.
+    """Build the object that `{"class_path": ..., "init_args": ...}` describes; an object is returned as it is.
 
     A class of instep's rooms may be named without its package.
     """
@@ -119,7 +119,7 @@ def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
 
 
 def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
-    """Give OneCycleLR and the schedules of `instep.schedules` the length of the run, where they have none."""
+    """Give OneCycleLR and the schedules of `instep.schedules` the run's length, if they have none."""
     make, given = _named(init), dict(init.get("init_args", {}))
     length = ("total_steps", "epochs", "steps_per_epoch")
     ours = make in schedules.SCHEDULES.values() and "total_steps" in inspect.signature(make).parameters
@@ -235,7 +235,7 @@ class TrainerArgumentParser(ArgumentParser):
             )
 
     def link_optimizers(self) -> None:
-        """Make the links that `add_optimizer_args` and `add_lr_scheduler_args` were given."""
+        """Make the links that `add_optimizer_args` and `add_lr_scheduler_args` have collected."""
         for key, (cls, link_to) in (self.optimizers | self.lr_schedulers).items():
             if link_to == AUTOMATIC:
                 continue
@@ -254,7 +254,7 @@ class TrainerArgumentParser(ArgumentParser):
         self._left_out, self._texts = keys, texts
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """Dump as jsonargparse does, without what `leave_out` was told of."""
+        """Dump as jsonargparse does, without the settings that `leave_out` has named."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
         import yaml  # late: only where a checkpoint gives texts
@@ -284,7 +284,7 @@ class TrainerArgumentParser(ArgumentParser):
                 self._links_group = links
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Parse regular files only, none larger than a configuration ever is."""
+        """Parse a regular file that is no larger than a configuration ever is."""
         try:
             read_text(Path(path))
         except SettingError as error:
@@ -368,7 +368,7 @@ def _without_key(message: str, known: set[str]) -> str:
 
 
 def _arguments(path: str) -> list[str]:
-    """List the arguments of a class that is imported, those of its bases too where it passes on the rest."""
+    """List the arguments of an imported class, and those of its bases that it passes on."""
     module, _, name = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)
     names: list[str] = []

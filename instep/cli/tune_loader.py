@@ -84,7 +84,7 @@ def _row(trial: LoaderTrial, chosen: bool) -> tuple[Any, ...]:
 
 
 def check_write(path: Path, data_module: Any) -> None:
-    """Check that a setting can be written, before it is measured; arguments as in `write_setting`.
+    """Check before measuring that a setting can be written; arguments as in `write_setting`.
 
     Raises:
         SettingError: the file is there, or the class takes no argument of a `DataLoader`.

@@ -44,7 +44,7 @@ from instep.utils.warn import warn_user
 
 
 class _Shared(type):
-    """Type of a view of the state: Accelerate's class attribute `_shared_state`."""
+    """Metaclass of a view of the state: it has Accelerate's class attribute `_shared_state`."""
 
     forgotten = False
 
@@ -54,7 +54,7 @@ class _Shared(type):
 
 
 class PartialState(_PartialState, metaclass=_Shared):
-    """The process state; a second construction asks for nothing."""
+    """The process state; a second construction changes nothing."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class PartialState(_PartialState, metaclass=_Shared):
 
     @staticmethod
     def _reset_state() -> None:
-        """End the runs. The process, which has one rank for its life, stays what it is."""
+        """End the runs. The process keeps its state, since it has one rank for its life."""
         clear_runs()
         _Shared.forgotten = True
 
@@ -89,14 +89,14 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
 
     @property
     def distributed_type(self) -> Any:
-        """Kind of the processes, or FSDP."""
+        """Kind of the processes; FSDP if the models are sharded."""
         run = active_run()
         sharded = run is not None and hasattr(run.plugin, "asked_by")
         return ours_state.DistributedType.FSDP if sharded else super().distributed_type
 
 
 class GradientState(_GradientState):
-    """Where the loop stands; a program that counts its windows itself writes `_set_sync_gradients`."""
+    """Position in the loop; a program that counts its windows itself calls `_set_sync_gradients`."""
 
     __slots__ = ()
 
@@ -123,7 +123,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next order that of an epoch."""
+        """Set the epoch of the next order."""
         self.epoch = epoch
 
     def _instep_order_of(self, epoch: int, cycle: int) -> list[int]:
@@ -155,7 +155,7 @@ class _DrawnOrder(RandomSampler):
         return _Order(self, [epoch, cycle])
 
     def draw(self, place: list[int]) -> list[int]:
-        """Draw the order of an epoch, or the same again."""
+        """Draw the order of an epoch, or repeat the one drawn for it."""
         if self.drawn["place"] != place:
             generator = self._common or torch.Generator().manual_seed(_random_seed())
             self.drawn = {"place": place, "state": generator.get_state()}
@@ -189,7 +189,7 @@ class _Loader(AcceleratedLoader):
     attendance: Attendance
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Give one pass, of which each batch is counted."""
+        """Yield one pass, and count each batch before it is fetched."""
         self.attendance.advance()
         with closing(super().passes_from(batches)) as passing:  # pyright: ignore[reportArgumentType]  a generator
             for batch in passing:
@@ -204,7 +204,7 @@ class _Loader(AcceleratedLoader):
 
 
 class _DrawnOrders:
-    """The orders that an Accelerator has drawn, as a part of its states: a resumed epoch has the order that it had."""
+    """The orders that an Accelerator has drawn, a part of its states: a resumed epoch keeps its order."""
 
     def __init__(self) -> None:
         self.samplers: list[_DrawnOrder] = []
@@ -242,7 +242,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of FSDP; instep's is FSDP2."""
+    """Options of FSDP by Accelerate's names; instep's is FSDP2."""
 
     fsdp_version: int = 2
     sharding_strategy: Any = None
@@ -280,7 +280,7 @@ class FullyShardedDataParallelPlugin:
 
 
 class TorchDynamoPlugin(ours.TorchDynamoPlugin):
-    """How models are compiled; a None stands for what is not asked for."""
+    """How models are compiled; None means that an option is not given."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if value is not None})
@@ -384,19 +384,19 @@ class Accelerator(_Accelerator):
         return freed
 
     def prepare_model(self, model: nn.Module, *args: Any, name: str | None = None, **kwargs: Any) -> nn.Module:
-        """Make a model ready; the second of one class has a number in its name, in the order of these calls."""
+        """Make a model ready; a second model of one class gets a number in its name, in the order of the calls."""
         name = name or _free(type(without_compile(model)).__name__, self._prepared.models)
         return super().prepare_model(model, *args, name=name, **kwargs)
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
-        """Make a loader ready, in the order that torch would draw; its name is made as a model's."""
+        """Make a loader ready, in the order that torch would draw; its name is chosen as a model's."""
         self._keep_order(data_loader)
         kind = type(getattr(data_loader, "dataset", None)).__name__
         name = _free(kind, [known.name for known in self._prepared.dataloaders])
         return super().prepare_data_loader(data_loader, device_placement, name)
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Make objects part of the states; names are made as a model's."""
+        """Add objects to the states, under names that are chosen as a model's."""
         for one in objects:
             named[_free(type(one).__name__, {*self._states.registered, *named})] = one
         super().register_for_checkpointing(**named)
@@ -432,7 +432,7 @@ class Accelerator(_Accelerator):
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get equally many samples; loaders that are prepared later have what is set here."""
+        """Whether all ranks get equally many samples; setting it applies to loaders that are prepared later."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -456,7 +456,7 @@ class Accelerator(_Accelerator):
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective of the Accelerator that ranks count before they enter it."""
+    """Wrap a collective of the Accelerator so that each rank counts it before it enters."""
 
     @functools.wraps(method)
     def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -481,7 +481,7 @@ def _free(name: str, taken: Container[Any]) -> str:
 def find_executable_batch_size(
     function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
 ) -> Any:
-    """Call a function with a smaller batch size as long as memory is short: each time nine tenths of the last."""
+    """Call a function with a smaller batch size while memory runs out: each time nine tenths of the last one."""
     smaller = reduce_batch_size_fn
     return ours.find_executable_batch_size(
         function, starting_batch_size, (lambda size: int(size * 0.9)) if smaller is None else lambda size: smaller()
@@ -489,7 +489,7 @@ def find_executable_batch_size(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model, or what a strategy has wrapped, has peft's adapters."""
+    """Return whether a model, or the model inside a strategy's wrapper, has peft's adapters."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(ours.extract_model_from_parallel(model), peft.PeftModel)
 
@@ -497,7 +497,7 @@ def is_peft_model(model: nn.Module) -> bool:
 def set_module_tensor_to_device(
     *args: Any, non_blocking: bool = False, clear_cache: bool = True, **kwargs: Any
 ) -> None:
-    """Give a parameter or buffer a device, or a value there; a copy waits, and caches are left to torch."""
+    """Move a parameter or buffer to a device, or set its value there; the two named options have no effect."""
     set_tensor(*args, **kwargs)
 
 

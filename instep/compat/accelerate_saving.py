@@ -19,7 +19,7 @@ _POLL_S = 0.01
 
 
 class Attendance:
-    """Which ranks come to a save.
+    """Record of which ranks come to a save.
 
     All ranks take the same batches and call the same collectives, and count these. So a rank that has counted further
     than the main process had when it came to the save does not come to it.
@@ -40,7 +40,7 @@ class Attendance:
                 self._records.write(self._place, f"{self._place} 0")
 
     def all_come(self) -> bool:
-        """Return whether all ranks come to this save, to which this one has come; the same on all that have.
+        """Return whether all ranks come to the save that this rank has reached; the same on all that reach it.
 
         Raises:
             DistributedError: a rank neither comes nor goes on.
@@ -91,7 +91,7 @@ def save_alone(states: States, path: Path) -> Path:
 
 
 def take_name(saved: Path, named: Path) -> Path:
-    """Rename a state, and return where it is; what is no state keeps its name. A kill leaves one that is found."""
+    """Rename a state and return its path; if the name belongs to something else, the state keeps its own."""
     old = saved.with_name(f".deleting-{saved.name}")
     if (named / "manifest.json").exists():
         named.rename(old)

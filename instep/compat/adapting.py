@@ -17,14 +17,14 @@ Warn = Callable[[str, str], None]
 
 
 class _Adapted(type):
-    """Type of a class of instep that takes another package's arguments; objects of instep's own class are its own."""
+    """Metaclass of an adapted class: objects of instep's own class are instances of it too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__bases__) if "_adapts" in vars(cls) else super().__instancecheck__(instance)
 
 
 def adapt(thing: Any, module: str, name: str, leaf: str, warn: Warn) -> Any:
-    """Return the class or function with the arguments that the table has for it; itself where there are none.
+    """Return the class or function with the arguments that the table lists for it; itself if there are none.
 
     Args:
         thing: a class or function of instep.

@@ -19,14 +19,14 @@ from instep.utils import porting
 
 
 class Names(ModuleType):
-    """A module whose names a function finds."""
+    """A module whose attributes are found by a function."""
 
     def __getattr__(self, name: str) -> Any:
         return vars(self)["__loader__"].find(self.__name__, name)
 
 
 class NameFinder(MetaPathFinder, Loader):
-    """Maker of the modules of a package of names.
+    """Finder that makes the modules of a package of names.
 
     Args:
         roots: what the modules are imported by -> the other package's name for it.
@@ -46,7 +46,7 @@ class NameFinder(MetaPathFinder, Loader):
         self.find, self._has, self._missing = find, has, missing
 
     def their_name(self, fullname: str) -> str | None:
-        """Return the other package's name for a module; None for one that is none of these."""
+        """Return the other package's name for a module; None if the module is not one of these."""
         for root, theirs in self.roots.items():
             if fullname == root or fullname.startswith(f"{root}."):
                 return theirs + fullname[len(root) :]
@@ -125,12 +125,12 @@ class Door(NameFinder):
             vars(module)["__version__"] = self.version
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
-        """Yield the distribution that packages ask for the version."""
+        """Yield the distribution by which packages find out the version."""
         if self.installed and context.name == self.package:
             yield _Metadata(self.package, self.version)
 
     def find_name(self, module: str, name: str) -> Any:
-        """Return what a module has under a name, made when it is first asked for."""
+        """Return the object that a module has under a name, made when it is first asked for."""
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         whole = f"{self.their_name(module)}.{name}"
@@ -148,7 +148,7 @@ class Door(NameFinder):
         return self._found[whole]
 
     def _make(self, whole: str) -> Any:
-        """Return what stands for a name, by its whole name in the package; None where there is nothing."""
+        """Return the object that replaces a name, given by its whole name in the package; None if there is none."""
         parent, _, name = whole.rpartition(".")
         ours = next((found[name] for found in map(vars, map(import_module, self._parts)) if name in found), None)
         target = porting.successor(porting.canonical(whole) or "") or porting.successor(f"{self.package}.{name}")
@@ -167,7 +167,7 @@ class Door(NameFinder):
 
 
 class _Metadata(Distribution):
-    """The metadata of the package that is stood in for."""
+    """The metadata of the replaced package."""
 
     def __init__(self, package: str, version: str) -> None:
         owner = "huggingface" if package == "accelerate" else "Lightning-AI"
@@ -182,7 +182,7 @@ class _Metadata(Distribution):
 
 
 def defined(name: str) -> Any:
-    """Make a small value or function of the package that scripts define; None if it has none."""
+    """Make a small value or function that scripts define themselves; None for an unknown name."""
     if name in tables.DEFINED:
         imports, value = tables.DEFINED[name]
         made: dict[str, Any] = {}
@@ -197,11 +197,11 @@ def defined(name: str) -> Any:
 
 
 def silently(key: str, text: str) -> None:
-    """Leave out what `instep migrate` would say: this program is run as it is."""
+    """Do not warn: this program runs unchanged, and `instep migrate` would say these things."""
 
 
 class _Missing(type):
-    """Type of what the package has and instep has not: a class that nothing is an instance of."""
+    """Metaclass of what the package has and instep lacks: a class without instances."""
 
     advice: str
 

@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Make `import lightning` and `import lightning_fabric` find these names in this process; once.
+    """Make `import lightning` and `import lightning_fabric` find these names; a second call does nothing.
 
     Raises:
         UsageError: lightning is imported already.
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def command() -> tuple[str, ...]:
-    """Return the arguments of Python that run this program again, with these names where it has them."""
+    """Return the arguments of Python that run this program again, through this door if it is in use."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
     return (*words[:flags], "-m", "instep.compat", "fabric", *words[flags:]) if _door.installed else words
 

@@ -29,7 +29,7 @@ from instep.utils.atomic import replacing
 
 
 def _plain(module: nn.Module) -> Strategy:
-    """Return a strategy for the state of a module that was not set up."""
+    """Return a strategy that handles the state of a module that was not set up."""
     strategy = Strategy()
     strategy.module = module
     return strategy
@@ -53,7 +53,7 @@ def save_state(
 
 
 def _optimizer_state(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> dict[str, Any]:
-    """Return an optimizer's state as torch gives it; of a sharded model whole, by parameter names, on rank 0."""
+    """Return an optimizer's state as torch has it; of a sharded model the whole, by parameter names, on rank 0."""
     home = _home(fabric, optimizer, modules)
     if home is None or not home.sharded:
         return optimizer.state_dict()
@@ -88,7 +88,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _sorted(fabric: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Part a state into strategies of modules, optimizers, and values."""
+    """Split a state into strategies of modules, optimizers, and values."""
     modules: dict[str, Strategy] = {}
     optimizers: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _sorted(fabric: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def _home(fabric: Any, optimizer: Any, modules: Mapping[str, Strategy]) -> Strategy | None:
-    """Return the strategy of the module that has all of an optimizer's parameters; None where none has."""
+    """Return the strategy of the module that has all of an optimizer's parameters; None if none has."""
     for strategy in [*modules.values(), *(its for _, its in fabric._models)]:
         own = {id(parameter) for parameter in strategy.parameters()}
         if all(id(parameter) in own for parameter in parameters_of(optimizer)):

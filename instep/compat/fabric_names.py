@@ -39,7 +39,7 @@ PossibleUserWarning, Optimizable, _Stateful = UserWarning, Optimizer, Stateful
 
 
 class FabricPrecision(_Precision):
-    """instep's precision, by the methods that Fabric's has."""
+    """instep's precision with the methods of Fabric's."""
 
     precision = property(lambda self: self.name)
 
@@ -69,7 +69,7 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
 
 
 class Accelerator:
-    """Kind of device: how many are there."""
+    """A kind of device, and how many of it this machine has."""
 
     kind = "auto"
 
@@ -80,7 +80,7 @@ class Accelerator:
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """Return how many this machine has."""
+        """Return the number of devices of this kind."""
         try:
             return find_device_kind(cls.kind).count()
         except SettingError:
@@ -94,7 +94,7 @@ CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator = ACCELERATORS.v
 
 
 class _Kinds(type):
-    """Type of a strategy's class that a program only asks about by `isinstance`."""
+    """Metaclass of strategy classes that a program uses only in `isinstance`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         alone = type(instance) is Strategy
@@ -105,7 +105,7 @@ SingleDeviceStrategy, ParallelStrategy = (_Kinds(name, (), {}) for name in ("Sin
 
 
 class FabricFSDPStrategy(_FSDPStrategy):
-    """instep's FSDP, which is torch's FSDP2, by the options of Lightning's; the others have no effect."""
+    """instep's FSDP, which is torch's FSDP2, with Lightning's names of options; unknown ones have no effect."""
 
     def __init__(
         self,
@@ -160,11 +160,11 @@ class _InFoldersOfFabric:
 
 
 class FabricCSVLogger(_InFoldersOfFabric, ours_loggers.CSVLogger):
-    """instep's CSVLogger, with the folders of Fabric's."""
+    """instep's CSVLogger, with Fabric's folders."""
 
 
 class FabricTensorBoardLogger(_InFoldersOfFabric, ours_loggers.TensorBoardLogger):
-    """instep's TensorBoardLogger, with the folders of Fabric's."""
+    """instep's TensorBoardLogger, with Fabric's folders."""
 
 
 CSVLogger, TensorBoardLogger = FabricCSVLogger, FabricTensorBoardLogger
@@ -194,13 +194,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed again as `seed_everything` did; without one nothing is done."""
+    """Repeat the seeding of `seed_everything`; do nothing if there was none."""
     if SEED_VARIABLE in os.environ:
         seed_everything(None, os.environ.get("PL_SEED_WORKERS") == "1", verbose=False)
 
 
 def convert_tensors_to_scalars(metrics: Any) -> Any:
-    """Make numbers of tensors of one element."""
+    """Convert tensors of one element to numbers."""
 
     def number(leaf: Any) -> Any:
         if torch.is_tensor(leaf) and leaf.numel() != 1:
@@ -213,14 +213,14 @@ def convert_tensors_to_scalars(metrics: Any) -> Any:
 
 
 def is_overridden(method_name: str, instance: Any, parent: Any = TrainModule) -> bool:
-    """Return True if an object's class has a method of its own in place of a parent's."""
+    """Return True if an object's class overrides a method of a parent."""
     return hooks.is_overridden(instance, method_name, parent)
 
 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Count the operations of a forward, with a loss also of its backward."""
+    """Count the operations of a forward, and with a loss those of its backward too."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -229,7 +229,7 @@ def measure_flops(
 
 
 class Throughput:
-    """Rates over a window of updates, as Fabric names them.
+    """Rates over a window of updates, under Fabric's names.
 
     Args:
         available_flops: operations a second that a device can do.
@@ -256,7 +256,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Take the totals so far, and the operations since the last update.
+        """Add the totals so far, and the operations since the last update.
 
         Raises:
             ValueError: a total is less than before.
@@ -287,7 +287,7 @@ class Throughput:
 
 
 class ThroughputMonitor(Throughput):
-    """Throughput of a Fabric, which logs it.
+    """Throughput that a Fabric logs.
 
     Args:
         fabric: whose loggers and devices these are.

@@ -131,7 +131,7 @@ class Fabric:
     is_global_zero = property(lambda self: self.global_rank == 0, doc="Whether this is rank 0.")
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks, where no launcher has: this program runs again as each; then call a function.
+        """Start the ranks if no launcher has: this program runs again as each of them; then call a function.
 
         With "ddp_spawn", "ddp_fork" or "ddp_notebook" the ranks are forks of this process, which run the function.
 
@@ -156,7 +156,7 @@ class Fabric:
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program: for a subclass, whose code runs on all ranks."""
+        """Run the program: a subclass overrides this, and it runs on all ranks."""
 
     def _run_launched(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.launch()
@@ -337,7 +337,7 @@ class Fabric:
         self._process.wait_for_everyone(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give one rank's object to all."""
+        """Send one rank's object to all ranks."""
         self._check_launched()
         return broadcast_object(obj, src)
 
@@ -358,7 +358,7 @@ class Fabric:
         return map_leaves(lambda leaf: all_reduce_(leaf, name) if torch.is_tensor(leaf) else leaf, data)
 
     def _tensors(self, method: str, data: Any, group: Any) -> Any:
-        """Make tensors of numbers, on the device."""
+        """Convert numbers to tensors, on the device."""
         if group is not None:
             raise UsageError(f"fabric.{method}(group=...) has no counterpart in instep: use torch.distributed")
         data = map_leaves(lambda leaf: torch.tensor(leaf) if isinstance(leaf, bool | int | float) else leaf, data)
@@ -372,7 +372,7 @@ class Fabric:
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make a module's weights on the device, in the precision's dtype; empty ones where they are loaded."""
+        """Make a module's weights on the device, in the precision's dtype; empty if they are loaded later."""
         self._check_launched()
         spread = empty_init is not False and self._strategy.sharded
         skipping = _SkipInit() if empty_init and not spread else nullcontext()

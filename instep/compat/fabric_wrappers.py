@@ -68,7 +68,7 @@ class _FabricModule(nn.Module):
         return self._original_module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Let a method of the module run as its forward does: through the strategy, in the precision.
+        """Make a method of the module run as its forward does: through the strategy, in the precision.
 
         Raises:
             AttributeError: the module has no such method, or it is `forward`.
@@ -105,7 +105,7 @@ class _FabricModule(nn.Module):
         return call_forward_module
 
     def _outside(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Make a method raise where it runs the module past the strategy."""
+        """Make a method raise if it runs the module past the strategy."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class _FabricOptimizer(OptimizerProxy):
 
 
 class _FabricDataLoader:
-    """A loader whose batches come on the device; its state dict is the place in the data.
+    """A loader that moves batches to the device; its state dict is the position in the data.
 
     Args:
         dataloader: torch's.
@@ -230,14 +230,14 @@ class _FabricDataLoader:
         self._batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, and torch's random numbers at the start of the pass and now."""
+        """Return the position in the data, and torch's random state at the start of the pass and now."""
         if hasattr(self._dataloader, "state_dict"):
             return self._dataloader.state_dict()
         place = {"passes": self._passes, "batches": self._batches}
         return {**place, "random": self._random, "now": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batch that was given last, with the random numbers of then; those of other ranks stay."""
+        """Continue after the last batch, with the random state of that moment; other ranks keep theirs."""
         if hasattr(self._dataloader, "load_state_dict"):
             self._dataloader.load_state_dict(state)
             return
@@ -256,7 +256,7 @@ def is_wrapped(obj: Any) -> bool:
 
 
 def unwrapped(obj: Any) -> Any:
-    """Return what the user gave to Fabric in place of an object."""
+    """Return the user's object inside one that Fabric returned; any other object as it is."""
     inner = without_compile(obj) if isinstance(obj, nn.Module) else obj
     if isinstance(inner, _FabricModule):
         return without_compile(inner._forward_module)
@@ -266,5 +266,5 @@ def unwrapped(obj: Any) -> Any:
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """Return a collection with what the user gave to Fabric, in place of what that returned."""
+    """Replace objects that Fabric returned by the user's own, in a nested collection."""
     return map_leaves(unwrapped, collection)

@@ -29,13 +29,13 @@ def default_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def templates() -> dict[str, str]:
-    """List the config files that come with instep: name -> what it is for."""
+    """Return the config files that come with instep: name -> purpose."""
     files = sorted(TEMPLATES.glob("*.yaml"))
     return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
 
 
 def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Find the config file that holds, as `resolve` describes it; None for no file.
+    """Find the config file that applies, as `resolve` describes it; None for no file.
 
     Raises:
         SettingError: the file that was asked for is not there.
@@ -129,7 +129,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def repeated_keys(root: Any, path: object) -> list[str]:
-    """Describe keys that stand twice in a mapping of YAML, at any depth, of which the last would hold.
+    """Describe keys that stand twice in a YAML mapping, at any depth: the last one would win.
 
     Args:
         root: what `yaml.compose` returns.

@@ -26,7 +26,7 @@ Layer = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings of a launch, and where each comes from.
+    """The settings of a launch, and the source of each.
 
     Args:
         settings: the values that hold.
@@ -39,11 +39,11 @@ class Launch:
     file: Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that somebody named."""
+        """Return the settings that some source gives."""
         return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
 
     def check(self) -> None:
-        """Raise a `SettingError` where options are given, and no strategy whose they are."""
+        """Raise a `SettingError` if options are given without the strategy they belong to."""
         if "strategy_options" in self.sources and self.settings.strategy == "auto":
             raise SettingError(
                 f"strategy_options ({self.sources['strategy_options']}) are arguments of a strategy, and none is "
@@ -56,7 +56,7 @@ class Launch:
 def resolve(
     command_line: Layer | None = None, config: str | None = None, environ: Mapping[str, str] | None = None
 ) -> Launch:
-    """Find the settings that hold.
+    """Resolve the settings that apply.
 
     Args:
         command_line: what it says, by setting, with the word that says it.
@@ -80,7 +80,7 @@ def resolve(
 
 
 def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Lay what a source says over what lower ones say.
+    """Merge the settings of a source over those of lower ones.
 
     Args:
         layer: checked values.

@@ -151,7 +151,7 @@ class LaunchSettings:
 
     @property
     def least_nodes(self) -> int | None:
-        """Machines that an elastic job goes on with; None for another."""
+        """Fewest machines with which an elastic job goes on; None for a job that is not elastic."""
         return int(self.num_nodes.partition(":")[0]) if isinstance(self.num_nodes, str) else None
 
 
@@ -173,7 +173,7 @@ def about(name: str) -> About:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """List the values of a setting that has a closed set of them; else none.
+    """List the allowed values of a setting; empty if it is open.
 
     Example:
         >>> choices("rdzv_backend")
@@ -183,7 +183,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Bring values of settings into their resolved form.
+    """Convert values of settings to their resolved form.
 
     Args:
         values: by name; what a command line or a variable says is text.
@@ -342,7 +342,7 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def gpu_ids(value: object) -> str:
-    """Write Accelerate's `gpu_ids` as `devices`, for which one number alone is a count.
+    """Convert Accelerate's `gpu_ids` to `devices`, where a single number is a count.
 
     Example:
         >>> gpu_ids("all"), gpu_ids("0,1"), gpu_ids(1)
@@ -353,7 +353,7 @@ def gpu_ids(value: object) -> str:
 
 
 def _choose_gpus(taken: dict[str, Any], left: list[str]) -> None:
-    """Settle what `gpu_ids` says beside `num_processes`: which GPUs, and how many processes."""
+    """Decide which GPUs, and how many processes, `gpu_ids` and `num_processes` mean together."""
     taken["devices"] = ids = gpu_ids(taken["devices"])
     if "num_processes" not in taken:
         return

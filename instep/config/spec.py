@@ -21,7 +21,7 @@ from instep.utils.warn import warn_user
 
 
 class Node(NamedTuple):
-    """Place of one node's agent among the agents of all nodes.
+    """Position of one node's agent among the agents of all nodes.
 
     Args:
         num_nodes: nodes in the job.
@@ -39,7 +39,7 @@ class Node(NamedTuple):
 
 
 def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
-    """Find this node's place in the job, as srun's or mpirun's variables say it.
+    """Find this node's position in the job from the variables of srun or mpirun.
 
     Args:
         environ: the variables; `os.environ` by default.

@@ -48,7 +48,7 @@ def options(
 
 
 def shown(text: str) -> str:
-    """Return a stranger's text as ECharts may draw it, with marks that have no width.
+    """Return a stranger's text in a form that ECharts may draw, with invisible marks.
 
     Its cache of the widths of texts would take a name such as `__proto__`, which each object inherits, for an entry of
     its own; and `{` may begin a style in its tooltips.
@@ -57,7 +57,7 @@ def shown(text: str) -> str:
 
 
 def draw(plot: Any, instead: Any, drawn: dict[str, Any], legend: int = 22) -> None:
-    """Put options into NiceGUI's element, as high as they need; without a metric show another element instead.
+    """Show options in NiceGUI's element, as high as they need; without a metric show another element instead.
 
     Args:
         plot: NiceGUI's element.

@@ -33,10 +33,10 @@ def box(classes: str, tag: str = "div") -> ui.element:
 
 
 class Shown(dict[str, Any]):
-    """Data that a page shows now, by the name of the part that shows it."""
+    """The data that a page shows now, by the name of its part."""
 
     def changed(self, part: str, data: Any) -> bool:
-        """Keep what a part shows now; return True if it is not what was there."""
+        """Record what a part shows now, and return True if it has changed."""
         before, self[part] = self.get(part, ...), data
         return before != data
 
@@ -57,7 +57,7 @@ def header(folder: Path, links: Mapping[str, str]) -> ui.label:
 
 
 def ago(then: float) -> str:
-    """Write how long something is ago.
+    """Format how long ago a time is.
 
     Example:
         >>> ago(time.time() - 125)
@@ -82,13 +82,13 @@ class Panel:
         self.source, self.run = source, run
 
     def read(self) -> Any:
-        """Read the values to show, in a thread; plain values, so that a change is noticed."""
+        """Read the values to show, in a thread, as plain values, so that a change is seen."""
 
     def build(self) -> None:
         """Make the elements."""
 
     def show(self, data: Any) -> None:
-        """Put the values that were read into the elements."""
+        """Show the values that were read."""
 
 
 _FORMAT = {":format": "value => typeof value === 'number' ? value.toLocaleString('en') : value"}
@@ -128,7 +128,7 @@ def _text(value: Any) -> str | float | int:
 
 
 class Overview(Panel):
-    """How the run is, why it ended, and its last metrics."""
+    """The state of a run, why it ended, and its last metrics."""
 
     def read(self) -> Any:
         status, metrics = self.run.status, self.source.metrics(self.run)
@@ -163,7 +163,7 @@ class Overview(Panel):
 
 
 class Checkpoints(Panel):
-    """The checkpoints, and whether they are whole."""
+    """The checkpoints of a run, and whether they are complete."""
 
     def read(self) -> Any:
         columns = ("step", "state", "kind", "score", "bytes", "created", "note", "name")
@@ -186,7 +186,7 @@ class Checkpoints(Panel):
 
 
 class Ranks(Panel):
-    """Who failed, who hung and who is slow, by rank."""
+    """The ranks that failed, hung or are slow."""
 
     def read(self) -> Any:
         failures = {failure["rank"]: failure for failure in self.run.status.failures}
@@ -220,7 +220,7 @@ class Ranks(Panel):
 
 
 class Hardware(Panel):
-    """The machine of this page now, and what the run logged of its own."""
+    """The page's machine now, and the hardware values that the run logged."""
 
     def read(self) -> Any:
         curves = self.source.metrics(self.run).curves
@@ -279,7 +279,7 @@ class Log(Panel):
 
 
 class Hyperparameters(Panel):
-    """The hyperparameters, nested ones with a name of their own each."""
+    """The hyperparameters; a nested one has a name of its own."""
 
     def read(self) -> Any:
         return list(flatten(self.run.hparams).items())

@@ -52,7 +52,7 @@ class Guard:
         self._cookie, self._session = f"instep_dashboard_{port}", secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        """Answer a request, or hand it on."""
+        """Answer a request, or pass it on."""
         if scope["type"] not in ("http", "websocket"):  # events of starting and ending the server
             await self._app(scope, receive, send)
             return
@@ -112,7 +112,7 @@ def is_loopback(name: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name of a Host without its port; "" where it is none."""
+    """Return the name in a Host header without its port; "" if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -128,7 +128,7 @@ def _query(scope: Message) -> list[tuple[str, str]]:
 
 
 def _without_token(scope: Message) -> str:
-    """Return the path that was asked for, so that the token stays in no history; always one of this server."""
+    """Return the requested path without the token, so that no history has it; always a path of this server."""
     rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
     return (scope["path"] if scope["path"][1:].isidentifier() else "/") + (f"?{rest}" if rest else "")
 

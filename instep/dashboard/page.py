@@ -26,7 +26,7 @@ _MOST_PICKED, _MOST_METRICS = 8, 6
 
 
 def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
-    """Define the page, which every browser that opens it gets anew.
+    """Define the page; each browser that opens it gets its own.
 
     Args:
         source: what it shows.
@@ -41,13 +41,13 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
 
 
 class Refreshing:
-    """Page that is refreshed by a timer and by hand: one turn after another, and none is added to those that wait."""
+    """Page that a timer or a click refreshes: one turn at a time, and at most one waits."""
 
     def __init__(self) -> None:
         self._shown, self._turn, self._is_due = Shown(), asyncio.Lock(), False
 
     async def refresh(self) -> None:
-        """Read again, and show what changed; a turn that is under way begins again at its end."""
+        """Read again and show what changed; a call during a turn starts another one at its end."""
         self._is_due = True
         if not self._turn.locked():
             async with self._turn:

@@ -26,7 +26,7 @@ Pages = Mapping[str, Callable[[Any], None]]
 
 @dataclass(frozen=True)
 class Address:
-    """Where the page is, and who may see it.
+    """Address of the page, and who may see it.
 
     Args:
         host: a name or address of this machine.
@@ -39,7 +39,7 @@ class Address:
     wants_token: bool = False
 
     def bind(self) -> socket.socket:
-        """Take the port.
+        """Bind the port.
 
         Raises:
             SettingError: another program has it, or the host is none of this machine.
@@ -59,7 +59,7 @@ class Address:
             ) from None
 
     def is_public(self) -> bool:
-        """Return whether other machines reach it."""
+        """Return whether other machines can reach the address."""
         return not is_loopback(self.host)
 
 
@@ -103,7 +103,7 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
 
 
 def _redirect(folder: Path, url: str) -> str:
-    """Write a page that leads to an address; every user of the machine can read a command line, but not this page."""
+    """Write a page that redirects to an address: every user can read a command line, but not this page."""
     page = folder / "open.html"
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
     return page.as_uri()

@@ -28,7 +28,7 @@ _CURVES = 2000  # curves kept in memory of the runs looked at last: at most 0.2 
 
 @dataclass
 class _Kept:
-    """Reader of a run's curves, and what it has read."""
+    """Reader of a run's curves, and its last result."""
 
     reader: MetricsReader
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -92,7 +92,7 @@ def _mark(run: Run, one: dict[str, Any]) -> tuple[Any, ...]:
 
 
 async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
-    """Do something slow beside the server; Ctrl-C does not wait for it."""
+    """Run something slow in a thread; Ctrl-C does not wait for it."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Alone(RankGroup):
-    """This process as a group of its own, for when the others may be gone."""
+    """A group of this process alone, for when the others may be gone."""
 
     def rank_and_size(self) -> tuple[int, int]:
         return 0, 1
@@ -28,7 +28,7 @@ _HERE, _ALL_HERE = 7_301, 7_302
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether an error came from a call of the device, in torch or in a kernel of another library.
+    """Return whether an error comes from the device, in torch or in a kernel of another library.
 
     Example:
         >>> is_device_error(RuntimeError("CUDA error: device-side assert triggered")), is_device_error(OSError())
@@ -41,7 +41,7 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def device_failed(error: BaseException, device: torch.device) -> bool:
-    """Return whether an error has left a device that fails at every call, as after an illegal access to its memory.
+    """Return whether the device fails at every call since an error, such as an illegal access to its memory.
 
     The device is asked only where the error is its own: it may wait for a rank that will not come.
 
@@ -60,7 +60,7 @@ def device_failed(error: BaseException, device: torch.device) -> bool:
 
 
 def all_arrive(timeout_s: float) -> bool:
-    """Return whether every rank gets here within `timeout_s`, after an error. No rank waits much longer.
+    """Return whether every rank arrives within `timeout_s` after an error. No rank waits much longer.
 
     Not by `monitored_barrier`, in which all but the first rank wait as long as the group does: half an hour. After
     False the control group is closed.

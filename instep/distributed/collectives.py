@@ -51,7 +51,7 @@ def gather(data: Any) -> Any:
 
 
 def gather_ragged(data: Any, rows: int | None = None) -> Any:
-    """Concatenate every rank's tensors along dimension 0, of which each rank may have another number. A collective.
+    """Concatenate tensors of all ranks along dimension 0, where ranks may have different numbers. A collective.
 
     Args:
         data: a tensor or nested tensors of one structure and dtype on all ranks, and of one shape but for dimension 0,
@@ -234,12 +234,12 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) ->
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes: backends move every dtype as bytes, but know few by name."""
+    """View a contiguous tensor as bytes: backends move bytes, but know few dtypes by name."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Choose the group for a tensor: gloo's on a CPU, which the default group of a GPU job need not know."""
+    """Choose the group for a tensor: gloo for a CPU tensor, which the default group of a GPU job may not support."""
     return state.control_group if tensor.device.type == "cpu" else None
 
 
@@ -255,7 +255,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the rows of all ranks, which have equally many."""
+    """Gather the rows of all ranks, which have the same number each."""
     if state.num_processes == 1:
         return tensor
     rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
@@ -284,7 +284,7 @@ def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
 
 
 def _check_alike(operation: str, data: Any) -> PartialState:
-    """Make sure that all ranks do the same thing to alike tensors; the state, for what follows."""
+    """Check that all ranks do the same thing to tensors of the same kind; return the process state."""
     leaves = tensor_leaves(data, operation.partition("(")[0])
     state = PartialState()
     if state.control_group is not None:

@@ -40,7 +40,7 @@ def _of_loader(kept: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a tensor without the rest of the storage that it is a view of, which a pickle would take along."""
+    """Return a copy of a tensor if it is a view, since a pickle would include the whole storage."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
     return leaf

@@ -59,7 +59,7 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def recorded() -> list[dict[str, Any]]:
-    """List the latest collectives, the oldest first; empty where this torch records none.
+    """List the latest collectives, the oldest first; empty if this torch records none.
 
     Safe in any thread, while the others wait for a device or another rank.
     """
@@ -88,7 +88,7 @@ def described(entry: dict[str, Any]) -> str:
 
 
 class Heartbeat:
-    """This process's slot; `heartbeat()` has the one there is.
+    """Slot of this process in the heartbeat file; `heartbeat()` returns it.
 
     Attributes:
         numbers: `numbers[STEP]` and `numbers[BATCH]` are the loops' to write.
@@ -120,7 +120,7 @@ class Heartbeat:
         self.numbers[TURN] += 1
 
     def place(self) -> dict[str, Any]:
-        """Return what this rank does: its step, batch (None: none yet in this loop) and phase."""
+        """Return where this rank is: its step, batch (None: none yet in this loop) and phase."""
         batch = self.numbers[BATCH]
         return {
             "step": self.numbers[STEP],
@@ -130,7 +130,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Enter a phase in the middle of another one, which goes on after it."""
+        """Enter a phase inside another one, which goes on afterwards."""
         outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
         self.enter(phase)
         yield
@@ -184,7 +184,7 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """Record that an error ends this rank's run: its cleanup may take long, so it counts as behind the others.
+        """Record that an error ends this rank's run: it counts as behind the others, since its cleanup may take long.
 
         It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
         since another rank has gone, comes of the hang and must not replace it in `status.json`.
@@ -201,13 +201,13 @@ class Heartbeat:
             self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
-        """Tell where the run folder is."""
+        """Set the run folder."""
         if folder is not None and self._beats is not None and hasattr(self, "_name"):
             self._run_folder = folder.absolute()
             self._beats.set_folder(self._slot, str(self._run_folder / self._name))
 
     def _offer(self, timeout_s: float | None) -> str | None:
-        """Make a file for this node's ranks, by the first of them, where there is no agent that made one."""
+        """Make the file for this node's ranks on the first of them, if there is no agent that has made one."""
         if timeout_s is None or self._beats is not None or self._local_rank:
             return None
         number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
@@ -217,7 +217,7 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Return whether a file is torch's, Python's or a collective's: who called matters more than where it waits."""
+    """Return whether a file is torch's, Python's or a collective's: the caller matters more than such a place."""
     if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
         return True
     packages = f"{os.sep}site-packages{os.sep}"
@@ -266,7 +266,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._closed.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -298,7 +298,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(min(limit_s, 1e6) + 1.0, file=self._out)
 
     def _note_compiler(self) -> None:
-        """Once torch's compiler is loaded, have it say when it compiles: that may take longer than a step."""
+        """Record compilations as soon as torch's compiler is loaded: they may take longer than a step."""
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._hooks is not None or handler is None:
             return
@@ -339,7 +339,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Return whether this rank reports for its node: the first rank that can does."""
+        """Return whether this rank writes the report of its node: the first rank that is able to."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def restore_metric_states(module: nn.Module, before: Mapping[str, Any]) -> None:
 
 
 def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Reset the metric objects that have no state here."""
+    """Reset the metric objects that have no state in the given ones."""
     for name, metric in metric_objects(module).items():
         if name not in states:
             metric.reset()
@@ -76,7 +76,7 @@ def reset_others(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """Undo what metric objects count within the block: for a batch that is a replay."""
+    """Undo what metric objects count within the block, for a batch that is run again."""
     before = copy.deepcopy(metric_states(module))
     try:
         yield
@@ -85,7 +85,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 class Counts:
-    """What metric objects have counted, taken out of them, so that they count for another loader or stage meanwhile.
+    """Counts of metric objects, moved out of them while they count for another loader or stage.
 
     Args:
         objects: metric objects; those within them, such as the parts of a wrapper, are taken along.
@@ -112,7 +112,7 @@ class Counts:
         return id(metric) in self._parts
 
     def put_back(self, metrics: Iterable[Any]) -> None:
-        """Restore what the metric objects had counted, in place of what they have counted since, and forget it here."""
+        """Restore the counts in the metric objects, in place of what they have counted since, and forget them here."""
         keys = [id(metric) for metric in metrics]
         _set_attributes([(self._parts.pop(key), self._attributes.pop(key)) for key in keys])
 
@@ -122,7 +122,7 @@ class Counts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Give the metric objects the counts that were taken out, within a `with` block."""
+        """Give the metric objects these counts within a `with` block."""
         others = [(part, _attributes(part)) for part in self._parts.values()]
         _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:
@@ -131,7 +131,7 @@ class Counts:
             _set_attributes(others)
 
     def add_up(self, others: Iterable[Counts] = ()) -> list[Any]:
-        """Add the counts that were taken out to the metric objects' later ones.
+        """Add these counts to what the metric objects have counted since.
 
         Args:
             others: what was taken out at other times.
@@ -162,7 +162,7 @@ class Counts:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """Return a metric object's states, and the numbers that it keeps beside them."""
+    """Return a metric object's states and its other counters."""
     numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
     return {**numbers, **_state(part)}
 
@@ -183,7 +183,7 @@ def reset_metrics(metrics: Iterable[Any]) -> None:
 
 
 def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
-    """Return metric objects, each once, and those that share their states.
+    """Return each metric object once, together with those that share its states.
 
     In a torchmetrics collection one object of a group counts for the others.
     """
@@ -200,7 +200,7 @@ def with_groups(metrics: Iterable[Any], module: nn.Module | None) -> list[Any]:
 def merge_metric_states(
     by_rank: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge the states of several ranks into those that one rank goes on with, while the others begin anew.
+    """Merge the states of several ranks into those of one rank; the other ranks begin anew.
 
     That is exact where a state is summed, concatenated, or reduced by minimum or maximum over the ranks. Other states,
     such as means over ranks, cannot be taken up by another number of ranks.
@@ -242,7 +242,7 @@ def merge_metric_states(
 
 
 def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape, less the first dimension, of what a metric's list states hold; less empty ones."""
+    """List the dtype and shape of the entries of a metric's list states, without dimension 0 and empty entries."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, one in with_parts(metric):
         for attribute, value in one.metric_state.items():
@@ -252,7 +252,7 @@ def list_shapes(metric: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def counted(accumulators: Iterable[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Return by name the shapes of list states, and how often each metric was updated; 1 where it does not say."""
+    """Return the shapes of list states by name, and how often each metric was updated; 1 if a metric does not say."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for one in accumulators:
         if one.metric is not None:
@@ -290,7 +290,7 @@ def not_the_same(name: str, before: Any, value: Any) -> LogError:
 
 @contextmanager
 def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[None]:
-    """Let a metric that has counted nothing on this rank take part in computing: its empty lists get their shapes.
+    """Let a metric that has counted nothing on this rank compute: its empty lists get the other ranks' shapes.
 
     torchmetrics gathers tensors of the same number of dimensions, and warns of a rank without an update.
 
@@ -318,12 +318,12 @@ def able_to_compute(metric: Any, shapes: Mapping[str, tuple[str, tuple[int, ...]
 
 
 def can_take(metric: Any) -> bool:
-    """Whether `Counts` can take out what a metric object has counted."""
+    """Whether `Counts` can move out what a metric object has counted."""
     return bool(with_parts(metric))
 
 
 def with_parts(metric: Any) -> list[tuple[str, Any]]:
-    """Return a metric object and those within it; none for an object that is no module."""
+    """Return a metric object and the metric objects inside it; empty for an object that is no module."""
     return list(metric_objects(metric).items()) if isinstance(metric, nn.Module) else []
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -> list[list[int]]:
-    """Make sure that all ranks are about to do the same, and exchange sizes. A collective.
+    """Check that all ranks are about to do the same, and exchange sizes. A collective.
 
     Args:
         operation: what this rank is about to do.
@@ -40,7 +40,7 @@ def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -
 
 
 def check_rank(from_process: int) -> None:
-    """Refuse a rank that the job does not have; a process alone takes every one."""
+    """Refuse a rank that the job does not have; in a job of one process every number is allowed."""
     world = PartialState().num_processes
     if world > 1 and not 0 <= from_process < world:
         raise SettingError(

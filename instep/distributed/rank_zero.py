@@ -37,7 +37,7 @@ class RankGroup:
 
     @classmethod
     def apart(cls) -> RankGroup:
-        """Make a group of its own for all ranks. Collective; `close` it."""
+        """Make a second group of all ranks for these messages. Collective; `close` ends it."""
         groups = process.held().groups if process.is_held() else None
         group: Any = None if groups is None else new_group(backend="gloo", timeout=groups.timeout)
         return cls(group)
@@ -69,11 +69,11 @@ class RankGroup:
         return exchange(value, self._messages())
 
     def fail_together(self, error: BaseException | None, doing: str) -> None:
-        """Raise on every rank where any rank has an error: its own, or RemoteError. Collective."""
+        """Raise on every rank if any rank has an error: that rank's own, RemoteError on the others. Collective."""
         share_error(error, doing, self._messages())
 
     def together(self, doing: str) -> Together:
-        """Run a `with` block of which an error on any rank is raised on every rank. Collective at the block's end.
+        """Run a `with` block; an error on any rank is raised on every rank. Collective at the block's end.
 
         The block itself must not wait for another rank: one that failed no longer answers.
 

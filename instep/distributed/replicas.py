@@ -94,7 +94,7 @@ def weigh(data: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """Return what this rank holds of a tensor, and which part that is; None where it is a part of a sum."""
+    """Return the part of a tensor that this rank holds, and which part it is; None for a partial sum."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return (None if torch.nn.parameter.is_lazy(tensor) else tensor), ""

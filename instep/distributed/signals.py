@@ -33,7 +33,7 @@ _open = 0
 
 
 class Deadline:
-    """Thread that ends the process `grace_s` after the first of some signals, or soon after a second one.
+    """Thread that ends the process `grace_s` seconds after the first signal, or soon after a second one.
 
     Args:
         numbers: the signals.
@@ -58,7 +58,7 @@ class Deadline:
         self._thread.start()
 
     def note(self, number: int) -> None:
-        """Count the grace period from this signal; called by its handler."""
+        """Start the grace period at this signal; called by the signal's handler."""
         if not self._wakes:
             os.write(self._sender, bytes([number]))
 
@@ -118,7 +118,7 @@ def _close_in_children() -> None:
 
 
 class SignalGuard:
-    """Block in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for a resumable stop; a second one stops at once.
+    """Block in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 request a resumable stop; a second one stops at once.
 
     What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. Repeats of a signal
     within a second are duplicates: batch systems tell the launcher and the ranks, and the launcher tells its ranks as
@@ -216,7 +216,7 @@ class SignalGuard:
 
 
 def _tell(text: str) -> None:
-    """Write to stderr from a signal's handler, where print is not safe.
+    """Write to stderr from a signal handler, where print is not safe.
 
     Beside a progress bar the text would be drawn over: then a thread prints it, and the bar's stderr puts it above.
     """

@@ -56,7 +56,7 @@ _TRAIN = PHASES.index("train")
 
 @dataclass(frozen=True)
 class Pace:
-    """Times of a rank's steps.
+    """Times of one rank's steps.
 
     Args:
         step_s: the time of a step.
@@ -72,12 +72,12 @@ class Pace:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work that the others may wait for."""
+        """Seconds of work in a step for which the other ranks may have to wait."""
         return self.work_s + self.data_s
 
 
 def activity(frame: FrameType | None) -> str:
-    """Tell what a thread is doing: "wait", "data" or "work"."""
+    """Return what a thread is doing: "wait", "data" or "work"."""
     while frame is not None:
         path = frame.f_code.co_filename
         if any(part in path for part in _WAITS):
@@ -148,7 +148,7 @@ class PaceWatch:
             turn += 1
 
     def _measure(self) -> Pace | None:
-        """Measure this rank's pace over the next samples of training; None when closed."""
+        """Measure this rank's pace over the next samples of training; None once closed."""
         seen = {"wait": 0, "data": 0, "work": 0}
         steps, seconds, turn = 0, 0.0, -1
         step, at = self._numbers[STEP], time.monotonic()
@@ -167,7 +167,7 @@ class PaceWatch:
         return Pace(step_s, work_s, step_s * seen["data"] / samples, self._host)
 
     def _keep(self, paces: Mapping[int, Pace], slow: list[int]) -> None:
-        """Leave the paces of the busiest ranks in the run folder."""
+        """Write the paces of the busiest ranks into the run folder."""
         folder = self._folder()
         if folder is None:
             return

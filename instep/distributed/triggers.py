@@ -108,17 +108,17 @@ class Triggers:
 
     @property
     def pending(self) -> bool:
-        """Whether this process has set something that was not agreed on yet."""
+        """Whether this process has set a trigger that is not agreed on yet."""
         return bool(self._set)
 
     @property
     def every(self) -> int:
-        """Optimizer steps from one boundary to the next, as agreed last."""
+        """Optimizer steps between two agreements, as last agreed."""
         return self._every
 
     @property
     def agreed(self) -> Mapping[str, Trigger]:
-        """Everything agreed on so far, by name; the last one of each."""
+        """Triggers that were agreed on so far, by name; the last one of each."""
         return MappingProxyType(self._agreed)
 
     @property
@@ -167,7 +167,7 @@ class Triggers:
 
     @contextmanager
     def inner(self) -> Iterator[None]:
-        """Enter a loop within the loop, such as validation: `tick` counts its steps, at a distance of their own.
+        """Enter an inner loop, such as validation: `tick` counts its steps, with an interval of their own.
 
         Nothing is under way at its start and its end. What is set is agreed on in either loop.
         """
@@ -213,7 +213,7 @@ class Triggers:
         self._next = _NEVER
 
     def _drain(self) -> None:
-        """Wait for the agreement under way; triggers set since then belong to the next one."""
+        """Wait for the agreement under way; triggers that were set since belong to the next one."""
         if self._outstanding is not None:
             self._every = self._read(self._outstanding)[1]
             self._outstanding = None
@@ -245,7 +245,7 @@ class Triggers:
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
     def _any(self, operation: str, snapshot: dict[str, str]) -> bool:
-        """Return whether any rank has set something."""
+        """Return whether any rank has set a trigger."""
         if self._group is None:
             return bool(snapshot)
         announce(self._group, operation)
@@ -294,7 +294,7 @@ class Triggers:
 
 @dataclass(frozen=True)
 class _Outstanding:
-    """An all-reduce under way, and what this rank had set when it was started."""
+    """An all-reduce under way, and the triggers that this rank had set when it began."""
 
     snapshot: dict[str, str]
     message: torch.Tensor

@@ -55,7 +55,7 @@ class FailureReport:
 
 
 def tell_trainer(trainer: Callable[[], Any]) -> None:
-    """Register the owner of the step that this process is at, for a report; a weak reference."""
+    """Register, by a weak reference, the owner of this process's current step, for a report."""
     global _trainer
     _trainer = trainer
 
@@ -66,7 +66,7 @@ def under_plain_torchrun() -> bool:
 
 
 def report_failures() -> None:
-    """Let an uncaught exception of this rank be reported to the agent, or said with the rank. Twice is once.
+    """Report uncaught exceptions of this rank to the agent, or print them with the rank. A second call does nothing.
 
     Under instep's own agent the rank does not print the traceback, because the agent does. Elsewhere it does, below a
     line with its rank, host and step, and torchrun's own report has it as well; a rank that only lost its connection
@@ -115,7 +115,7 @@ def is_remote(error: BaseException | str) -> bool:
 
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
-    """Write an exception into this rank's error file; False where that fails, which is said."""
+    """Write an exception into this rank's error file; print why, and return False, if that fails."""
     # The form that torchrun's own report has, and two more facts.
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
@@ -134,14 +134,14 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
 
 
 def tell_run_folder(folder: Path) -> None:
-    """Tell instep's agent where `status.json` is, which it may have to finish for this main process."""
+    """Send instep's agent the run folder, whose `status.json` it may have to finish for the main process."""
     path = os.environ.get(_ERROR_FILE)
     if path and _agent_lives():
         Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))
 
 
 def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
-    """Read the run folder that the rank of this error file has told of."""
+    """Read the run folder that the rank of this error file has sent."""
     try:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:
@@ -172,7 +172,7 @@ def _agent_lives() -> bool:
 
 
 def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
-    """Read the report in a rank's error file; None when the rank wrote none, or not to its end."""
+    """Read the report in a rank's error file; None if there is none, or only a part."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         if isinstance(message, str):

@@ -37,7 +37,7 @@ _NCCL_DUMP = "nccl_trace_rank_"
 
 
 class NodeWatch:
-    """Agent's view of its ranks' heartbeats: it makes the file, and looks whether the ranks hang.
+    """The agent's view of its ranks' heartbeats: makes the file, and detects a hang.
 
     Args:
         folder: where the file lies, and what NCCL's flight recorder writes.
@@ -49,7 +49,7 @@ class NodeWatch:
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Make variables for the ranks: where the file is, and those that switch torch's flight recorder on.
+        """Return variables for the ranks: where the file is, and those that turn torch's flight recorder on.
 
         Args:
             given: what is set already and stays.
@@ -73,7 +73,7 @@ class NodeWatch:
         (self._folder / "ended").unlink(missing_ok=True)
 
     def note_ends(self, codes: Mapping[int, int | None]) -> None:
-        """Let the ranks that run know which ones have ended, and will come to no collective.
+        """Record for the running ranks which ranks have ended, and will come to no collective.
 
         Args:
             codes: the exit code of each rank of this node; None while it runs.
@@ -93,7 +93,7 @@ class NodeWatch:
         return self._watch.detect() or (says_so and any(beat.said for beat in self.beats.read()))
 
     def report(self) -> str:
-        """Wait for the ranks' own reports, write this node's, and say it in short."""
+        """Wait for the ranks' own reports, write this node's, and return it in short."""
         wait_until_said(self.beats, _TO_SAY_S)
         text = report(self.beats, self._folder)
         _wait(lambda: all(not beat.said or state_of(beat.pid) in _ENDED for beat in self.beats.read()), _TO_END_S)
@@ -101,7 +101,7 @@ class NodeWatch:
 
 
 def wait_until_said(beats: HeartbeatFile, seconds: float) -> None:
-    """Return when every rank that can run has written its own report, or the time is over."""
+    """Wait until every rank that can run has written its own report, or the time is over."""
     _wait(lambda: all(_is_settled(beats, beat) for beat in beats.read()), seconds)
 
 
@@ -110,7 +110,7 @@ def _is_settled(beats: HeartbeatFile, beat: RankProgress) -> bool:
 
 
 def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
-    """Write this node's part of the report, and say it in short.
+    """Write this node's part of the report, and return it in short.
 
     A disk may be what hangs: what cannot be written within seconds is left out.
 
@@ -149,7 +149,7 @@ def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
 
 
 def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
-    """Give the verdict on the table: who holds the others up, in which phase, and where."""
+    """Return the verdict on the table: which ranks hold the others up, in which phase, and where."""
     stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
     if stopped:
         each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
@@ -166,7 +166,7 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
 
 
 def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
-    """Name the ranks that wait where most do not, by their places; those that are behind may well be the most."""
+    """Name the ranks that wait where most do not, with their places; the ranks behind may be the majority."""
     places: dict[tuple[str, str], list[RankProgress]] = {}
     for beat in waiting:
         place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]
@@ -188,7 +188,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
 
 
 def _last(found: list[RankProgress]) -> list[RankProgress]:
-    """Select the ranks that are behind the others."""
+    """Return the ranks that are behind the others."""
     last = min((beat.position for beat in found), default=None)
     return [beat for beat in found if beat.position == last]
 
@@ -206,7 +206,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Return whether a rank cannot run, or cannot run Python: then only `faulthandler` can have written its stacks."""
+    """Return whether a rank cannot run, or not Python code: then only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
@@ -247,7 +247,7 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
 
 
 def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
-    """Format for a rank in a hang, as `failures/rank-<n>.json`: where it was, and whether it held up the others."""
+    """Return the facts about a rank in a hang for `failures/rank-<n>.json`: where it was, and if it held others up."""
     where, _, stack = beats.where(beat.local_rank).partition("\n")
     return {
         "host": socket.gethostname(),

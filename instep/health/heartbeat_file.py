@@ -33,7 +33,7 @@ _GAP_S = 2.0
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The numbers in a rank's slot: how far the rank is.
+    """The numbers in a rank's slot, which say how far the rank has come.
 
     Args:
         batch: the last batch of the loop that was done; -1: none yet.
@@ -63,17 +63,17 @@ class RankProgress:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """The rank's position in the program: a rank that is behind has the least."""
+        """The rank's position in the program; a rank that is behind has the smallest one."""
         return self.turn, self.step, self.batch
 
     @property
     def left(self) -> bool:
-        """Whether an error ended its run, while its process still lives."""
+        """Whether an error has ended the rank's run while its process still lives."""
         return self.phase == "end" and not self.limit_s
 
     @property
     def patience_s(self) -> float:
-        """Seconds that the rank may stay as it is; infinity where nobody watches."""
+        """Seconds for which the rank may stand still; infinity if nobody watches."""
         if not self.limit_s:
             return float("inf")
         steps = self.phase in LOOPS and self.batch >= 0 and not self.compiles
@@ -100,19 +100,19 @@ class HeartbeatFile:
 
     @staticmethod
     def make(path: str | os.PathLike[str], count: int) -> HeartbeatFile:
-        """Make a file for so many ranks; it takes no room on the disk until it is written to."""
+        """Make a file for a number of ranks; it takes no room on the disk until it is written to."""
         with open(path, "wb") as file:
             file.truncate(count * (_SLOT + _STACKS))
         return HeartbeatFile(path)
 
     def clear(self) -> None:
-        """Forget everything: other ranks begin."""
+        """Clear all slots, since other ranks begin."""
         self._map[:] = bytes(len(self._map))
         for local_rank in range(self.count):
             os.pwrite(self.fileno, b"\0", self.stacks_at(local_rank))
 
     def numbers(self, local_rank: int) -> memoryview:
-        """Return a rank's numbers, for itself to write: `numbers[STEP] = 3`."""
+        """Return the numbers of a rank, which that rank writes itself: `numbers[STEP] = 3`."""
         start = local_rank * _SLOT
         return memoryview(self._map)[start : start + _NUMBERS.size].cast("q")
 
@@ -145,23 +145,23 @@ class HeartbeatFile:
         self._set(local_rank, _FOLDER, _WHERE, folder)
 
     def folder(self, local_rank: int) -> str:
-        """Read where reports of a hang go; empty before that is known."""
+        """Read the folder of reports of a hang; empty before it is known."""
         return self._get(local_rank, _FOLDER, _WHERE)
 
     def set_where(self, local_rank: int, text: str) -> None:
-        """Write in a hang where the rank's main thread is: a line, then the calls, the innermost last."""
+        """Write, in a hang, where the rank's main thread is: a line, then the calls, the innermost last."""
         self._set(local_rank, _WHERE, _SLOT, text)
 
     def where(self, local_rank: int) -> str:
-        """Read what `set_where` said."""
+        """Read what `set_where` has written."""
         return self._get(local_rank, _WHERE, _SLOT)
 
     def stacks_at(self, local_rank: int) -> int:
-        """Return where in the file, in bytes, the stacks of a rank begin that `faulthandler` writes."""
+        """Return the offset in bytes at which the stacks of a rank begin that `faulthandler` writes."""
         return self.count * _SLOT + local_rank * _STACKS
 
     def stacks(self, local_rank: int) -> str:
-        """Read the stacks that `faulthandler` wrote, if it did."""
+        """Read the stacks that `faulthandler` wrote, if there are any."""
         text = os.pread(self.fileno, _STACKS, self.stacks_at(local_rank))
         return text[: text.index(0) if 0 in text else None].decode(errors="replace")
 
@@ -192,7 +192,7 @@ class HangDetector:
         self._looked = time.monotonic()
 
     def detect(self) -> bool:
-        """Read the slots again and tell whether the ranks hang."""
+        """Read the slots again, and return whether the ranks hang."""
         now = time.monotonic()
         # The watching process may have been stopped or starved itself: that time proves nothing of the ranks.
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
@@ -211,5 +211,5 @@ class HangDetector:
 
 
 def folder_of(beats: HeartbeatFile) -> Path | None:
-    """Find where this node's reports go; None where no rank has come so far."""
+    """Find the folder of this node's reports; None if no rank has set one yet."""
     return next((Path(text) for i in range(beats.count) if (text := beats.folder(i))), None)

@@ -20,7 +20,7 @@ _MOST_BYTES = 16384  # limit of the metrics' bytes: a reader takes 64 KiB of the
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return metrics as JSON has them: numbers, and the words nan, inf and -inf; at most 16 KiB of them.
+    """Convert metrics to JSON: numbers, and the words nan, inf and -inf; at most 16 KiB in all.
 
     Example:
         >>> plain_metrics({"loss": 0.5, "norm": float("inf")})
@@ -37,7 +37,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 class ProgressFile:
-    """A thread that writes the file every two seconds, until `close`; the training does nothing for it.
+    """Thread that writes the file every two seconds until `close`; the training does nothing for it.
 
     Args:
         folder: the run folder.
@@ -52,7 +52,7 @@ class ProgressFile:
         self._thread.start()
 
     def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
-        """Write for the last time, where it was written before; after an error what the run was doing stays."""
+        """Write a last time if the file was written before; after an error it keeps what the run was doing."""
         self._failed = error is not None
         self._closed.set()
         self._thread.join()

@@ -39,7 +39,7 @@ class RankEnd:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `failures/rank-<n>.json` says of it, where the rank could not itself."""
+        """Content of `failures/rank-<n>.json` for a rank that could not write it itself."""
         report = self.report
         return {
             "host": self.host,
@@ -54,7 +54,7 @@ class RankEnd:
 
     @property
     def title(self) -> str:
-        """The rank, its host and the steps it had done."""
+        """The rank, its host, and the number of steps it had done."""
         step = self.steps if self.report is None else self.report.step
         return f"rank {self.rank} (host {self.host}{'' if step is None else f', step {step}'})"
 
@@ -71,17 +71,17 @@ class RankEnd:
 
     @property
     def message(self) -> str:
-        """The first line of its report, or nothing."""
+        """First line of the rank's report; empty if there is none."""
         return "" if self.report is None else self.report.message.partition("\n")[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Make a message for another agent, which does not print the traceback."""
+        """Return a message for another agent, which does not print the traceback."""
         report = None if self.report is None else vars(replace(self.report, traceback=""))
         return {**vars(self), "report": report}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankEnd:
-        """Read what `as_json` gave."""
+        """Read a message that `as_json` made."""
         report = content["report"]
         return cls(**{**content, "report": None if report is None else FailureReport(**report)})
 

@@ -39,12 +39,12 @@ _OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Return whether a file of a run folder is one of those written here, or by `streams.ledger`."""
+    """Return whether a file of a run folder is written by this module, or by `streams.ledger`."""
     return name == _SPARE or name.startswith((NAME, PROGRESS, "samples")) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write that a run begins, forget what is left of an earlier one, and keep room for how it ends."""
+    """Write that a run begins, clear what an earlier one left, and reserve room for how it ends."""
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
@@ -53,7 +53,7 @@ def begin_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def end_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write how a run ended; on a full disk within the room that was kept."""
+    """Write how a run ended; on a full disk into the room that was reserved."""
     try:
         write_status(folder, content)
     except OSError as error:
@@ -64,12 +64,12 @@ def end_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def write_status(folder: Path, content: dict[str, Any]) -> None:
-    """Replace the file at one instant."""
+    """Replace the file in one step."""
     replace(folder / NAME, _json(content))
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    """Return the content with as much of its error as a reader of it takes."""
+    """Return the content, with its error cut to what a reader takes."""
     for key in ("error", "message", "traceback"):
         text = content.get(key)
         if text is not None and len(text) > _MOST_CHARACTERS:
@@ -80,7 +80,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def in_short(text: str) -> str:
-    """Return the beginning of an error's first line: its whole text stands elsewhere.
+    """Return the beginning of an error's first line, for a place that links to the whole text.
 
     Of an error that a loader's worker raised, which torch passes on with the worker's traceback, it is that error's.
     """
@@ -92,7 +92,7 @@ def in_short(text: str) -> str:
 
 
 def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
-    """Return the parts of a status that say why in short, for an error; that of its summary is one of them."""
+    """Return the parts of a status that give the reason for an error in short, its summary among them."""
     why, summary = in_short(error), content.get("summary")
     return {"why": why, "summary": {**summary, "why": why} if isinstance(summary, dict) else summary}
 
@@ -109,12 +109,12 @@ def _use_spare(spare: Path, data: bytes) -> bool:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Read a run's status; None where there is none that can be read."""
+    """Read a run's status; None if there is none, or it cannot be read."""
     return _read(folder / NAME)
 
 
 def read_step(folder: Path, run_id: str) -> int:
-    """Return the optimizer step that a run is known to have reached; 0 where its folder does not say."""
+    """Return the optimizer step that a run has reached, as far as its folder says; else 0."""
     said, seen = _read(folder / NAME) or {}, _read(folder / PROGRESS) or {}
     steps = [each.get("global_step") for each in (said, seen)]
     return max((step for step in steps if type(step) is int), default=0) if said.get("run_id") == run_id else 0
@@ -131,7 +131,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
-    """Leave what a rank that fails was doing, and its error, if they can be left.
+    """Write what a failing rank was doing, and its error, if they can be written.
 
     Args:
         folder: the run folder.
@@ -146,7 +146,7 @@ def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the ranks that failed: the cause first where one is named, then by time."""
+    """Read the ranks that failed: first the cause if one is named, then by time."""
     found = [_read(path) for path in (folder / FAILURES).glob("rank-*.json") if _OF_A_RANK.fullmatch(path.name)]
     known = [one for one in found if one is not None and isinstance(one.get("rank"), int)]
     return sorted(known, key=lambda one: (not one.get("cause"), bool(one.get("remote")), _number(one.get("time"))))
@@ -157,13 +157,13 @@ def _number(value: Any) -> float:
 
 
 def find_failure(folder: Path) -> str:
-    """Find the first error that another rank has left, with its rank; empty where there is none."""
+    """Find the first error that another rank has written, with its rank; empty if there is none."""
     own = [one for one in read_failures(folder) if one["rank"] and not one.get("remote") and one.get("message")]
     return f"rank {own[0]['rank']}: {own[0]['message']}" if own else ""
 
 
 def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any], bool]]) -> None:
-    """Complete what the ranks have left, from the agent: those that were killed, and whose failure is the cause.
+    """Complete the ranks' files from the agent: add killed ranks, and mark the cause.
 
     Args:
         folder: the run folder.
@@ -181,7 +181,7 @@ def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any],
 
 
 def how_to_go_on(status: dict[str, Any]) -> str:
-    """Return a shell's line by which an unfinished run goes on; empty for a finished one, or an old one.
+    """Return a shell command by which an unfinished run continues; empty for a finished or an old one.
 
     Example:
         >>> how_to_go_on({"status": "failed", "command": ["python", "train.py"], "resumes": True})
@@ -205,7 +205,7 @@ def how_to_go_on(status: dict[str, Any]) -> str:
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
-    """Write the cause, from the agent, when the ranks have ended badly and the main process could not.
+    """Write the cause from the agent, if the ranks have ended badly and the main process could not.
 
     What it has said of an error of its own, and that it was done, preempted, interrupted or hung, stays.
 

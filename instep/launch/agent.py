@@ -107,7 +107,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 class NodeAgent:
-    """One node's agent: what happens at each step of torch's.
+    """The agent of one node: what it does at each step of torch's agent.
 
     Args:
         spec: what to run.
@@ -164,7 +164,7 @@ class NodeAgent:
 
     @property
     def _talk(self) -> NodeChannel:
-        """Open channel to the other nodes of this round."""
+        """Open the channel to the other nodes of this round."""
         assert self._channel is not None
         return self._channel
 
@@ -172,7 +172,7 @@ class NodeAgent:
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
-        """Open the round before a start of ranks, and take the signals that torch's agent took during it."""
+        """Open the round before ranks are started, and handle the signals that torch's agent got meanwhile."""
         self._open_round(group)
         self._watch.reset()
         self._hung = False
@@ -210,7 +210,7 @@ class NodeAgent:
             self._forked.interrupted = True
 
     def monitor(self) -> RunResult:
-        """Look at the ranks, and end the round where there is a reason to."""
+        """Check the ranks, and end the round if there is a reason."""
         channel = self._talk
         codes = self._ranks.codes()
         self._watch.note_ends(codes)
@@ -228,11 +228,11 @@ class NodeAgent:
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
     def leave(self) -> None:
-        """Wait for the other agents: their store must not go before all have read there what they need."""
+        """Wait for the other agents: they must have read what they need before this store ends."""
         self._talk.exchange("left", True, _AFTER_FAILURE_S)
 
     def end_ranks(self, signum: signal.Signals) -> None:
-        """End the ranks that run after an error in the agent, or when a signal came between a start and its end."""
+        """End running ranks after an error in the agent, or after a signal between the start of ranks and its end."""
         if not self._ranks.running():
             return
         if isinstance(sys.exc_info()[1], SignalException):
@@ -244,14 +244,14 @@ class NodeAgent:
             self._end_round(end_with=signal.SIGTERM)
 
     def close(self) -> None:
-        """End the talk with the other agents; may be called twice."""
+        """Close the channel to the other agents; a second call does nothing."""
         if self._channel is not None:
             self._channel.close()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _end_round(self, end_with: signal.Signals | None = None) -> None:
-        """Return when every rank has ended; what still runs at its deadline is killed.
+        """Wait until every rank has ended; kill those that still run at the deadline.
 
         Args:
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
@@ -309,7 +309,7 @@ class NodeAgent:
             time.sleep(_POLL_S)
 
     def _verdict(self) -> RunResult:
-        """Decide how the round ended, and whether there is another one; all agents come to the same answer."""
+        """Decide how the round ended, and whether another one follows; all agents come to the same answer."""
         channel, ranks = self._talk, self._ranks
         ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
@@ -368,7 +368,7 @@ class NodeAgent:
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Return which node does not answer any more; empty where all do."""
+        """Return which node does not answer any more; empty if all do."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
@@ -410,7 +410,7 @@ class NodeAgent:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
     def _finish_status(self, cause: RankEnd | None, lost: str, ends: list[RankEnd]) -> None:
-        """Put the cause into the run's `status.json` and `failures`, where rank 0 is on this node and could not."""
+        """Write the cause into the run's `status.json` and `failures`, if rank 0 was on this node and could not."""
         main = self._ranks.main_process()
         if main is None or (cause is None and not lost):
             return

@@ -51,7 +51,7 @@ def this_command() -> tuple[str, ...]:
 
 
 def check_program(program: Sequence[str], *, module: bool = False, python: bool = True) -> None:
-    """Refuse a program that cannot be started, before its ranks are.
+    """Refuse a program that cannot be started, before its ranks are started.
 
     Args:
         program: a script and its arguments.
@@ -88,7 +88,7 @@ def _has_module(name: str) -> bool:
 
 
 def _arguments_after(program: str) -> tuple[str, ...]:
-    """Return the arguments that followed the program's name, from the command line as the interpreter got it."""
+    """Return the arguments after the program's name, from the command line of the interpreter."""
     for index, word in enumerate(sys.orig_argv):
         if index > 0 and os.path.basename(word.rstrip("/")) == program:
             return tuple(sys.orig_argv[index + 1 :])

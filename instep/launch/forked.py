@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Forked:
-    """A function for the ranks to run.
+    """Function that forked ranks run, and their results.
 
     Args:
         function: what each rank calls.
@@ -59,7 +59,7 @@ class Forked:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Fork the ranks; at the end of the `with` block they begin, and their results are read."""
+        """Fork the ranks; they begin at the end of the `with` block, and their results are read then."""
         self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
@@ -86,7 +86,7 @@ class Forked:
                 problems[local_rank] = error
 
     def run(self) -> None:
-        """Be a rank: call the function, leave its result, end this process."""
+        """Run as a rank: call the function, send its result, end this process."""
         import torch  # late: who starts ranks has loaded it
 
         parent = os.getppid()
@@ -125,7 +125,7 @@ class Forked:
             return None
 
     def results(self) -> list[Any]:
-        """Return what the ranks of this machine returned, once all have ended well.
+        """Return the results of this machine's ranks, once all have ended without an error.
 
         Raises:
             DistributedError: one has returned nothing, or what cannot be read here.
@@ -169,5 +169,5 @@ class ForkedRank:
             os.kill(self.pid, signum)
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait until the rank has ended."""
         self._process.join()

@@ -27,7 +27,7 @@ def started_in() -> str | None:
 
 
 def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Complete the command of ranks, so that they take part in this job instead of beginning one of their own.
+    """Complete the command of ranks, so that they join this job instead of beginning one of their own.
 
     In a sweep the ranks go through all of its jobs, in this one's sweep folder.
 
@@ -57,7 +57,7 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def new_folder() -> Path | None:
-    """Return the job's output folder where its name has the time of the start, so that no later start finds it."""
+    """Return the job's output folder if its name has the time of the start, since no later start finds it."""
     config = _config()
     if config is None:
         return None
@@ -68,7 +68,7 @@ def new_folder() -> Path | None:
 
 
 def end_sweep(error: Exception) -> None:
-    """End a rank's process whose run in a sweep has failed: alone it would begin the next job, which nobody else does.
+    """End a rank whose run in a sweep has failed: otherwise it would begin the next job alone.
 
     Hydra catches errors until all jobs of a sweep are done. Outside of a sweep nothing happens.
 
@@ -97,7 +97,7 @@ def _override(name: str, value: Path) -> str:
 
 
 def _insert(command: tuple[str, ...], told: list[str]) -> tuple[str, ...]:
-    """Put overrides behind the user's, which are one group: Hydra's parser takes no second one after an option."""
+    """Insert overrides behind the user's: Hydra's parser accepts only one group, before any option."""
     theirs = [index for index, word in enumerate(command) if index and _OVERRIDE.match(word)]
     at = theirs[-1] + 1 if theirs else len(command)
     return (*command[:at], *told, *command[at:])

@@ -58,7 +58,7 @@ class Round:
 
 
 def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) -> Round:
-    """Agree on a round's number. A collective of its agents.
+    """Agree on the number of a round. A collective of its agents.
 
     Args:
         store: the agents' store, the same in all rounds.
@@ -123,7 +123,7 @@ class NodeChannel:
 
     @property
     def cut_off(self) -> str:
-        """Reason that this node cannot reach the others any more; empty where it can."""
+        """Reason why this node cannot reach the others any more; empty if it can."""
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard
@@ -132,16 +132,16 @@ class NodeChannel:
         return self._broken
 
     def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
-        """Announce that the round is over; where another node has said so already, its reason holds."""
+        """Announce that the round is over; if another node has done so already, its reason holds."""
         if not self.cut_off:
             self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
     def refresh(self) -> None:
-        """Know of all that was said before now."""
+        """Read all announcements that were made before now."""
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Return whether every node's ranks have ended well, as this one's have."""
+        """Return whether the ranks of every node have ended well, as this node's have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)

@@ -96,7 +96,7 @@ def _parse(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def agent_folder() -> Iterator[str]:
-    """Make a private temporary folder for an agent, and remove those that killed agents of this user have left.
+    """Make a private temporary folder for an agent, and remove those that killed agents of this user left.
 
     A file in it is locked for as long as the agent, or a rank that was forked from it, lives.
     """
@@ -130,7 +130,7 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """Find the program that a rank is started as, and its arguments, which torch's agent takes for templates.
+    """Return the program and arguments with which a rank is started; torch's agent takes the arguments for templates.
 
     Raises:
         SettingError: there is no such program, or the system cannot pin ranks to cores.
@@ -175,7 +175,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
 
 def secret_of(spec: LaunchSpec) -> Secret:
-    """Return the job's secret: a new one on one node, on several the one that the user gives.
+    """Return the job's secret: a new one for one node, the user's for several.
 
     Where there is none, node 0 makes one and prints how the others get it. Other nodes go without, after a warning.
 
@@ -195,7 +195,7 @@ def secret_of(spec: LaunchSpec) -> Secret:
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
-    """Make variables for what ranks find in the agent's folder; the secret itself is in none of them."""
+    """Return variables that point to files in the agent's folder; none contains the secret itself."""
     file = folder / "secret"
     write_secret(file, secret)
     return {JOB_SECRET: None, JOB_SECRET_FILE: str(file), MEETING_FILE: None}
@@ -203,7 +203,7 @@ def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process within the block: torch's agent gives them to the ranks. None takes one out."""
+    """Set variables of this process within the block, which torch's agent passes to ranks; None removes one."""
     before = {name: os.environ.get(name) for name in added}
     _update(added)
     try:
@@ -222,7 +222,7 @@ def _update(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
-    """Put the handlers of these signals back at the end of the block, which gets them."""
+    """Restore the handlers of these signals at the end of the block, which gets them."""
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         yield before

@@ -33,7 +33,7 @@ class Ranks:
         self.killed: list[int] = []
 
     def codes(self) -> dict[int, int | None]:
-        """Read each rank's exit code, negative for a signal; None while it runs."""
+        """Read each rank's exit code, negative for a signal; None while a rank runs."""
         return {rank: process.poll() for rank, process in self.processes.by_rank().items()}
 
     def ended(self) -> list[int]:
@@ -45,13 +45,13 @@ class Ranks:
         return None in self.codes().values()
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal to all that run, and to nothing that they have started."""
+        """Send a signal to all running ranks, and not to their child processes."""
         self._note_ends()
         for process in self.processes.by_rank().values():
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """Send SIGKILL to the ranks that still run, with all they started: each leads a session of its own."""
+        """Kill the running ranks with all processes they started: each rank leads a session of its own."""
         self._note_ends()
         running = [(rank, process) for rank, process in self.processes.by_rank().items() if process.poll() is None]
         for rank, process in running:
@@ -94,7 +94,7 @@ class Ranks:
         ]
 
     def main_process(self) -> tuple[int, Path] | None:
-        """Find rank 0's process id and the run folder it told of; None where it is on another node, or told of none."""
+        """Find the process id of rank 0 and the run folder that it sent; None if it is on another node or sent none."""
         if 0 not in self.processes.local:
             return None
         folder = read_run_folder(self.processes.error_file(0))

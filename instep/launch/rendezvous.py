@@ -42,7 +42,7 @@ _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_
 
 
 class Nodes(RendezvousHandler):
-    """The rendezvous of an agent, as torch's agent calls it, with what the engine asks besides.
+    """The rendezvous of an agent: the methods that torch's agent calls, and a few more for the engine.
 
     Attributes:
         elastic: whether nodes may leave and come.
@@ -65,7 +65,7 @@ class Nodes(RendezvousHandler):
         """Open a new connection to the agents' store, for one thread."""
 
     def count_waiting(self) -> int:
-        """Count the nodes that wait to be let in."""
+        """Return the number of nodes that wait to join."""
         return 0
 
     @property
@@ -82,14 +82,14 @@ class Nodes(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to mark: the agents agree on the end."""
+        """Do nothing: the agents agree on the end themselves."""
 
     def shutdown(self) -> bool:
         self._ranks_store = None
         return True
 
     def close(self) -> None:
-        """Give back what a round holds; may be called twice."""
+        """Release the resources of a round; a second call does nothing."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
         """Open the round of this name, whose first node hosts a new store for the ranks and says where."""
@@ -104,7 +104,7 @@ class Nodes(RendezvousHandler):
 
 
 class OneNode(Nodes):
-    """The rendezvous of one node, which asks nothing but this process and opens no port.
+    """The rendezvous of a single node, which needs no other process and opens no port.
 
     Args:
         spec: what the agent runs.
@@ -175,7 +175,7 @@ class FixedNodes(Nodes):
 
 
 class ElasticNodes(Nodes):
-    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes, whoever comes, numbered by it in every round.
+    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes that come and go, numbered anew in each round.
 
     The agents' store is hosted by the first agent on the machine that `rdzv_endpoint` names: the job ends with it.
     """
@@ -255,7 +255,7 @@ def _join(address: str, port: int, timeout_s: float = _NODES_MEET_S) -> TCPStore
 
 
 def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCPStore:
-    """Connect to the agents' store, which the first agent of the endpoint's machine hosts."""
+    """Connect to the agents' store, which the first agent on the endpoint's machine hosts."""
     if here:
         try:
             return _serve(address, port, timeout_s)
@@ -271,7 +271,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Find this machine's address on the network that leads to a host; nothing is sent."""
+    """Find the address of this machine on the network that leads to a host; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -286,5 +286,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Return whether a host name is this machine: the way there ends where it begins."""
+    """Return whether a host name is this machine: the route to it begins and ends here."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

@@ -31,7 +31,7 @@ class SignedStore:
         self._store, self._secret, self._name = store, secret, name
 
     def below(self, prefix: str) -> SignedStore:
-        """Return the part of this store whose keys begin so."""
+        """Return the part of this store whose keys have a prefix."""
         return SignedStore(PrefixStore(prefix, self._store), self._secret, f"{self._name}/{prefix}")
 
     def put(self, key: str, value: Any) -> None:
@@ -39,15 +39,15 @@ class SignedStore:
         self._store.set(key, self._sign(key, value))
 
     def find(self, key: str, default: Any = None) -> Any:
-        """Read a value, if there is one."""
+        """Read a value; None if there is none."""
         return self.wait_for(key) if self._store.check([key]) else default
 
     def wait_for(self, key: str) -> Any:
-        """Read a value, as soon as there is one."""
+        """Read a value, waiting until there is one."""
         return self._secret.verify(f"{self._name}/{key}", self._store.get(key))
 
     def set_once(self, key: str, value: Any) -> Any:
-        """Write a value where there is none yet, and return the one that holds."""
+        """Write a value if there is none yet, and return the value that is there."""
         return self._secret.verify(f"{self._name}/{key}", self._store.compare_set(key, "", self._sign(key, value)))
 
     def _sign(self, key: str, value: Any) -> str:
@@ -74,7 +74,7 @@ class NotOurs(RendezvousStateError):
 
 
 class SignedBackend(RendezvousBackend):
-    """torch's backend of the "c10d" rendezvous, whose state is a pickle, behind a MAC.
+    """torch's backend of the "c10d" rendezvous with a MAC before its state, which is a pickle.
 
     Args:
         store: the agents'.

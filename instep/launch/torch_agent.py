@@ -32,14 +32,14 @@ from instep.state.environment import RESTART
 
 
 class Steps(Protocol):
-    """The engine's part of each step of torch's agent."""
+    """Methods by which the engine takes part in each step of torch's agent."""
 
     def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
-        """Surround each start of ranks; this node's number and the round's store are known."""
+        """Context around each start of ranks; this node's number and the round's store are known."""
         ...
 
     def monitor(self) -> RunResult:
-        """Look at the ranks, and end the round where it is over; torch's agent acts on the state that this returns."""
+        """Check the ranks, and end the round if it is over; torch's agent acts on the returned state."""
         ...
 
     def leave(self) -> None:
@@ -47,11 +47,11 @@ class Steps(Protocol):
         ...
 
     def end_ranks(self, signum: signal.Signals) -> None:
-        """End the ranks that still run, for this signal or because of an error in the agent."""
+        """End running ranks, for a signal or because of an error in the agent."""
         ...
 
     def close(self) -> None:
-        """Give back what a round holds; called once or twice."""
+        """Release resources; called once or twice."""
         ...
 
 
@@ -82,7 +82,7 @@ class TorchAgent(LocalElasticAgent):
         return self._processes
 
     def allow_restarts(self, count: int) -> None:
-        """Set how often torch's agent may still start the ranks again: the agents of all nodes count together."""
+        """Set how many restarts torch's agent may still make: the agents of all nodes count together."""
         self._remaining_restarts = count
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -143,7 +143,7 @@ class Processes:
         }
 
     def stop_tails(self) -> None:
-        """Print the rest of what the ranks have printed, before anything is said of them."""
+        """Print the rest of what the ranks have printed, before any message about them."""
         tails = getattr(self.context, "_tail_logs", None)
         if tails is None:  # torch 2.9 has no list of the tails
             tails = (self.context._stdout_tail, self.context._stderr_tail)
@@ -161,7 +161,7 @@ class Processes:
 
 
 def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
-    """Make torch's description of where ranks print, with a folder for their reports where the user wants no files."""
+    """Return torch's description of where ranks print, with a folder for reports if the user wants no files."""
     if spec.log_dir is None:
         return _Logs(folder)
     tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
@@ -171,7 +171,7 @@ def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
 
 
 class _Logs(DefaultLogsSpecs):
-    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
+    """A folder for every start: torch's own class deletes the files of a start that was no restart."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}

@@ -96,7 +96,7 @@ def debug_launcher(
 
 
 def _devices() -> tuple[str, int]:
-    """Find the kind of device that is here, and how many ranks that is."""
+    """Return the kind of device of this machine, and the number of ranks for it."""
     with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's other way leaves CUDA unusable after a fork
         kind = find_device_kind("auto")
         return kind.name, 1 if kind.name == "cpu" else kind.count()
@@ -149,7 +149,7 @@ def _launch(
 
 
 def _check_unused(name: str, device: str) -> None:
-    """Refuse a used GPU or process group: a fork has the parent's, and can use neither."""
+    """Refuse a GPU or process group that is in use: a fork inherits it, and cannot use it."""
     torch: Any = sys.modules["torch"]  # torch was loaded by instep.state
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():

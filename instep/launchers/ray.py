@@ -136,7 +136,7 @@ class RayLauncher:
 
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
-        """Place an actor for each rank, in a placement group that is removed in the end."""
+        """Place an actor for each rank in a placement group, which is removed at the end."""
         from ray.util import placement_group, remove_placement_group  # late: an optional package
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -174,7 +174,7 @@ class RayLauncher:
 
 @dataclass(frozen=True)
 class _Agent:
-    """A node's agent: the actor that runs it, and what to call it."""
+    """The agent of a node: the actor that runs it, and how to call it."""
 
     place: Any
     name: str
@@ -183,7 +183,7 @@ class _Agent:
 def _agents(
     ray: Any, spec: LaunchSpec, places: list[Any], job: Mapping[str, str], runtime_env: Mapping[str, Any] | None
 ) -> list[_Agent]:
-    """Start an agent on each node that has places."""
+    """Start an agent on each node that has ranks."""
     found = ray.get([place.where.remote() for place in places])
     nodes: dict[str, list[int]] = {}
     for index, (node, _, _) in enumerate(found):
@@ -218,7 +218,7 @@ def _agents(
 
 
 def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec) -> int | None:
-    """Print what the agents print until all have ended; the job's code, None where a node was lost."""
+    """Print the agents' output until all have ended; return the job's exit code, None if a node was lost."""
     running = dict(enumerate(agents))
     codes: list[int] = []
     lost = False
@@ -259,7 +259,7 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the numbers of the signals that this process gets; what is ignored stays so."""
+    """Collect the numbers of the signals that this process gets; an ignored signal stays ignored."""
     received: list[int] = []
     with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():

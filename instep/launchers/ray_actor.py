@@ -22,7 +22,7 @@ from typing import IO, Any
 
 
 class Place:
-    """The actor. Every one of them holds the resources of a rank; the first on each node runs the agent."""
+    """The actor of a rank, which holds its resources; the first actor on each node runs the agent."""
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
@@ -76,7 +76,7 @@ class Place:
             self._printed.append((name, data))
 
     def poll(self) -> tuple[int | None, list[tuple[str, bytes]]]:
-        """Return the agent's exit code, None while it runs, and what it and its ranks have printed since."""
+        """Return the agent's exit code, None while it runs, and the output since the last call."""
         assert self._agent is not None
         code = self._agent.poll()
         if code is not None:
@@ -91,7 +91,7 @@ class Place:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be a node's agent. Its `LaunchSpec` comes on stdin; it ends with the process whose id is the argument."""
+    """Run as a node's agent: the `LaunchSpec` comes on stdin, and it ends with the process whose id is the argument."""
     # Late: an actor needs none of it.
     from instep.launch.agent import run_agent
     from instep.launch.spec import LaunchSpec

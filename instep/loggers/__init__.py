@@ -101,10 +101,10 @@ def logger_class(name: str) -> type[Logger]:
 
 
 def name_of(logger: type[Logger]) -> str:
-    """Return the name that a class is registered under, else its own."""
+    """Return the name under which a class is registered, else the class's own name."""
     return next((name for name, known in NAMES.items() if known in (logger, logger.__name__)), logger.__name__)
 
 
 def that_take(kind: str) -> list[str]:
-    """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
+    """List this package's loggers that have a hook for a kind of value, such as "image"; loads no tracker."""
     return [name for name in _names if takes(_load(name), kind)]

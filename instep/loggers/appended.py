@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AppendedFile:
-    """File to which a logger's thread appends; what is appended is in it as a whole, or not at all.
+    """File to which a logger's thread appends; an append is written whole, or not at all.
 
     Several loggers may append to one file, in turn. A link is refused, and a file that has another name as well is
     copied first: both may lead out of the run folder.
@@ -48,7 +48,7 @@ class AppendedFile:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Keep others from changing the file in a `with` block; yields whether they did so since the last one."""
+        """Keep other loggers from changing the file in a `with` block; yield whether one has since the last block."""
         self._take_turn(True)
         try:
             while not self._is_at_path():  # another logger has put a file in its place
@@ -81,7 +81,7 @@ class AppendedFile:
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Write another content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
+        """Write other content under another name in a `with` block; see `instep.utils.atomic.replacing`."""
         with self._going():
             with replacing(self.path, sync=False) as part:
                 yield part
@@ -90,7 +90,7 @@ class AppendedFile:
             self._take_turn(True)
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Refuse what the thread may append from now on, and wait for a write that has begun."""
+        """Refuse further appends of the thread, and wait for one that has begun."""
         self._stopped = True
         if self._lock.acquire(timeout=timeout_s):
             self._lock.release()
@@ -132,7 +132,7 @@ class AppendedFile:
 
 
 class OutputFile:
-    """A logger's file as its delivery sees it, so that each record comes into it once. By itself that of no file."""
+    """A logger's output file as its delivery uses it, so that no record is written twice. This base has no file."""
 
     appended: AppendedFile | None = None
     later_rows: Sequence[RowKey] = ()
@@ -148,19 +148,19 @@ class OutputFile:
         return self.appended
 
     def is_due(self, first: Record, last: Record) -> bool:
-        """Return True if the few records from the first to the last are to be written now, not with later ones."""
+        """Return True if the few records from the first to the last are written now, without waiting for more."""
         return True
 
     def holds(self, record: Record) -> bool:
-        """Return True if the file has a record that an earlier process left as one that waits."""
+        """Return True if the file already has a record that an earlier process left waiting."""
         return False
 
     def row_count(self) -> int | None:
-        """Return how many rows the file has, to which each record adds one; None where that is not counted."""
+        """Return the number of rows in the file, one for each record; None if rows are not counted."""
         return None
 
     def stop(self) -> None:
-        """Write nothing more from now on."""
+        """Write nothing from now on."""
         if self.appended is not None:
             self.appended.stop()
 

@@ -36,7 +36,7 @@ _ENCODER = json.JSONEncoder(default=str)  # once: `json.dumps` makes one for eac
 
 
 class Record(NamedTuple):
-    """One call of a logger's hook that waits; `step` is the global one, None where there is none."""
+    """A call of a logger's hook that waits; `step` is the global step, None if there is none."""
 
     hook: str
     args: tuple[Any, ...]
@@ -55,13 +55,13 @@ class Record(NamedTuple):
         return int(self.hook not in _WITHOUT_ROW)
 
     def names(self) -> list[str]:
-        """List the names that the record is about: of its metrics, else of its hook and value."""
+        """List the names in the record: those of its metrics, else its hook and the name of its value."""
         if self.hook == "_log_metrics":
             return list(self.args[0].keys())
         return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
 
     def line(self, seal: Seal | None = None) -> bytes:
-        """Return the record as a line of JSON; what JSON does not have, such as a path on an object store, as text.
+        """Return the record as a line of JSON; a value that JSON lacks, such as a remote path, becomes text.
 
         Args:
             seal: marks the line as this user's own.
@@ -71,7 +71,7 @@ class Record(NamedTuple):
 
     @staticmethod
     def of_line(line: bytes) -> Record:
-        """Read what `line` gave.
+        """Read a record from a line that `line` made.
 
         Raises:
             ValueError: it is no record.
@@ -109,7 +109,7 @@ class Row(NamedTuple):
 
 
 class RowKey(NamedTuple):
-    """Step and names of a row in a file, by which it is known again."""
+    """Step and names of a row in a file, by which the row is recognized."""
 
     step: float
     names: frozenset[str]
@@ -126,7 +126,7 @@ _KEPT = "\n\t\u00a0\u2002\u2003\u2009\u202f\u3000\u200d"  # characters that join
 
 
 def written_name(name: str) -> str:
-    """Escape in the name of a metric what UTF-8 lacks, which would cost the whole file, and what a terminal obeys."""
+    """Escape characters in a metric's name that UTF-8 lacks, or that a terminal obeys."""
     return name if name.isprintable() else clean(name, _KEPT)
 
 
@@ -193,7 +193,7 @@ class Backlog:
             return found or list(islice(self._memory, most))
 
     def few(self) -> tuple[Record, Record] | None:
-        """Return the first and the last record, where some wait in memory but less than a batch; else None."""
+        """Return the first and the last record, if some wait in memory but less than a batch; else None."""
         with self._lock:
             few = not self._in_file and 0 < len(self._memory) < BATCH
             return (self._memory[0], self._memory[-1]) if few else None
@@ -225,7 +225,7 @@ class Backlog:
             self._spill(sync)
 
     def take_over(self, keep: Callable[[Record], bool], place: int | None = None) -> int:
-        """Put in front the records that an earlier process left in the file, those that `keep` returns True for.
+        """Put the records of an earlier process's file in front, if `keep` returns True for them.
 
         Called once, before the first `peek`. What was spilled until then stays, behind it.
 
@@ -268,22 +268,22 @@ class Backlog:
 
     @cached_property
     def seal(self) -> Seal | None:
-        """Marks the lines as this user's own."""
+        """Marks of this user on the lines."""
         return self.find_seal()
 
     def refuse(self, record: Record, seal: Seal | None = None) -> None:
-        """Add a record to the file of those that the logger does not take."""
+        """Add a record to the file of refused records."""
         self.refused += 1
         with open(self.refused_path, "ab", opener=_private) as file:
             file.write(record._replace(row=None).line(seal))
 
     @property
     def refused_path(self) -> Path:
-        """Path of the file of what the logger does not take."""
+        """Path of the file of refused records."""
         return self.path.with_suffix(".refused.jsonl")
 
     def close(self) -> None:
-        """Close the file, and delete it where nothing waits. A later record is written into it at once."""
+        """Close the file, and delete it if nothing waits. A later record is written into it at once."""
         with self._lock, suppress(OSError):
             self._is_closed = True
             if self._file is not None:
@@ -307,7 +307,7 @@ class Backlog:
         return self._file
 
     def _is_ours(self, file: BinaryIO) -> bool:
-        """Return whether nobody else has written into the file, as the next thread does while a tracker hangs."""
+        """Return whether only this thread has written into the file: while a tracker hangs, the next thread does so."""
         return os.fstat(file.fileno()).st_size == self._end
 
     def _numbered(self, record: Record) -> Record:
@@ -347,7 +347,7 @@ class Backlog:
         self._bytes = 0
 
     def _make_room(self, error: OSError) -> None:
-        """Keep in memory what the disk does not take, up to a limit."""
+        """Keep the records in memory that the disk does not take, up to a limit."""
         if self._bytes < _LOST_BYTES and len(self._memory) < 100 * QUEUE_RECORDS:
             return
         if not self.lost:

@@ -39,12 +39,12 @@ def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbered(name: str, values: Sequence[T]) -> list[tuple[str, T]]:
-    """Pair each of several values with a name of its own, `<name>/<i>`; one alone keeps the name."""
+    """Give each of several values a name, `<name>/<i>`; a single value keeps the name."""
     return [(name if len(values) == 1 else f"{name}/{i}", value) for i, value in enumerate(values)]
 
 
 class NoExperiment:
-    """Stands for a logger's writer where there is none to write: every method does nothing."""
+    """Stand-in for the writer of a logger that writes nothing: every method does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -208,7 +208,7 @@ class Logger:
 
     @cached_property
     def delivery(self) -> Delivery:
-        """The way of its records: where they go in which run, which ones wait, and the thread that writes them."""
+        """The records' way to the tracker: the place in each run, the records that wait, and the thread that writes."""
         from instep.loggers.appended import OutputFile  # late: a Trainer without loggers does not need them
         from instep.loggers.delivery import Delivery, Writer
 
@@ -278,7 +278,7 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """The tracker's real object, for what this class has no method for; opened on first use, before a run too.
+        """The tracker's own object, for functions that this class lacks; opened on first use, also before a run.
 
         On ranks that do not write, every method of it does nothing.
         """
@@ -430,7 +430,7 @@ class Logger:
         self.log("table", {key: None}, step, columns=columns, data=data, dataframe=dataframe)
 
     def log_artifact(self, path: PathLike, name: str | None = None, type: str = "file") -> None:
-        """Keep a file or folder with the run; it is read when its turn comes, and must be there still.
+        """Keep a file or folder with the run. It is read by the thread later, and must still be there then.
 
         Args:
             path: of the file or folder.
@@ -444,7 +444,7 @@ class Logger:
             self.delivery.put("_log_artifact", (artifact,))
 
     def log_code(self, folder: PathLike | None = None) -> None:
-        """Record the git commit, what is not committed, and the script's path.
+        """Record the git commit, uncommitted changes, and the script's path.
 
         Args:
             folder: in the git repository. None: the working directory.
@@ -489,12 +489,12 @@ class Logger:
         delivery.put("_log_hyperparams", (as_json(plain), numbers), max(delivery.last_step, 0))
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:
-        """Record the model's graph, where the logger has a place for that; waits for it."""
+        """Record the model's graph, if the logger has a hook for it; wait until it is written."""
         if self.delivery.is_main and _has_place(self, "graph"):
             self.delivery.ask(partial(self._log_graph, module, example_input))
 
     def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Have the tracker's own package watch a module while it trains, where it can.
+        """Make the tracker's own package watch a module while it trains, if it can.
 
         Args:
             module: the model.
@@ -532,7 +532,7 @@ class Logger:
         self.delivery.save()
 
     def finalize(self, status: str = "success") -> None:
-        """Close the logger; a second call does nothing. The program's end calls it where nothing else has.
+        """Close the logger; a second call does nothing. Called at the program's end if nothing else has closed it.
 
         Args:
             status: "success", "interrupted" or "failed".
@@ -540,14 +540,14 @@ class Logger:
         self.delivery.close(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to append instead of starting anew: JSON values.
+        """Return the JSON values with which a resumed run appends instead of starting anew.
 
         Flushes first, so that a checkpoint never knows more than the files do.
         """
         return self.delivery.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state, from the next start on; an open logger is closed first.
+        """Continue the run of this state from the next start on; an open logger is closed first.
 
         Args:
             state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
@@ -561,7 +561,7 @@ class Logger:
     # ---- the hooks, all optional
 
     def _start(self) -> None:
-        """Open files or connections; `self.log_dir` is known, its folder not made yet."""
+        """Open files or connections; `self.log_dir` is known, but its folder is not made yet."""
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
@@ -570,7 +570,7 @@ class Logger:
         self._log_rows([Row(metrics, step, self.delivery.time_s)])
 
     def _log_rows(self, rows: list[Row]) -> None:
-        """Write several rows at once, in the place of `_log_metrics`: all or none of them."""
+        """Write several rows at once instead of calling `_log_metrics` for each: all or none of them."""
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         """Write a text."""
@@ -618,20 +618,20 @@ class Logger:
         """Record a committed checkpoint."""
 
     def _save(self) -> None:
-        """Flush."""
+        """Flush to the disk or the tracker."""
 
     def _finalize(self, status: str) -> None:
         """Close what `_start` opened."""
 
     def _delivered(self) -> Mapping[str, int] | None:
-        """Return the last step that the tracker has of each metric; None where it cannot be asked.
+        """Return the last step of each metric that the tracker has; None if it cannot be asked.
 
         Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`.
         """
         return None
 
     def _sent_name(self, name: str) -> str:
-        """Return the name that the tracker allows for a name; the same for the same."""
+        """Return the name that the tracker allows for a metric's name; always the same for the same name."""
         return name
 
     def _experiment(self) -> Any:
@@ -640,12 +640,12 @@ class Logger:
 
 
 def takes(logger: type[Logger], kind: str) -> bool:
-    """Return True if a class of loggers has a hook for a kind, such as "image"."""
+    """Return True if a class of loggers has a hook for a kind of value, such as "image"."""
     return getattr(logger, _hook(kind)) is not getattr(Logger, _hook(kind))
 
 
 def _has_place(logger: Logger, kind: str) -> bool:
-    """Return True if a logger has a hook for a kind; else warn once, with the loggers that have one."""
+    """Return True if a logger has a hook for a kind of value; else warn once, and name the loggers that have one."""
     if takes(type(logger), kind):
         return True
     if kind not in logger._refused:

@@ -94,7 +94,7 @@ class CometLogger(Logger):
 
     @contextmanager
     def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
-        """Have Comet write into a folder that the next process finds, and make archives of what is left there."""
+        """Let Comet write into a folder that the next process finds, and make archives of what an earlier one left."""
         utils = require("comet_ml.offline_utils", extra="comet", purpose="CometLogger")
         self._archives.mkdir(parents=True, exist_ok=True)
         records = folder / f"{key}-unfinished"

@@ -64,7 +64,7 @@ class CSVLogger(RowFileLogger):
 
 
 class _Table(RowFile):
-    """The table, whose columns become more."""
+    """The table, to which columns are added."""
 
     NAME, COUNTED = "metrics.csv", "rows"
 
@@ -132,7 +132,7 @@ class _Table(RowFile):
 
 
 def _write_table(table: AppendedFile, header: list[str], rows: list[list[str]]) -> None:
-    """Replace the file by this table in one step; short rows are filled with empty cells."""
+    """Replace the file by a table in one step; fill short rows with empty cells."""
     with table.replacing() as part, part.open("w", newline="", encoding="utf-8") as file:
         if header:
             writer = csv.writer(file, lineterminator="\n")

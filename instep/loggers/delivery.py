@@ -38,7 +38,7 @@ _OPEN: WeakValueDictionary[int, Delivery] = WeakValueDictionary()
 
 
 def _close_in_child() -> None:
-    """Close all loggers of a forked process: it has no thread, and what waits is the parent's to send."""
+    """Close all loggers of a forked process: it has no thread, and the parent sends what waits."""
     for delivery in _OPEN.values():
         delivery.sender, delivery.is_main = None, False
 
@@ -49,7 +49,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class Writer:
-    """A logger as its delivery sees it: its hooks, and what its arguments say.
+    """A logger as its delivery uses it: its hooks, and the settings from its arguments.
 
     Args:
         kind: its class.
@@ -91,7 +91,7 @@ class Writer:
 
 
 class Delivery:
-    """Way of a logger's records into its files or tracker, and the books of it: of one run, then of the next.
+    """Delivery of a logger's records to its files or tracker, with a record of what arrived; for one run after another.
 
     Args:
         writer: the logger.
@@ -152,7 +152,7 @@ class Delivery:
 
     @property
     def is_open(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self.sender is not None
 
     @property
@@ -162,7 +162,7 @@ class Delivery:
         return self.log_dir
 
     def attach(self, claim: Callable[[], Path], decides: bool, number: int) -> None:
-        """Connect with a Trainer, whose next run begins by `start`.
+        """Connect with a Trainer, whose next run calls `start`.
 
         Args:
             claim: makes the run folder, if it is not there yet, and returns it.
@@ -217,7 +217,7 @@ class Delivery:
     def take_up(
         self, version: int | str | None, number: int, rank: int, status: str, folder: Path, is_strangers: bool
     ) -> None:
-        """Send only what waits of a run that is over, from the next start on.
+        """Send only the waiting records of a finished run, from the next start on.
 
         Args:
             version: of the run.
@@ -232,7 +232,7 @@ class Delivery:
         self.resumed = self.sends_rest = True
 
     def discard(self) -> None:
-        """Drop what was logged before a run, and its folder: the ranks that are about to start log all of it again."""
+        """Drop what was logged before a run, and its folder: the ranks that are about to start log it again."""
         self._waiting.clear()
         if self._early is not None:
             self.close("success")
@@ -242,7 +242,7 @@ class Delivery:
             self.version = self._given_version
 
     def open(self) -> bool:
-        """Open the logger where it is closed, outside a run too; return True if this process writes."""
+        """Open the logger if it is closed, also outside a run; return True if this process writes."""
         if self.sender is None and self.is_main:
             if self.run_dir is not None and self.log_dir is not None:  # the run is over, but its logger is used again
                 self._open(self.run_dir, self.log_dir)
@@ -286,7 +286,7 @@ class Delivery:
         return folder / (self.writer.sub_dir or ""), version
 
     def _is_main_here(self) -> bool:
-        """Return True if this process will be the main one of a run, by its launcher's environment."""
+        """Return True if this process will be the main one of a run, according to its launcher's environment."""
         self.is_main = _environment_rank() == 0
         return self.is_main
 
@@ -295,7 +295,7 @@ class Delivery:
         atexit.register(self._finalize)  # registered last: it runs before the end of the package that it writes with
 
     def _finalize(self) -> None:
-        """Close the logger at the program's end, where nothing has closed it."""
+        """Close the logger at the program's end if nothing has closed it."""
         if self.is_open or self._waiting:
             try:
                 self.writer.finalize("success")
@@ -330,7 +330,7 @@ class Delivery:
     # ---- what is logged
 
     def put(self, hook: str, args: tuple[Any, ...], step: int | None = None) -> None:
-        """Send one call of a hook, at once or from the next start on.
+        """Send one call of a hook, now or from the next start on.
 
         Args:
             hook: its name.
@@ -376,13 +376,13 @@ class Delivery:
         return None
 
     def step_now(self) -> int:
-        """Return the step of what is logged without one: that of the run, else the last one."""
+        """Return the step of a value that is logged without one: that of the run, else the last one."""
         if self._step_of_run is not None and self.is_open:
             return self._step_of_run()
         return max(self.last_step, 0)
 
     def place(self, metrics: Mapping[str, float], step: int) -> int:
-        """Return the place on the x-axis; on another one than the steps that of the last record that had one."""
+        """Return the position on the x-axis; on an axis other than steps the one that a record had last."""
         axis = self.writer.x_axis
         if axis == "step":
             return step
@@ -399,7 +399,7 @@ class Delivery:
         return int(step if self._x is None else self._x)
 
     def save(self, timeout_s: float | None = None) -> None:
-        """Bring everything recorded so far to the tracker, or else to the disk."""
+        """Send everything recorded so far to the tracker, or else write it to the disk."""
         if self._waiting:
             self.open()
         timeout_s = self.writer.flush_timeout_s if timeout_s is None else timeout_s
@@ -420,7 +420,7 @@ class Delivery:
             sender.close(partial(self.writer.hook("_finalize"), status), self.writer.flush_timeout_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version, the last step, that of each name, and when a run with a time axis began."""
+        """Return the version, the last step, the last step of each name, and when a run with a time axis began."""
         if self.is_open:
             self.save(_CHECKPOINT_WAIT_S)
         state: dict[str, Any] = {"version": self.version, "step": self.last_step, "logged": dict(self.logged)}
@@ -455,7 +455,7 @@ class Delivery:
     # ---- in the thread
 
     def start_writer(self, backlog: Backlog) -> int:
-        """Open the tracker and take over what an earlier process left; return how many records that are."""
+        """Open the tracker and take over what an earlier process left; return the number of those records."""
         if self.resumed and self.version is None and not self.writer.is_local:
             self.version = version_in(read_note(self._note))
         try:
@@ -467,14 +467,14 @@ class Delivery:
         return backlog.take_over(self._keep, self.writer.file.row_count())
 
     def start_error(self, error: Exception) -> InstepError:
-        """Return the error that ends a start: of what failed in the hook, and what to do."""
+        """Return the error that ends a start, with what failed in the hook and what to do."""
         return InstepError(
             f"{self._name} failed in start: {type(error).__name__}: {str(error).rstrip('.')}. It writes into "
             f"{str(self.log_dir)!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
         )
 
     def begin(self, left_over: int) -> None:
-        """Find out what a resumed run's tracker has; `left_over` records in front are an earlier process's."""
+        """Ask what the tracker of a resumed run has; the first `left_over` records are an earlier process's."""
         if self.resumed:
             writer, by_step = self.writer, self.writer.x_axis == "step"
             sent = {} if writer.is_local else sent_in(read_note(self._note))
@@ -494,7 +494,7 @@ class Delivery:
         return bool(why)
 
     def write(self, records: list[Record]) -> int:
-        """Write the first record, or all rows of metrics in front, less what the tracker has; return how many."""
+        """Write the first record, or all rows of metrics in front, without those the tracker has; return how many."""
         writer, marks = self.writer, self._marks
         rows = list(takewhile(lambda record: record.hook == "_log_metrics", records))
         records = rows or records[:1]
@@ -533,12 +533,12 @@ class Delivery:
         return record._replace(args=(metrics, *record.args[1:]))
 
     def rest(self) -> None:
-        """Record how far a tracker came: nothing waits, or some time has passed."""
+        """Record how far the tracker has come, when nothing waits or some time has passed."""
         if not self.writer.is_local:
             self.write_note()
 
     def write_note(self) -> None:
-        """Write which logger this is, where it writes, and how far it came, beside the backlog."""
+        """Write a note beside the backlog: which logger it is, where it writes, and how far it has come."""
         kind, run, folder = self.writer.kind, self._note.parent.parent, Path(self._home, self.folder)
         arguments = self.writer.arguments()
         if self.writer.save_dir is not None:
@@ -570,7 +570,7 @@ def _environment_rank() -> int:
 
 
 class Marks:
-    """How far a tracker got, so that a resumed run sends nothing twice.
+    """Record of what a tracker has, so that a resumed run sends nothing twice.
 
     Args:
         at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
@@ -603,12 +603,12 @@ class Marks:
         self._left_over = left_over
 
     def belongs(self, record: Record) -> bool:
-        """Return whether a record came before the checkpoint; what came after it is about to come again."""
+        """Return whether a record was logged before the checkpoint; a later one will be logged again."""
         before, step = self._at_checkpoint, record.step
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
     def doubt(self, has: Mapping[str, int], number: int) -> None:
-        """Record what the tracker has after a failure: of `number` records in front some may have arrived."""
+        """Record what the tracker has after a failure: of the first `number` records some may have arrived."""
         self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:

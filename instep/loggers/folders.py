@@ -22,7 +22,7 @@ _LOGS = ("events.out.tfevents.*", "metrics.csv", "hparams.*")
 
 
 class Place(NamedTuple):
-    """Name of a run folder among the others, and whether it is a new run's."""
+    """Name of a run folder among others, and whether it belongs to a new run."""
 
     name: str
     is_new: bool
@@ -83,7 +83,7 @@ def folder_name(version: int | str) -> str:
 
 
 def version_of(folder: str) -> int | str:
-    """Return the version that a folder's name means: N for `version_N`, else the name."""
+    """Return the version that a folder's name stands for: N for `version_N`, else the name."""
     number = number_of(folder)
     return folder if number is None or folder_name(number) != folder else number
 
@@ -130,7 +130,7 @@ def runs_in(base: Path, shared: bool) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run of instep, and stands where it seems to."""
+    """Return whether a folder is that of a run of instep, and is no link."""
     if not folder.is_dir() or leads_out(folder):
         return False
     checkpoints = folder / "checkpoints"
@@ -138,12 +138,12 @@ def is_run(folder: Path) -> bool:
 
 
 def leads_out(folder: Path) -> bool:
-    """Return whether a folder or its `checkpoints` is a link: what is behind it may be anybody's."""
+    """Return whether a folder or its `checkpoints` is a link, behind which may be anybody's files."""
     return any(os.path.islink(path) for path in (folder, folder / "checkpoints"))
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether a run may take a folder: it has nothing of another run, though it may have other files."""
+    """Return whether a run may use a folder: it may have other files, but none of another run."""
     if not os.path.lexists(folder):
         return True
     if leads_out(folder) or not folder.is_dir():

@@ -24,7 +24,7 @@ _MAX_ITEMS = 64  # a larger tensor or array is data, not a setting
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON would have it.
+    """Convert a value to what JSON can hold.
 
     Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts; sequences and sets
     lists; small tensors and arrays their values; classes and functions their dotted name, partials of them their
@@ -69,7 +69,7 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
 
 
 def merge_file(path: Path, params: Mapping[str, Any]) -> None:
-    """Add hyperparameters to a YAML file of plain values; the file is always whole."""
+    """Add hyperparameters to a YAML file of plain values, which is whole at every moment."""
     import yaml  # late: not every run has hyperparameters
 
     values = {**_read(path), **plain(params)}

@@ -89,7 +89,7 @@ class JSONLinesLogger(RowFileLogger):
 
 
 class _Lines(RowFile):
-    """The lines, each of them an object of JSON."""
+    """The lines of the file, each a JSON object."""
 
     NAME, COUNTED = "metrics.jsonl", "lines"
 

@@ -103,7 +103,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Code:
-    """The state of the program: its git commit, what is not committed as a patch, and the script's path."""
+    """State of the program: its git commit, uncommitted changes as a patch, and the script's path."""
 
     commit: str | None
     branch: str | None
@@ -185,7 +185,7 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
 
 
 def to_histogram(name: str, values: Any, bins: int = 64) -> Histogram:
-    """Count finite values into bins of equal width; a pair of counts and edges is counted already."""
+    """Count finite values into bins of equal width; a pair of counts and edges is used as it is."""
     if isinstance(values, Histogram):
         return values
     if isinstance(values, tuple):
@@ -267,7 +267,7 @@ def code_state(folder: Path | None = None) -> Code:
 
 
 def write_code(code: Code, folder: Path) -> None:
-    """Write the state of the program as `git.json`, and what is not committed as `git.patch`."""
+    """Write the state of the program as `git.json`, and uncommitted changes as `git.patch`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {field.name: getattr(code, field.name) for field in fields(code) if field.name != "patch"}
     replace(folder / "git.json", json.dumps(content, indent=1).encode())
@@ -311,7 +311,7 @@ def _encoded(image: Any, format: str, **options: Any) -> bytes:
 
 
 def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Make a list of values of a kind from one value or several; an option may be one for each."""
+    """Return a list of values of a kind from one value or several, each with its options."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
         batch = make is to_image and getattr(values, "ndim", 0) == 4  # Accelerate's users log pictures as a batch
@@ -370,7 +370,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given; tuples come back as lists.
+    """Convert the JSON of `to_json` back; tuples become lists.
 
     Raises:
         ValueError: it is nothing that `to_json` gives.

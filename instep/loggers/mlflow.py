@@ -168,7 +168,7 @@ class MLFlowLogger(Logger):
         self.delivery.version = run.info.run_id
 
     def _check_place(self, uri: str) -> None:
-        """Raise where the server or database of another user's note would have files written outside of the run."""
+        """Raise if the server or database in another user's note would write files outside of the run."""
         folder = self.delivery.folder
         if not self.delivery.is_strangers or self._tracking_uri == os.environ.get("MLFLOW_TRACKING_URI"):
             return
@@ -262,5 +262,5 @@ class MLFlowLogger(Logger):
 
 
 def _plain(name: str) -> str:
-    """Return a name as MLflow takes it."""
+    """Return a name in the form that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -27,11 +27,11 @@ class RowFile(OutputFile, ABC):
 
     @abstractmethod
     def parse(self, content: bytes) -> list[Any]:
-        """Return the rows of whole lines."""
+        """Parse whole lines to rows."""
 
     @abstractmethod
     def key(self, row: Any) -> RowKey:
-        """Return the key of the record that became a row; of a row of somebody else one with an endless step."""
+        """Return the key of the record that a row was made of; a stranger's row gets an infinite step."""
 
     @abstractmethod
     def replace(self, rows: list[Any]) -> None:
@@ -42,7 +42,7 @@ class RowFile(OutputFile, ABC):
         """Append rows of metrics: all, or none."""
 
     def open(self, folder: Path, keep: int | None, last_step: float) -> None:
-        """Open the file, with what a resumed run keeps of it.
+        """Open the file, with the rows that a resumed run keeps.
 
         Args:
             folder: of the file.

@@ -30,7 +30,7 @@ _IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").full
 
 @dataclass(frozen=True)
 class Forget:
-    """Rows from this step on count no more."""
+    """Mark that rows from this step on are no longer valid."""
 
     step: float
 
@@ -39,7 +39,7 @@ Row = tuple[float, float | None, list[tuple[str, float]]]
 
 
 class LogFile:
-    """A growing file of a logger; each kind has a reader of its own.
+    """A growing file of a logger; there is a subclass for each kind.
 
     Args:
         path: of the file.
@@ -90,7 +90,7 @@ class LogFile:
             yield message
 
     def _lines(self, file: FileIO) -> Iterator[str]:
-        """Yield whole lines; what comes after the last one is being written, or was cut off."""
+        """Yield whole lines; text after the last one is being written, or was cut off."""
         rest, passed = b"", 0  # `passed` counts the bytes of a line that is too long
         while piece := file.read(_PIECE):
             *lines, rest = (rest + piece).split(b"\n")
@@ -265,7 +265,7 @@ class WandbFile(LogFile):
 
 
 def _parsed(text: str) -> Any:
-    """Parse a value of W&B; text where it is no JSON, such as a bare NaN."""
+    """Parse a value of W&B; return it as text if it is no JSON, such as a bare NaN."""
     try:
         return parse_json(text)
     except ValueError:

@@ -42,7 +42,7 @@ def in_short(error: Exception | None) -> str:
 
 
 class Sender:
-    """Thread that brings a backlog to a tracker, and opens and closes the tracker too.
+    """Thread that sends a backlog to a tracker, and also opens and closes the tracker.
 
     Each failure is a warning, and the record is sent again after a pause, which doubles up to a minute. A record that
     fails several times while the next one succeeds is moved into the file `<logger>.refused.jsonl`.
@@ -294,7 +294,7 @@ class Sender:
             print(clean(text), file=sys.stderr)  # noqa: T201
 
     def _run_tasks(self, waited: Collection[Any]) -> None:
-        """Run what may run at any time, and what has waited for all that was put before it."""
+        """Run the tasks that may run at any time, and those that waited for all earlier records."""
         for _ in range(len(self._tasks)):
             function, future, late = task = self._tasks.popleft()
             if late and task not in waited:

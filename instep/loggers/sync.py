@@ -52,7 +52,7 @@ _KEPT = (
 
 
 class Sent(NamedTuple):
-    """Outcome of sending a logger's backlog: how many records waited, how many wait still, and why."""
+    """Outcome of sending a logger's backlog: how many records waited, how many still wait, and why."""
 
     logger: str
     waited: int
@@ -61,7 +61,7 @@ class Sent(NamedTuple):
 
 
 def sync(run: Path, timeout_s: float = 600.0, ask: Callable[[str], None] | None = None) -> Iterator[Sent]:
-    """Send what waits in a run folder, logger by logger, in the order it was logged, to where the run's logger wrote.
+    """Send what waits in a run folder to where its loggers wrote, logger by logger, in the order it was logged.
 
     The note beside it that says which logger to use is read as data: only a registered logger is made, only by its own
     plain arguments. A note and records that this user's instep has not written go only where the user agrees, without
@@ -142,7 +142,7 @@ def _check_file(file: Path) -> None:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of what waits: one that has arrived has lost its first character."""
+    """Yield the waiting lines of a file; a line that has arrived has lost its first character."""
     with suppress(FileNotFoundError), BufferedReader(open_regular(file)) as lines:
         yield from (line.rstrip(b"\n") + b"\n" for line in lines if line.startswith(b"["))
 
@@ -192,7 +192,7 @@ def _settle_places(kind: type[Logger], arguments: dict[str, Any], run: Path) -> 
 
 
 def _local(place: str) -> tuple[str, str | None]:
-    """Split a place on this machine into what stands before the path, and the path; None for the path of a host."""
+    """Split a place on this machine into the part before the path, and the path; None for the path of a host."""
     for before, kept in (("sqlite:///", "sqlite:///"), ("file://", ""), ("file:", "")):
         if place.startswith(before):
             return kept, place.removeprefix(before)
@@ -213,7 +213,7 @@ def _home(note: dict[str, Any], kind: type[Logger], arguments: dict[str, Any]) -
 def _question(
     run: Path, note: Path, kind: type[Logger], arguments: dict[str, Any], waiting: list[bytes], to: str
 ) -> str:
-    """Describe what would be sent where."""
+    """Describe what would be sent, and where."""
     lines = [f"{note} was not written by you, or not here. It has {len(waiting):,} records that would be sent by"]
     lines.append(f"  {kind.__name__}({', '.join(f'{name}={value!r:.200}' for name, value in arguments.items())}) {to}")
     files: list[str] = []
@@ -228,7 +228,7 @@ def _question(
 
 @contextmanager
 def _apart(home: Path | None, bare: bool) -> Iterator[list[threading.Thread]]:
-    """Work in a folder in a `with` block; what it appends to its list are threads that go on after it.
+    """Work in another folder in a `with` block; the yielded list collects threads that go on after it.
 
     Args:
         home: the folder; None for an empty one, in which no package finds settings.

@@ -38,13 +38,13 @@ def is_signed(note: Mapping[str, Any]) -> bool:
 
 
 def seal_of(path: Path) -> Seal:
-    """Return the seal for the lines beside a note: that of this user's note where there is one."""
+    """Return the seal for the lines beside a note: this user's if the note has it."""
     note = read_note(path)
     return Seal(str(note["id"]) if "id" in note and is_signed(note) else uuid4().hex)
 
 
 def version_in(note: Mapping[str, Any]) -> int | str | None:
-    """Return the version in a note.
+    """Return the version that a note contains.
 
     Raises:
         SettingError: it leads out of a folder, or is of another kind.
@@ -62,19 +62,19 @@ def is_version(version: Any) -> bool:
 
 
 def sent_in(note: Mapping[str, Any]) -> dict[str, int]:
-    """Return the last step by name in a note, as far as it is of that kind."""
+    """Return the last step of each name in a note, as far as the values are steps."""
     sent = note.get("sent")
     return {name: step for name, step in sent.items() if type(step) is int} if isinstance(sent, dict) else {}
 
 
 def status_in(note: Mapping[str, Any]) -> str:
-    """Return how the run ended as its note says, "interrupted" where it says nothing that is known."""
+    """Return how the run ended according to its note; "interrupted" if the note says nothing known."""
     status = note.get("status")
     return status if status in _STATUS else "interrupted"
 
 
 def arguments_in(note: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the arguments in a note.
+    """Return the logger's arguments that a note contains.
 
     Raises:
         SettingError: one is no plain value.
@@ -103,7 +103,7 @@ def files_of(record: Record) -> Iterator[Path]:
 
 
 def why_not(record: Record, run: Path) -> str:
-    """Return why a record that this user did not mark is not sent; "" if it may be sent.
+    """Return why a record without this user's mark is not sent; "" if it may be sent.
 
     Args:
         record: of a file in the run folder.
@@ -124,7 +124,7 @@ def why_not(record: Record, run: Path) -> str:
 
 
 def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
-    """Return what in a file or folder leads out of the folder above it; "" if nothing does.
+    """Return which path in a file or folder leads out of its parent folder; "" if none does.
 
     A link does, also a hard one, and so does what is neither a file nor a folder.
 
@@ -153,7 +153,7 @@ def why_outside(path: Path, folder: Path, exists: bool = True) -> str:
 
 
 def why_links(folder: Path) -> str:
-    """Return which link in a folder leads out of it, or what in it is no file or folder; "" if there is none."""
+    """Return which link in a folder leads out of it, or which entry is no file or folder; "" if there is none."""
     root = folder.resolve()
     for place in _below(folder):
         try:

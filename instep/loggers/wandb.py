@@ -321,7 +321,7 @@ class WandbLogger(Logger):
 
 
 def _read(file: WandbFile, there: dict[str, int]) -> None:
-    """Add the last step of each metric in the file."""
+    """Add the last step of each metric in the file to what is known."""
     for row in file.read():
         if not isinstance(row, Forget):
             step, _, pairs = row

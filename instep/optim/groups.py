@@ -38,7 +38,7 @@ _LISTED = 5  # names in an error
 
 
 def biases_and_norms(name: str, parameter: Tensor) -> bool:
-    """Tell biases and the weights of norms: parameters with fewer than two dimensions, which weight decay spares.
+    """Return whether a parameter is a bias or a norm's weight, which weight decay spares: fewer than two dimensions.
 
     Args:
         name: the parameter's name.
@@ -100,7 +100,7 @@ def layerwise_lr(
     frozen: bool = False,
     **defaults: Any,
 ) -> list[dict[str, Any]]:
-    """Give each layer a learning rate, lower and lower towards the input.
+    """Give each layer a learning rate that falls from the output to the input.
 
     What comes after the layers, such as the head, has `lr`; the last of n layers `lr * decay`, the first
     `lr * decay**n`; what comes before them, such as embeddings, `lr * decay**(n + 1)`. Before and after are meant in
@@ -159,7 +159,7 @@ _Rule: TypeAlias = "tuple[str, Callable[[str, Tensor], bool], dict[str, Any]]"
 
 
 def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
-    """Check the options by name, and make the rules of them."""
+    """Check the options by name, and make the rules from them."""
     if options is not None and not isinstance(options, Mapping):
         raise wrong("options", options, 'options by pattern, such as {"*.bias": {"weight_decay": 0.0}}')
     rules = []
@@ -203,7 +203,7 @@ def _module(module: Any) -> nn.Module:
 def _grouped(
     module: nn.Module, rules: Sequence[_Rule], frozen: bool, defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Sort the parameters by the rules that they match."""
+    """Group the parameters by the rules that they match."""
     first = names_of(module)
     aliases: dict[Tensor, list[str]] = {parameter: [name] for parameter, name in first.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -37,7 +37,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _Place:
-    """Where the parts of a matrix lie: the ranks that share it, this one's number among them, and everyone's part."""
+    """Where the parts of a matrix are: the ranks that share it, this rank's number among them, and each rank's part."""
 
     group: Any
     rank: int
@@ -53,7 +53,7 @@ _places = WeakTensorKeyDictionary()  # parameter -> _Place
 
 @dataclass
 class _Matrix:
-    """A matrix in a step: its parameter, the parameter group it steps in, its place and its owner in that."""
+    """A matrix in a step: its parameter, its parameter group, its place, and the number of its owner."""
 
     parameter: DTensor
     group: int
@@ -66,7 +66,7 @@ class _Matrix:
 
 
 class WholeMatrix(Optimizer):
-    """Have an optimizer see whole matrices where ranks share the weights: FSDP, HSDP, tensor parallelism, or several.
+    """Optimizer wrapper that sees whole matrices where ranks share weights: FSDP, HSDP, tensor parallelism, or several.
 
     `WholeMatrix(optimizer)` returns the same optimizer, of a class that is its own and this one. In one process and
     under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13 collectives for each matrix, and
@@ -109,7 +109,7 @@ class WholeMatrix(Optimizer):
         return optimizer
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
-        """Everything is done in `__new__`: the optimizer is made already."""
+        """Do nothing: `__new__` has made the optimizer."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -146,7 +146,7 @@ class WholeMatrix(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, cut up as the weights are. Collective where ranks share weights."""
+        """Return the state, divided as the weights are. Collective if ranks share weights."""
         before, buckets = self.state, self._parts_of_a_step(all_of_them=True)[1]
         cut = dict(pair for bucket in buckets for pair in _cut(bucket, before))
         rest = {parameter: values for parameter, values in before.items() if parameter not in cut}
@@ -157,7 +157,7 @@ class WholeMatrix(Optimizer):
             self.state = before
 
     def _parts_of_a_step(self, all_of_them: bool = False) -> tuple[list[tuple[int, Tensor]], list[list[_Matrix]]]:
-        """Return the parameters that this rank has whole, by their groups' numbers, and the others in buckets."""
+        """Return the parameters that this rank has whole, by the number of their group, and the others in buckets."""
         plain: list[tuple[int, Tensor]] = []
         shared: list[tuple[int, DTensor]] = []
         for number, group in enumerate(self.param_groups):
@@ -176,7 +176,7 @@ class WholeMatrix(Optimizer):
         return plain, _buckets(matrices)
 
     def _step_on(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
-        """Call the optimizer's own step with these parameters alone."""
+        """Call the optimizer's own step for these parameters only."""
         chosen: dict[int, list[Tensor]] = {}
         for number, parameter in parameters:
             chosen.setdefault(number, []).append(parameter)
@@ -196,7 +196,7 @@ class WholeMatrix(Optimizer):
 
 @cache
 def _whole_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of a kind of optimizer that sees whole matrices; checkpoints know it by the kind's name."""
+    """Return the class of an optimizer that sees whole matrices; checkpoints record the original class's name."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (WholeMatrix, kind), names)
 
@@ -211,7 +211,7 @@ def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 
 def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
-    """Return the place of each parameter; ranks tell each other their parts when a parameter is new. Collective."""
+    """Return the place of each parameter; ranks exchange their parts when a parameter is new. Collective."""
     new: dict[Any, list[DTensor]] = {}
     for parameter in parameters:
         if parameter not in _places:
@@ -225,7 +225,7 @@ def _places_of(parameters: Sequence[DTensor]) -> list[_Place]:
 
 
 def _group_of(parameter: DTensor) -> Any:
-    """Return the process group of the ranks that share a parameter: of several, each copy has its own."""
+    """Return the process group of the ranks that share a parameter; each copy of a parameter has its own group."""
     mesh = parameter.device_mesh
     cut = [number for number, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
     if len(cut) == 1:
@@ -241,7 +241,7 @@ def _group_of(parameter: DTensor) -> Any:
 
 
 def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
-    """Choose the owner of each matrix: who has least to do so far, by the multiplications of a product of it."""
+    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a matrix product."""
     loads: dict[Any, list[int]] = {}
     owners = []
     for parameter, place in matrices:
@@ -274,7 +274,7 @@ def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 
 class _Exchange:
-    """One all-to-all under way.
+    """An all-to-all that is under way.
 
     Args:
         group: the ranks.
@@ -300,7 +300,7 @@ class _Exchange:
 
 
 class _Reader:
-    """Tensors one after the other out of a flat one."""
+    """Reader that takes tensors one after the other out of a flat one."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat, self._at = flat, 0
@@ -340,7 +340,7 @@ class _Gather:
         self._exchanges = [_to_owners(bucket[0].place, parts) for parts in self._parts]
 
     def finish(self, state: dict[Any, dict[str, Any]]) -> dict[DTensor, Tensor]:
-        """Return the whole weights that this rank owns, each with its gradient; its state has become theirs."""
+        """Return the whole weights that this rank owns, each with its gradient; the owner's state is updated too."""
         whole: dict[DTensor, dict[str, Tensor]] = {matrix.parameter: {} for matrix in self._bucket if matrix.is_mine}
         for parts, exchange in zip(self._parts, self._exchanges, strict=True):
             received = exchange.finish()
@@ -394,7 +394,7 @@ class _Scatter:
         self._exchange = _Exchange(place.group, to, sizes, like)
 
     def finish(self) -> Iterator[tuple[DTensor, Tensor]]:
-        """Wait, and give this rank's part of each tensor."""
+        """Wait, and write this rank's part of each tensor."""
         received = self._exchange.finish()
         for matrix in self._bucket:
             yield matrix.parameter, received[matrix.owner].read(matrix.place.boxes[matrix.place.rank][0])
@@ -404,7 +404,7 @@ class _Scatter:
 
 
 def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tuple[DTensor, dict[str, Any]]]:
-    """Give each parameter's state on every rank: cut as the weight where it has its shape, else whole. Collective."""
+    """Cut each parameter's state like the weight if it has its shape; else every rank gets all of it. Collective."""
     mine = {
         number: {key: _sent(value, matrix.parameter) for key, value in state.get(matrix.parameter, {}).items()}
         for number, matrix in enumerate(bucket)
@@ -432,13 +432,13 @@ def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tu
 
 @dataclass
 class _Dtype:
-    """Stands for a tensor of the weight's shape."""
+    """Stand-in for a tensor of the weight's shape."""
 
     dtype: torch.dtype
 
 
 def _sent(value: Any, parameter: DTensor) -> Any:
-    """Return what an owner tells the other ranks of a state: a tensor of the weight's shape follows in parts."""
+    """Return what an owner sends of a state in one message; tensors of the weight's shape follow in parts."""
     if _is_cut(value):  # the state was loaded, and no step has used it yet: all ranks have their parts
         return None
     value = _plain(value)

@@ -55,7 +55,7 @@ _FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", SAFE_INDEX)
 
 
 def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: str) -> dict[str, Any]:
-    """Make what `config.json` says of a module.
+    """Make the content of `config.json` for a module.
 
     Args:
         values: its hyperparameters, of plain containers.
@@ -70,7 +70,7 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 
 def _json_of(value: Any, name: str) -> Any:
-    """Return a hyperparameter as JSON has it: what the types of the constructor's arguments lead back."""
+    """Convert a hyperparameter to JSON from which the types of the constructor's arguments can restore it."""
     if isinstance(value, Enum):  # pydantic finds members by their values, and our own reader by names too
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
@@ -185,7 +185,7 @@ def is_folder_of_weights(folder: Path) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
-    """Read a folder that anybody may have written.
+    """Read a folder of weights, which may be a stranger's.
 
     Args:
         folder: with `model.safetensors`, or an index of several, and perhaps `config.json`.
@@ -215,7 +215,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the hyperparameters of `config.json`, and the argument that they came in; none where it is not there."""
+    """Return the hyperparameters of `config.json`, and the argument they were passed in; none without the file."""
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):

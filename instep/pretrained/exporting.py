@@ -85,7 +85,7 @@ class PretrainedExport(Callback):
         self._error: BaseException | None = None
 
     def exports(self) -> list[Path]:
-        """Return the folders that are there, the oldest step first."""
+        """Return the exported folders, the oldest step first."""
         found = (path for path in self.dirpath.glob("step-*") if path.name[5:].isdecimal())
         return sorted(found, key=_step_of)
 
@@ -135,7 +135,7 @@ class PretrainedExport(Callback):
     # ---- one export
 
     def _find(self, module: nn.Module) -> str:
-        """Return what the names of the model's weights begin with in the module's state dict."""
+        """Return the prefix of the model's weights in the module's state dict."""
         named = {clean_name(name): part for name, part in module.named_modules() if name}
         if self.part is not None:
             found = [self.part] if hasattr(named.get(self.part), "save_pretrained") else []

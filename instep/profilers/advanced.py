@@ -54,14 +54,14 @@ class AdvancedProfiler(Profiler):
         self._open: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """Record into this action, in place of the one around."""
+        """Record into this action, and no longer into the enclosing one."""
         if self._open:
             self.profiled_actions[self._open[-1]].disable()
         self._open.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """Record into the action around again."""
+        """Record into the enclosing action again."""
         if action_name not in self._open:
             message = f"Attempting to stop recording an action ({action_name}) which was never started."
             raise SettingError(message, field="action_name", got=action_name)

@@ -80,7 +80,7 @@ class Profiler(ABC):
     # ---- measuring
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Measure a block: `with self.trainer.profiler.profile("reading"):`."""
+        """Measure a block, as in `with self.trainer.profiler.profile("reading"):`."""
         return self._measured(action_name)
 
     @contextmanager
@@ -105,7 +105,7 @@ class Profiler(ABC):
         return measured
 
     def batches(self, action_name: str, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and measure the waiting for each."""
+        """Yield the batches, and measure the waiting time before each."""
         rest, end = iter(batches), object()
         while True:
             with self.profile(action_name):
@@ -117,7 +117,7 @@ class Profiler(ABC):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
-        """Learn what runs, before its first action."""
+        """Connect with the run, before its first action."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
         """Begin a run.
@@ -156,7 +156,7 @@ class Profiler(ABC):
 
     @property
     def _folder(self) -> Path | None:
-        """Where files go; None for nowhere."""
+        """Folder of the files; None if none are written."""
         if self.dirpath is not None or self._log_dir is None:
             return self.dirpath
         return self._log_dir / "profiler" if self.filename is None else self._log_dir

@@ -140,7 +140,7 @@ class PyTorchProfiler(Profiler):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:
-        """Learn how many steps there will be, and the module, whose parts are labeled."""
+        """Take from the run the number of steps, and the module, whose parts are labeled."""
 
         def expected(step: str) -> float:
             if step == "training_step":
@@ -214,7 +214,7 @@ class PyTorchProfiler(Profiler):
             self._handles = _label_submodules(self._module)
 
     def _close(self) -> None:
-        """End the recording that runs; what there is of it is written."""
+        """End the current recording, and write what it has."""
         running, step = self._running, self._step
         self._running, self._step = None, ""
         if running is None:
@@ -303,7 +303,7 @@ def _checked_schedule(schedule: Any) -> Callable[[int], ProfilerAction]:
 
 
 def _label_submodules(module: nn.Module) -> list[Any]:
-    """Label each submodule's forward with its class and name; return what takes the labels away again."""
+    """Label each submodule's forward with its class and name; return a function that removes the labels."""
     handles: list[Any] = []
     for name, submodule in module.named_modules():
         if not name:

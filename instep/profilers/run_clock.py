@@ -33,7 +33,7 @@ _Timed = tuple[str, str | None, Any, Any]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What came of a fit, and where its time went; `trainer.run_summary` has that of the last one.
+    """Result of a fit, and where its time went; `trainer.run_summary` is that of the last fit.
 
     Attributes:
         why: why it ended: which limit was reached, who asked for the stop, which signal or error.
@@ -95,7 +95,7 @@ class RunSummary:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people.
+    """Format a time for people.
 
     Example:
         >>> duration(2.5), duration(75), duration(7500)
@@ -138,7 +138,7 @@ class RunClock:
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Time a block that runs rarely; what is timed within it counts there alone."""
+        """Time a block that runs rarely; what is timed inside it is not counted twice."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         try:
@@ -155,7 +155,7 @@ class RunClock:
     # ---- parts of a step
 
     def watch(self, part: str, closure: FunctionType, name: str, index: int | None = None) -> None:
-        """Time a function of the step in each burst, by the variable of a closure that holds it.
+        """Time a function of the step in each burst, through the closure variable that holds it.
 
         Args:
             part: of `STEP_PARTS`.
@@ -168,7 +168,7 @@ class RunClock:
         self._watched[f"{closure.__qualname__}.{name}.{index}"] = cell, function, self._timed(part, function)
 
     def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and time some of them. Between the bursts no Python code runs here."""
+        """Yield the batches, and time some of them. Between bursts no Python code runs here."""
         return chain.from_iterable(self._segments(iter(batches)))
 
     def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
@@ -231,7 +231,7 @@ class RunClock:
         return event
 
     def _end_burst(self, done: int) -> None:
-        """Add a burst of so many batches, which stands for those up to the next one too."""
+        """Add a burst of some batches, which also stands for those up to the next burst."""
         if done:
             self._left = gap = int(self._gap * (0.5 + self._random.random()))
             self._gap = min(self._gap * _GROWTH, _LARGEST_GAP)
@@ -241,7 +241,7 @@ class RunClock:
         self._take_finished()
 
     def _take_finished(self) -> None:
-        """Take the bursts that the device has done by now; never wait for it."""
+        """Add the bursts that the device has finished; never wait for it."""
         with suppress(RuntimeError):  # A device that has failed ends the run where it is used; here it would hide how.
             while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
                 weight, done, per_batch, events = self._pending.pop(0)
@@ -257,7 +257,7 @@ class RunClock:
     # ---- the result
 
     def seconds(self, batches: int) -> dict[str, float]:
-        """Return the seconds so far by part.
+        """Return the seconds of each part so far.
 
         Args:
             batches: training batches done.
@@ -279,7 +279,7 @@ class RunClock:
         return {**parts, "other": max(0.0, wall - sum(parts.values()))}
 
     def _rate(self, part: str) -> float:
-        """Estimate the seconds per batch: waiting for data comes in lumps, while another part's lumps are chance."""
+        """Estimate the seconds per batch: waiting for data comes in lumps, while lumps of other parts are chance."""
         total = sum(weight for weight, _ in self._bursts)
         if part == "data":
             return sum(weight * burst[part] for weight, burst in self._bursts) / total if total else 0.0

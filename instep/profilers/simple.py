@@ -73,13 +73,13 @@ class SimpleProfiler(Profiler):
             del durations[:_KEPT]
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
-        """Begin a run: what the last one measured is forgotten."""
+        """Begin a run, and drop the measurements of the last one."""
         if self._stage is not None:
             self.recorded_durations, self._earlier, self.start_time = {}, {}, time.perf_counter()
         super().setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
-        """End a run: an error may have left actions open."""
+        """End a run, which may have left actions open after an error."""
         self.current_actions.clear()
 
     def summary(self) -> str:

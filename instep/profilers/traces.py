@@ -17,7 +17,7 @@ Write = Callable[["Recorder", int], None]
 
 
 class TraceReady:
-    """Called whenever a recording is complete: writes it, then calls the user's function.
+    """Callback of torch's profiler that writes each finished recording, then calls the user's function.
 
     An error waits for the end of the block: one that leaves a callback makes torch's profiler end the process.
 
@@ -46,7 +46,7 @@ class TraceReady:
             self.error = self.error or error
 
     def check(self) -> None:
-        """Raise the first error."""
+        """Raise the first error of a recording."""
         if self.error is not None:
             raise self.error
 

@@ -69,7 +69,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Entry:
-    """Run in a list.
+    """A run in a list.
 
     Args:
         run: its folder, status and label. Of a run from the index the status has the parts that lists show.
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Why the run ended, in one line; empty for one that reached its end. A metric that ended nan is named."""
+        """Reason of the run's end in one line; "" if it reached its end. A metric that ended nan is named."""
         status = self.run.status
         bad = [name for name, ends in self.ends.items() if not math.isfinite(ends.last)]
         if bad and status.state in ("finished", *_LIVE):
@@ -123,7 +123,7 @@ class Entry:
 
 
 def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Entry]:
-    """Read the runs at a folder and below, the newest first; what the index has and is as it was is not read again.
+    """Read the runs at a folder and below, the newest first; unchanged runs are taken from the index.
 
     Args:
         folder: where to search.
@@ -168,19 +168,19 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
 
 
 def without_metrics(runs: Sequence[Run]) -> list[Entry]:
-    """Return runs as a list shows them, of which no metric is read; their names are those of `read_entries`."""
+    """Return runs for a list that shows no metrics, which are not read; names are those of `read_entries`."""
     params = [params_of(run) for run in runs]
     names = call(list(zip(runs, params, strict=True)))
     return [Entry(run, of, {}, "", name) for run, of, name in zip(runs, params, names, strict=True)]
 
 
 def params_of(run: Run) -> dict[str, Plain]:
-    """Return the hyperparameters of a run in one level; where it has none, the options of its command."""
+    """Return a run's hyperparameters in one level; if it has none, the options of its command."""
     return flatten(run.hparams) or options_of(run.status.said.get("command"))
 
 
 def at_path(path: str) -> list[Entry]:
-    """Return the runs that a word means: those at a folder and below, or the one of a name below the working directory.
+    """Return the runs that a word means: those at a folder and below, or the one with a name below the current folder.
 
     A run's own folder is called as it is among its neighbours.
 

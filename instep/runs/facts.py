@@ -18,7 +18,7 @@ _TIMES = ("start", "data", "forward", "backward", "optimizer", "validation", "sa
 
 
 def _doing(progress: dict[str, Any]) -> str:
-    """Describe in words where a run was, by its `progress.json`."""
+    """Describe where a run was, according to its `progress.json`."""
     parts = [f"{progress[key]}" for key in ("stage",) if progress.get(key)]
     if progress.get("phase") not in (None, progress.get("stage")):
         parts.append(f"phase {progress['phase']}")
@@ -112,7 +112,7 @@ def number(value: float | None) -> str:
 
 
 def time_shares(said: dict[str, Any]) -> str:
-    """Write where the time of a run went; empty where its status does not say."""
+    """Format where the time of a run went; "" if its status does not say."""
     summary = said.get("summary")
     times = summary.get("time_s") if isinstance(summary, dict) else None
     if not isinstance(times, dict):
@@ -124,7 +124,7 @@ def time_shares(said: dict[str, Any]) -> str:
 
 
 def lines_to_go_on(said: dict[str, Any]) -> list[str]:
-    """Write the commands with which a run goes on, below a title; empty for one that came to its end."""
+    """Return the commands by which a run continues, below a title; empty for a finished run."""
     line, cwd = how_to_go_on(said), said.get("cwd")
     if not line:
         return []

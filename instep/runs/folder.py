@@ -33,7 +33,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Run folder, as it was when `find_runs` looked at it.
+    """A run folder, as `find_runs` found it.
 
     Args:
         name: path of the run folder from the folder that was searched; what a person calls the run is in `label`.
@@ -62,13 +62,13 @@ class Run:
 
     @cached_property
     def label(self) -> Label:
-        """Label of the run; the name is that of `Trainer(name=...)` where nobody has given another one since."""
+        """Label of the run; its name is that of `Trainer(name=...)` until a person gives another one."""
         label = read_label(self.folder)
         return label if label.name else replace(label, name=label_of(self.status.said).name)
 
     @cached_property
     def hparams(self) -> dict[str, Any]:
-        """Hyperparameters as the logger kept them; empty where there are none that can be read."""
+        """Hyperparameters that the logger kept; empty if none can be read."""
         return self._hparams[0]
 
     @cached_property
@@ -207,7 +207,7 @@ def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
 
 
 def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -> Run:
-    """Make the record of a run below `root`; an earlier one with the same stamp is kept, unless the run went on."""
+    """Make the record of a run below `root`; reuse an earlier one with the same stamp, unless the run went on."""
     live = before is not None and before.status.state in ("running", "starting")
     if before is not None and before.stamp == stamp and not live:
         return before

@@ -20,7 +20,7 @@ MOST_NAME, MOST_NOTE, MOST_TAG, MOST_TAGS = 200, 4000, 64, 32
 
 @dataclass(frozen=True)
 class Label:
-    """What a person has said of a run.
+    """What a person has written about a run.
 
     Args:
         name: one line; empty where nobody has given one.
@@ -44,7 +44,7 @@ class Label:
 
 
 def label_of(said: Any) -> Label:
-    """Make a label of JSON values, which may be a stranger's: what is of another kind is left out, what is long is cut.
+    """Make a label from JSON values, which may be a stranger's: drop values of other kinds, and cut long ones.
 
     Example:
         >>> label_of({"name": "base\\x1b[2J", "tags": ["good", 3], "archived": 1})

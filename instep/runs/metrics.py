@@ -27,7 +27,7 @@ _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over the steps.
+    """Values of a metric over the steps.
 
     Args:
         name: of the metric.
@@ -72,7 +72,7 @@ class Metrics:
 
 
 class _Buckets:
-    """A curve while it is read: buckets of as many points each, of which the least and the greatest are kept."""
+    """A curve while it is read: buckets of equally many points, each with its least and greatest."""
 
     def __init__(self, most: int) -> None:
         self._most = max(1, (most - 2) // 2)
@@ -187,7 +187,7 @@ class MetricsReader:
         self._too_many = False
 
     def read(self) -> Metrics:
-        """Read what was added since the last time; return all of it."""
+        """Read what was added since the last call, and return everything."""
         curves: dict[str, Curve] = {}
         problems: list[str] = []
         sources: list[str] = []
@@ -236,7 +236,7 @@ class MetricsReader:
 
 
 def _age(path: Path) -> list[str]:
-    """Order files of one logger as they were made: the numbers in their names say when."""
+    """Return the key that sorts the files of a logger by age: the numbers in their names."""
     return [part.rjust(20, "0") if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 

@@ -20,7 +20,7 @@ _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 
 
 def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
-    """Name runs: each as it was called, by its folder's own name, or by what differs from its neighbours.
+    """Name runs: by their given name, their folder's own name, or the settings that differ from their neighbors'.
 
     Its neighbours are the runs in the same folder. One without any is called as the next folder above that has a name
     of its own. Where nothing differs, the program and its start are the name. Of several with one name each gets the
@@ -49,7 +49,7 @@ def differing(all_params: Sequence[Params]) -> list[str]:
 
 
 def value(of: Any) -> str:
-    """Write a hyperparameter in short.
+    """Format a hyperparameter briefly.
 
     Example:
         >>> value(0.1), value(3e-5), value(True), value("adam")
@@ -62,7 +62,7 @@ def value(of: Any) -> str:
 
 
 def short(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a hyperparameter's name, where no other one ends so.
+    """Return the last part of a hyperparameter's name, if no other name ends so.
 
     Example:
         >>> keys = ["model/width", "lr", "a/size", "b/size"]
@@ -75,7 +75,7 @@ def short(key: str, keys: Sequence[str]) -> str:
 
 
 def options_of(command: Any) -> dict[str, bool | int | float | str]:
-    """Read the options of a command: what a run is told apart by where its module keeps no hyperparameters.
+    """Read the options of a command, which tell runs apart whose modules keep no hyperparameters.
 
     Example:
         >>> options_of(["python", "train.py", "--lr", "0.1", "--fast", "model.width=8"])
@@ -111,13 +111,13 @@ def _name(run: Run, params: Params, differ: Sequence[str], alone: bool) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the next folder above a run's that is neither numbered nor called as all such folders are."""
+    """Return the nearest folder above a run that is neither numbered nor has the usual name of such folders."""
     above = (name for name in reversed(folder.parts[1:-1]) if number_of(name) is None)
     return clean(next((name for name in above if name not in (RUNS, "lightning_logs")), ""), "")
 
 
 def _start(said: Mapping[str, Any]) -> str:
-    """Name the program and the time of its start; empty where they are not known."""
+    """Return the program's name and the time of its start; "" if they are unknown."""
     command, started = said.get("command"), said.get("started")
     words = [Path(str(word)).name for word in command] if isinstance(command, list) else []
     program = next((word for word in words if word.endswith(".py")), "instep" if "instep" in words else "")

@@ -13,7 +13,7 @@ from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_
 
 @dataclass(frozen=True)
 class Paces:
-    """Paces of the busiest ranks of a run.
+    """Paces of the busiest ranks in a run.
 
     Args:
         time_s: when they were measured, seconds since 1970; 0 where there are none.

@@ -50,7 +50,7 @@ class RunStatus:
 
 
 def look(folder: Path) -> RunStatus:
-    """Read how a run is. What cannot be read is "unknown"."""
+    """Read the state of a run; "unknown" if it cannot be read."""
     content = read_status(folder) if own(folder / STATUS, folder) else None
     if content is None:
         return RunStatus(cause="status.json cannot be read" if os.path.lexists(folder / STATUS) else "")
@@ -71,7 +71,7 @@ def look(folder: Path) -> RunStatus:
 
 
 def _failures(folder: Path) -> list[dict[str, Any]]:
-    """Read the reports of ranks that failed, the cause first, then those of their own before mere consequences."""
+    """Read the reports of failed ranks: the cause first, then errors of their own, then consequences."""
     try:
         names = sorted(os.listdir(folder / FAILURES))[:MOST_RANKS]
     except OSError:
@@ -91,7 +91,7 @@ def _lease(folder: Path) -> tuple[dict[str, Any], float]:
 
 
 def _silence(folder: Path, said: dict[str, Any]) -> str:
-    """Return why a run that calls itself running is dead; empty where it lives."""
+    """Return why a run that claims to be running is dead; "" if it lives."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
         lease = {}  # the lease is an earlier run's
@@ -110,7 +110,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
 
 
 def own(path: Path, folder: Path) -> bool:
-    """Return whether a path below a run folder is in it: it and the folders between are no links."""
+    """Return whether a path below a run folder is really inside it: no folder on the way is a link."""
     while path not in (folder, path.parent):
         if os.path.islink(path):
             return False
@@ -126,7 +126,7 @@ def _object(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _tidy(value: Any) -> Any:
-    """Make the texts of a JSON value fit for a terminal."""
+    """Remove control characters of a terminal from the texts of a JSON value."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

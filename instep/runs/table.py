@@ -58,7 +58,7 @@ class Metric:
         return "greatest" if self.greatest else "least"
 
     def best(self, entry: Entry) -> tuple[float, float] | None:
-        """Return the best value of a run and its step; None where it has none, or ended with nan or infinity."""
+        """Return the best value of a run and its step; None if it has none, or ended with nan or infinity."""
         ends = entry.ends.get(self.name)
         if ends is None or not math.isfinite(ends.last):
             return None
@@ -71,7 +71,7 @@ class Metric:
 
 
 def metric_of(word: str) -> Metric:
-    """Return the metric that a word means: `val_loss`, or `val_x:max` where the greatest is best.
+    """Return the metric that a word means: `val_loss`, or `val_x:max` if the greatest value is best.
 
     Example:
         >>> metric_of("val_loss").greatest, metric_of("val_acc").greatest, metric_of("x:max").greatest
@@ -115,7 +115,7 @@ class Column:
 
     @cached_property
     def width(self) -> int:
-        """Cells of a terminal that it takes."""
+        """Width of the column in cells of a terminal."""
         return max(map(width_of, [self.header, *self.cells]), default=0)
 
 
@@ -161,7 +161,7 @@ class Table:
         return cls(chosen, naming.differing([entry.params for entry in chosen]), by_sort or ([usual] if usual else []))
 
     def csv(self) -> str:
-        """Write all of it for a spreadsheet; a text that it would take for a formula begins with an apostrophe."""
+        """Write the whole table for a spreadsheet; a text that it would read as a formula begins with an apostrophe."""
         heads = [
             title
             for metric in self.metrics
@@ -266,7 +266,7 @@ def _cell(value: Any) -> Any:
 
 
 def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]:
-    """Find the runs that fulfil a condition; a text that is none is looked for in name, path, tags and note.
+    """Find the runs that fulfil a condition; any other text is searched for in names, paths, tags and notes.
 
     Args:
         entries: the runs.
@@ -331,7 +331,7 @@ def value_is_plain(name: str, entries: Sequence[Entry]) -> bool:
 
 
 def width_of(text: str) -> int:
-    """Return how many cells of a terminal a text takes: two for a character of Chinese, none for an accent alone."""
+    """Return the cells of a terminal that a text takes: two for a Chinese character, none for a combining accent."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len  # late: few tables have such texts
@@ -340,7 +340,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text to a width, with an ellipsis, between two words where the first one fits.
+    """Cut a text to a width, with an ellipsis, between two words if the first one fits.
 
     Example:
         >>> cut("RuntimeError: out of memory", 20), cut("baseline", 5)
@@ -399,7 +399,7 @@ def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[s
 
 
 def _least(columns: Sequence[Column]) -> list[int]:
-    """Return the least width of each column: of a name that of the whole one, while there is a column to leave out."""
+    """Return the least width of each column; a name keeps its full width while another column can be left out."""
     last = all(column.rank <= _ALWAYS for column in columns)
     least = [column.width if not column.cut else _LEAST if last else 2 * _LEAST for column in columns]
     return [
@@ -422,7 +422,7 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 
 def upright(text: str) -> str:
-    """Keep a text that is written from right to left from turning the rest of its line round, by a mark beside it."""
+    """Add a mark to a text that is written from right to left, so that the rest of its line is not reversed."""
     if text.isascii() or not any(0x590 <= ord(char) < 0x900 or 0xFB1D <= ord(char) < 0xFEFD for char in text):
         return text
     return f"{MARK}{text}{MARK}"

@@ -26,7 +26,7 @@ _REMOVED = re.compile(r"\d{8}-\d{6}-.+", re.DOTALL)  # name in the trash: time o
 
 
 def describe(folder: Path) -> str:
-    """Describe in a line what stands in a run folder: files, bytes, checkpoints, links; no link is followed."""
+    """Describe a run folder in one line: files, bytes, checkpoints, links; no link is followed."""
     files, size, links = 0, 0, list[str]()
     for root, folders, names in os.walk(folder):
         for path in (Path(root, name) for name in (*names, *folders)):
@@ -42,7 +42,7 @@ def describe(folder: Path) -> str:
 
 
 def check_removable(folder: Path) -> None:
-    """Raise where a folder is no run that this user may remove.
+    """Raise if a folder is not a run that this user may remove.
 
     Raises:
         UsageError: it is a link, no run of instep, another user's, or a run that goes on.
@@ -108,7 +108,7 @@ def find_trash(folder: Path) -> list[Path]:
 
 
 def empty(removed: Path) -> None:
-    """Delete a removed run for good; links in it are deleted, and not what they lead to.
+    """Delete a removed run for good; a link in it is deleted, never its target.
 
     Args:
         removed: a path that `find_trash` returned.

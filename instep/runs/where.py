@@ -70,7 +70,7 @@ class _Parser:
         return UsageError(f"--where {self.text[:80]!r}: {got} is not expected after {before[-40:]!r}; {_EXPECTED}")
 
     def _next(self, kind: str, *texts: str) -> str | None:
-        """Take the next token where it is of a kind and, if texts are given, one of them."""
+        """Take the next token if it is of a kind and, where texts are given, one of them."""
         if self.at < len(self.tokens):
             found, text = self.tokens[self.at]
             if found == kind and (not texts or text.lower() in texts):

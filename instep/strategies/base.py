@@ -26,7 +26,7 @@ _SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
 
 
 class Strategy:
-    """Way to spread a module over processes and devices, to run its steps, and to save and load its state.
+    """Strategy that spreads a module over processes and devices, runs its steps, and saves and loads its state.
 
     The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer
     never asks which strategy it has. In this order: `check_world_size`, `connect`, `model_context` around the module's
@@ -129,7 +129,7 @@ class Strategy:
         return state.num_processes // state.num_nodes
 
     def _refused(self, why: str) -> SettingError:
-        """Make the error for a run that this strategy cannot have; `why` goes on after the strategy's name."""
+        """Make the error for a run that this strategy does not support; `why` continues the sentence after its name."""
         return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)
 
     _constructed: dict[str, Any] | None = None
@@ -155,7 +155,7 @@ class Strategy:
 
     @property
     def backward_fits_in_graph(self) -> bool:
-        """Whether a backward needs nothing of the strategy around it, so that a compiled step may have it within."""
+        """Whether a backward needs nothing from the strategy, so that a compiled step may contain it."""
         return type(self) is Strategy
 
     def connect(self, device: torch.device, precision: Precision) -> None:
@@ -175,7 +175,7 @@ class Strategy:
         self.data_rank, self.data_world_size = process.process_index, process.num_processes
 
     def separate_random_streams(self, seed: int) -> None:
-        """Let ranks with other data draw other random numbers (dropout masks); the first keeps the user's stream.
+        """Make ranks with other data draw other random numbers (dropout masks); the first rank keeps the user's stream.
 
         Args:
             seed: the run's, alike on all ranks.
@@ -190,7 +190,7 @@ class Strategy:
         return nullcontext()
 
     def prepare_module(self, module: nn.Module) -> None:
-        """Move the module to its device in its dtype, and cut it up where that changes its parameters.
+        """Move the module to its device and dtype, and divide it here if that changes its parameters.
 
         The optimizers are made after this, and weights of a checkpoint are loaded.
         """
@@ -242,7 +242,7 @@ class Strategy:
         return wrapped
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
-        """Put what `prepare_module` made of its parameters into an optimizer that was made before."""
+        """Put the parameters that `prepare_module` made into an optimizer that was made before."""
         for group in optimizer.param_groups:
             group["params"] = [self._exchanged.get(parameter, parameter) for parameter in group["params"]]
 
@@ -274,7 +274,7 @@ class Strategy:
                         buffer.copy_(broadcast(buffer))
 
     def teardown(self) -> None:
-        """Release what `prepare_training` and `wrap` took. May be called twice, and after an error."""
+        """Release what `prepare_training` and `wrap` have allocated. May be called twice, and after an error."""
 
     # ---- the step
 
@@ -298,7 +298,7 @@ class Strategy:
         self.gradients.scale(loss).backward(*args, **kwargs)
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Prepare a backward of manual optimization, where the loss does not leave through the step."""
+        """Prepare a backward of manual optimization, whose loss is not returned by the step."""
 
     def abandon_step(self) -> None:
         """Abandon a step that an error, on this rank or another, has left in the middle; its gradients are lost.
@@ -400,11 +400,11 @@ class Strategy:
         return tree if PartialState().is_main_process else None
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what this rank alone knows, which a checkpoint keeps for each rank."""
+        """Return state of this rank that others lack, which a checkpoint keeps for each rank."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Load what `rank_state` gave, before the first step; called after everything else was loaded.
+        """Load the state of `rank_state` before the first step, after everything else was loaded.
 
         Args:
             state: this rank's, or, in a run on another number of ranks, the first one's.
@@ -413,7 +413,7 @@ class Strategy:
 
 
 def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
-    """Refuse a quantized module under a strategy that cuts weights up.
+    """Refuse a quantized module under a strategy that divides weights.
 
     Raises:
         SettingError: as above.
@@ -432,7 +432,7 @@ def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
 
 
 def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
-    """Return the shape of every entry of a module's `state_dict()`; None for what is no tensor, or has no shape yet."""
+    """Return the shape of every entry of a module's `state_dict()`; None for an entry without one."""
     return {
         name: value.shape if isinstance(value, Tensor) and not is_lazy(value) else None
         for name, value in module.state_dict().items()

@@ -128,7 +128,7 @@ def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Combine a row of values per parameter over the ranks that it is sharded over, as parts of a norm. Collective.
+    """Combine one value per parameter over the ranks that hold its shards, as parts of a norm. Collective.
 
     Args:
         values: a row, or one value, for each parameter; with `norm_type` 1.0 they are added up.
@@ -153,7 +153,7 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, cut as the parameter is: tensor parallelism leaves partial sums. Collective."""
+    """Return a parameter's gradient, divided like the parameter: tensor parallelism leaves partial sums. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -179,7 +179,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _collective_device(parameter: Tensor) -> torch.device:
-    """Return the device that collectives run on: offloaded parameters are elsewhere."""
+    """Return the device of collectives, which differs from that of offloaded parameters."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:
         return parameter.device
@@ -187,7 +187,7 @@ def _collective_device(parameter: Tensor) -> torch.device:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return the gradients of parameters, as far as this rank holds them, by device and dtype. Collective."""
+    """Return the gradients of parameters that this rank holds, by device and dtype. Collective."""
     return _by_kind(local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None)
 
 

@@ -20,7 +20,7 @@ Hook = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CommHook:
-    """One way for gradients to travel; every value is checked here.
+    """A way to send gradients; every option is checked here.
 
     Args:
         name: one of `COMM_HOOKS`.
@@ -58,7 +58,7 @@ class CommHook:
             self._power_state()
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Let a DDP's gradients travel so; "post_local_sgd" is registered by its owner."""
+        """Register the hook in a DDP; "post_local_sgd" is registered by its owner."""
         # Late: few runs compress their gradients.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -74,7 +74,7 @@ class CommHook:
             ddp.register_comm_hook(self._power_state(), _under_own_name(hook))
 
     def _power_state(self) -> Any:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # late, as above
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # late: few use it
 
         try:
             return PowerSGDState(process_group=None, **self.state)
@@ -88,7 +88,7 @@ class CommHook:
 
 
 def _under_own_name(hook: Hook) -> Hook:
-    """Hide a hook's name from DDP, which refuses torch's bfloat16 ones where there is no NCCL.
+    """Hide a hook's name from DDP, which refuses torch's bfloat16 hooks if there is no NCCL.
 
     gloo sums bfloat16 as well.
     """
@@ -100,14 +100,14 @@ def _under_own_name(hook: Hook) -> Hook:
 
 
 def _one_bucket_at_a_time(hook: Hook) -> Hook:
-    """Keep a hook's messages in one order on all ranks, over gloo.
+    """Keep the messages of a hook in the same order on all ranks, for gloo.
 
     PowerSGD sends more from the callbacks of what it sent, and gloo runs those in several threads: with two buckets
     under way ranks pair messages of different buckets, and crash.
     """
 
     @wraps(hook)
-    def waiting(state, bucket):  # no annotations, as above
+    def waiting(state, bucket):  # no annotations: torch compares them with classes
         future = hook(state, bucket)
         future.wait()
         return future
@@ -116,7 +116,7 @@ def _one_bucket_at_a_time(hook: Hook) -> Hook:
 
 
 def mean_of(bucket: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.futures.Future[Any]:
-    """Return the mean of a bucket over a group; over all ranks where there is none."""
+    """Return the mean of a bucket over a group; over all ranks if no group is given."""
     world = torch.distributed.get_world_size(group)
     work = torch.distributed.all_reduce(bucket.div_(world), group=group, async_op=True)
     assert work is not None

@@ -47,7 +47,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 
 
 class ContextParallel:
-    """Attention over sequences of which each rank has a part, by exchange of parts for heads.
+    """Attention over sequences that are divided among ranks: parts of sequences are exchanged for heads.
 
     Args:
         mesh: 1-dim, of the ranks that share their sequences, in the order of the parts.
@@ -91,7 +91,7 @@ class ContextParallel:
         return torch.cat([cut[i] for i in self._mine()], dim)
 
     def _mine(self) -> tuple[int, ...]:
-        """Return the sequence's pieces that this rank has."""
+        """Return the pieces of the sequence that this rank has."""
         return (self.rank,)
 
     # ---- the step
@@ -123,7 +123,7 @@ class ContextParallel:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let attention see the whole sequence: in a step, and in a backward that computes parts of it again."""
+        """Let attention see the whole sequence: in a step, and in a backward that repeats parts of it."""
         global _active
         if _active is not None:  # called by a backward within a step
             yield
@@ -193,7 +193,7 @@ class ContextParallel:
         return exchanged
 
     def _exchange(self, tensor: Tensor, scatter: int, gather: int) -> Tensor:
-        """Give each rank its part along one dimension, and get all ranks' parts along the other."""
+        """Keep this rank's part along one dimension, and get all ranks' parts along the other."""
         return torch.cat(self._swap(torch.stack(tensor.chunk(self.size, scatter))), gather)
 
     def _gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -201,7 +201,7 @@ class ContextParallel:
         return torch.cat(self._swap(tensor.expand(self.size, *tensor.shape).contiguous()), dim)
 
     def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:
-        """Send the i-th part to rank i, and get one from each."""
+        """Send the i-th part to rank i, and get one part from each rank."""
         # Late: only who cuts sequences pays for it.
         from torch.distributed import _functional_collectives as collectives
 
@@ -229,7 +229,7 @@ class ContextParallel:
 
 
 class RingAttention(ContextParallel):
-    """Attention over sequences of which each rank has a part, by torch's ring. Needs a GPU, and takes no mask.
+    """Attention over sequences that are divided among ranks, by torch's ring. Needs a GPU, and takes no mask.
 
     Each rank has a piece from the front and one from the end of the sequence, so that a causal attention gives all of
     them the same work.
@@ -242,7 +242,7 @@ class RingAttention(ContextParallel):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel  # late, as above
+        from torch.distributed.tensor.experimental import context_parallel  # late: few runs use it
 
         # torch cuts buffers up in place; the batch is cut already, so it gets one that stands for its length.
         stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)

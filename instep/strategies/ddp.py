@@ -35,7 +35,7 @@ _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "for
 
 
 class NamingDDP(DistributedDataParallel):
-    """torch's DDP; its error for parameters that a loss left without a gradient has their names."""
+    """torch's DDP with the names of parameters in its error for those that got no gradient."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -56,7 +56,7 @@ class NamingDDP(DistributedDataParallel):
 
 
 class BucketOrder:
-    """Order in which the gradients of the first reduced backward come, taken down.
+    """Order in which gradients arrive in the first backward that is reduced.
 
     Args:
         ddp: before its first backward.
@@ -90,7 +90,7 @@ class BucketOrder:
         self._handles, self._ddp = [], None
 
     def restore(self, names: Sequence[str]) -> None:
-        """Let the first backward find the buckets of the run that had this order. Collective."""
+        """Make the first backward build the buckets of the run that had this order. Collective."""
         ddp = self._ddp
         if ddp is None or not self._handles:
             return
@@ -275,7 +275,7 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Return whether gradients are averaged with other ranks; a module without gradients gets rank 0's weights."""
+        """Return whether gradients are averaged over ranks; a module that trains nothing gets rank 0's weights."""
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -294,7 +294,7 @@ class DDPStrategy(Strategy):
     def _distribute(
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
-        """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
+        """Make torch's DDP; with `again` in the middle of training, where weights and buffers stay as they are."""
         kept = dispatched_weights(module)
         ignored = [  # what DDP cannot copy: what is offloaded, of the same files on each rank, and torchao's tensors
             name
@@ -452,7 +452,7 @@ def _trainable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """Return the optimizer states in a tree: every rank has its part of those, and the weights are alike."""
+    """Return the optimizer states in a tree, of which each rank has a part; the weights are the same on all."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

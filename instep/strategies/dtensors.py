@@ -61,7 +61,7 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
 
 
 def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> Any:
-    """Return a state with this rank's parts only: entries of dicts that it does not write are left out. Local.
+    """Return a state with this rank's parts only; entries of dicts that this rank does not write are left out. Local.
 
     Args:
         tree: dicts, lists and tuples of tensors and anything else, which every rank writes.
@@ -85,7 +85,7 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return this rank's part of a whole tensor, cut as another one is. Local: only the part is read.
+    """Return this rank's part of a whole tensor, divided like another one. Local: only the part is read.
 
     Args:
         value: the whole tensor, of the shape of `like`.
@@ -107,12 +107,12 @@ def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device |
 
 
 def with_local(local: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that is cut as another one is, with this part on this rank."""
+    """Return a tensor that is divided like another one, with this part on this rank."""
     return _distributed(local, like, like.placements) if isinstance(like, DTensor) else local
 
 
 def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's whole state, cut as its parameters are. Local.
+    """Return an optimizer's whole state, divided like its parameters. Local.
 
     Args:
         tree: as `utils/optimizer_state.py` describes it, its tensors whole.
@@ -132,7 +132,7 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 
 def take_state(value: Any, parameter: Tensor) -> Any:
-    """Return one value of a parameter's whole optimizer state, cut as the parameter is. Local."""
+    """Return one value of a parameter's whole optimizer state, divided like the parameter. Local."""
     if isinstance(value, list | tuple):  # the states of L-BFGS are lists
         return type(value)([take_state(one, parameter) for one in value])
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
@@ -144,7 +144,7 @@ def take_state(value: Any, parameter: Tensor) -> Any:
 
 
 def gather_whole(value: Any) -> Any:
-    """Gather a DTensor as a plain tensor on every rank, on the mesh's device; else return the value. Collective."""
+    """Gather a DTensor as a plain tensor on every rank, on the mesh's device; return any other value. Collective."""
     if not isinstance(value, DTensor):
         return value
     kind = value.device_mesh.device_type

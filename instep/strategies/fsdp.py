@@ -56,7 +56,7 @@ _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class FSDPGradients(Gradients):
-    """Gradients of which each rank has shards."""
+    """Gradients that are divided into shards."""
 
     def leaves(self) -> Iterable[Tensor]:
         yield from super().leaves()
@@ -64,7 +64,7 @@ class FSDPGradients(Gradients):
             yield entry._unsharded_param
 
     def gathered(self) -> Iterator[Any]:
-        """Give what torch keeps of each parameter that has been gathered; it has no public name for that."""
+        """Yield torch's record of each gathered parameter, which has no public name."""
         for part in self.strategy._sharded:
             for group in _param_groups(part):
                 for entry in group.fsdp_params:
@@ -293,7 +293,7 @@ class FSDPStrategy(Strategy):
                 group._init_mp_dtypes()  # sets the dtypes of the reduction: torch has none for a group that was frozen
 
     def _read_shards(self, module: nn.Module) -> None:
-        """Read the values that were noted for what is left on the meta device: each rank its own shards."""
+        """Read stored values into parameters on the meta device: each rank reads its own shards."""
         device = torch.device("cpu") if self.cpu_offload else self.device
         if not read_values(module, device, lambda stored, like: take_part(stored, like, device)):
             return
@@ -304,13 +304,13 @@ class FSDPStrategy(Strategy):
                         entry.reset_sharded_param()
 
     def _bring(self, module: nn.Module) -> None:
-        """Bring to the device what no part has that `fully_shard` has brought there."""
+        """Move to the device what `fully_shard` has not moved there as a part of some unit."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):  # the tensor may be offloaded
                 tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
-        """Cut the module up over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
+        """Divide the module over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
 
     def shard(self, module: nn.Module) -> None:
         """Shard a module over `dp_mesh`, in place. Collective.
@@ -348,7 +348,7 @@ class FSDPStrategy(Strategy):
                 setattr(module, method, gathered_methods(module).through(getattr(module, method), module))
 
     def share_weights(self, module: nn.Module) -> None:
-        """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
+        """Copy the first rank's weights and buffers to every rank, if they are not divided yet. Collective."""
         broadcast_weights(module, skip=lambda tensor: isinstance(tensor, DTensor) or tensor.is_meta)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
@@ -426,7 +426,7 @@ class FSDPStrategy(Strategy):
         return evaluate
 
     def _gathering(self, name: str) -> Callable[..., Any]:
-        """Return a step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
+        """Return a step method that gathers weights as `forward` does. The module's own method does not change."""
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
@@ -528,6 +528,6 @@ def _param_groups(part: FSDPModule) -> list[Any]:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of every parameter, by each of its names."""
+    """Return the first name of each parameter, by every one of its names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}

@@ -17,7 +17,7 @@ _SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes for which the 
 
 
 class Stepped(Protocol):
-    """What `Gradients` needs of a strategy: the module and the precision of the run."""
+    """The attributes of a strategy that `Gradients` needs: the module and the precision of the run."""
 
     module: nn.Module
     precision: Precision
@@ -82,13 +82,13 @@ class Gradients:
             self._finished.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the gradient scaler's factor out, before clipping or looking at gradients; once per step counts."""
+        """Divide gradients by the scaler's factor, before clipping or reading them; once in a step."""
         if self.precision.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
-        """`unscale` for optimizers that step from one loss: where one's gradients overflowed, none of them steps."""
+        """Call `unscale` for optimizers that step from one loss: if gradients of one overflowed, none of them steps."""
         for optimizer in optimizers:
             self.unscale(optimizer)
         scaler = self.precision.scaler
@@ -102,7 +102,7 @@ class Gradients:
                 flag.copy_(any_found)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Take note that the gradients were set to zero without a step; the next ones are scaled again."""
+        """Record that gradients were cleared without a step; the next ones are scaled again."""
         if id(optimizer) in self._unscaled:
             self._finished.add(id(optimizer))
 

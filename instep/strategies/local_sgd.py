@@ -46,7 +46,7 @@ class LocalSGDPlan:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
-        """Return the plan that `DDPStrategy(comm_state=...)` describes."""
+        """Return the plan that `DDPStrategy(comm_state=...)` asks for."""
         try:
             return LocalSGDPlan(**state)
         except TypeError as error:
@@ -58,13 +58,13 @@ class LocalSGDPlan:
             ) from error
 
     def start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> PostLocalSGD:
-        """Make what follows the plan in a training of a module."""
+        """Start the local SGD of a module according to this plan."""
         return PostLocalSGD(self, module, optimizers)
 
 
 @torch.no_grad()
 def average_weights(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the mean of weights and buffers, in place; integer ones stay each rank's. Collective.
+    """Average weights and buffers over all ranks, in place; integer ones stay as they are. Collective.
 
     Args:
         tensors: of one model, alike on all ranks in number and shape.
@@ -96,11 +96,11 @@ class PostLocalSGD:
 
     @property
     def apart(self) -> bool:
-        """Whether the next step is each replica's own."""
+        """Whether each replica takes the next step alone."""
         return self.steps >= self.plan.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Let a DDP's gradients travel as far as the plan says."""
+        """Register in a DDP how far gradients are sent, according to the plan."""
 
         def travel(_, bucket):  # no annotations: torch compares them with classes, and here they are texts
             if not self.apart or self._node is not None:
@@ -114,7 +114,7 @@ class PostLocalSGD:
         self._part()
 
     def detach(self) -> None:
-        """Count no more steps."""
+        """Stop counting steps."""
         self._handle.remove()
         self._ddp = None
 
@@ -126,14 +126,14 @@ class PostLocalSGD:
             self.average_replicas()
 
     def _part(self) -> None:
-        """Leave each replica its own buffers once it goes its own way."""
+        """Let each replica keep its own buffers once it trains alone."""
         if self.apart:
             for name in ("forward_sync_buffers", "broadcast_buffers"):  # names in newer and in older torch
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
     def average_replicas(self) -> None:
-        """Give every replica the mean of the weights and floating buffers; nothing where they are one. Collective."""
+        """Average weights and floating buffers over replicas; do nothing while they are the same. Collective."""
         if self.drifted:
             average_weights((*self._module.parameters(), *self._module.buffers()))
         self.drifted = False
@@ -145,7 +145,7 @@ class PostLocalSGD:
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the count of steps, and this rank's replica where that goes its own way."""
+        """Return the count of steps, and this rank's replica if it trains alone."""
         if not self.apart:
             return {"steps": self.steps}
         return {
@@ -156,7 +156,7 @@ class PostLocalSGD:
         }
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Take up what `rank_state` gave, after the mean was loaded.
+        """Load the state of `rank_state`, after the mean was loaded.
 
         Args:
             state: this rank's, or the first one's.

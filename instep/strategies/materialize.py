@@ -65,18 +65,18 @@ def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
 
 
 def place_of(owner: nn.Module, key: str) -> Stored | None:
-    """Return where the values of a module's own weight or buffer lie; None where that was not noted."""
+    """Return where the values of a module's own weight or buffer are stored; None if that is not recorded."""
     return vars(owner).get(_PLACES, {}).get(key)
 
 
 def deferred_weights(model: nn.Module) -> dict[str, Stored]:
-    """Return where the values lie that a model still waits for, by name."""
+    """Return where the values that a model still lacks are stored, by name."""
     found = ((name, place_of(owner, key)) for name, owner, key, _ in _meta_entries(model))
     return {name: place for name, place in found if place is not None}
 
 
 def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> dict[str, Stored]:
-    """Leave weights empty that the run's checkpoint will bring, so that nothing is read twice.
+    """Leave weights empty that the run's checkpoint will fill, so that nothing is read twice.
 
     Args:
         model: what it waits for and the checkpoint brings in the same shape gets memory, and no values.
@@ -94,7 +94,7 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
 
 
 class _Coming:
-    """Stored tensor of no values: they come from elsewhere."""
+    """Stored tensor without values, which come from elsewhere."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -126,7 +126,7 @@ def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
 
 
 class Materializer:
-    """Gives modules memory and values, in the order in which it gets them.
+    """Gives modules memory and values, in the order of the calls.
 
     A module's own weights and buffers come from its `reset_parameters` (or `_reset_parameters`), as torch's layers
     have it, drawn on the device; in a model of transformers, from that model's way for such a module. A tied weight is
@@ -149,7 +149,7 @@ class Materializer:
         """Models of transformers, which know how their modules begin."""
 
     def make_all(self, module: nn.Module, name: str = "") -> dict[Tensor, Tensor]:
-        """Materialize a module and its parts; return the new tensor of each exchanged one."""
+        """Materialize a module and its parts; return the new tensor for each replaced one."""
         self.make(module, name)
         for key, child in module.named_children():
             self.make_all(child, f"{name}.{key}" if name else key)
@@ -157,7 +157,7 @@ class Materializer:
         return self._made
 
     def make(self, module: nn.Module, name: str) -> None:
-        """Make a module's own weights and buffers real, not those of its parts.
+        """Materialize a module's own weights and buffers, not those of its parts.
 
         Args:
             module: nothing is done where it is real already.
@@ -208,7 +208,7 @@ class Materializer:
             entries[key] = self._made[value]
 
     def _ways(self, module: nn.Module, name: str) -> Iterator[Callable[[], Any]]:
-        """Yield the functions that may draw a module's values, the best one first."""
+        """Yield functions that may initialize a module's values, the best one first."""
         for prefix, model in reversed(self._models):
             if not prefix or f"{name}.".startswith(f"{prefix}."):
                 yield partial(model._init_weights, module)
@@ -218,7 +218,7 @@ class Materializer:
                 yield getattr(module, method)
 
     def finish(self, module: nn.Module, name: str) -> None:
-        """Draw what a module gives its parts: a LoRA layer of peft its adapters, of which one half begins at zero.
+        """Initialize what a module gives its parts, such as the adapters of a LoRA layer, half of which begin at 0.
 
         Args:
             module: its parts were made.
@@ -244,7 +244,7 @@ class Materializer:
 
 
 def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stored, Tensor], Tensor]) -> bool:
-    """Read the values noted for a module's weights and buffers on the meta device.
+    """Read the recorded values of a module's weights and buffers on the meta device.
 
     The tensors stay the same objects, so that tied weights and optimizers keep what they hold.
 
@@ -304,7 +304,7 @@ def _parameter_like(value: Tensor, made: Any) -> Any:
 
 
 def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
-    """Make what a module has on the meta device real, all of it: read from where its values lie, or drawn.
+    """Materialize all that a module has on the meta device: read stored values, or initialize them.
 
     Args:
         module: changed in place.
@@ -341,7 +341,7 @@ def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
 
 
 def dispatched_weights(module: nn.Module) -> set[Tensor]:
-    """Return the weights and buffers of the models in a module that a device map has placed: they stay there.
+    """Return weights and buffers of models with a device map inside a module: they stay on their devices.
 
     Args:
         module: with models from `instep.big_models.dispatch_model`, or without.
@@ -351,7 +351,7 @@ def dispatched_weights(module: nn.Module) -> set[Tensor]:
 
 
 def refuse_dispatched(strategy: str, module: nn.Module) -> None:
-    """Refuse a model with a device map, for a strategy that cuts weights up itself.
+    """Refuse a model with a device map under a strategy that divides weights itself.
 
     Raises:
         SettingError: there is one.
@@ -367,7 +367,7 @@ def refuse_dispatched(strategy: str, module: nn.Module) -> None:
 
 
 def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse to train weights that are offloaded: between forwards they are nowhere to be changed.
+    """Refuse to train offloaded weights, which do not exist between forwards.
 
     Those of a dispatched model that are trained on the CPU get memory of their own: they may lie mapped, where other
     models of this process from the same file would see what is changed.

@@ -143,7 +143,7 @@ class MeshStrategy(PipelinedStrategy):
         return {field: left if size == -1 else size for field, size in self._wanted.items()}
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """Make the mesh that weights lie on: the dimensions with more than one process, and `dp_shard`. Collective.
+        """Make the mesh of weights: the dimensions with more than one process, and `dp_shard`. Collective.
 
         Processes that share a sequence hold different parts of the weights too: to the mesh they are `dp_shard` ones.
         """

@@ -59,7 +59,7 @@ _FP8_MULTIPLE = 16  # float8 matrix products need both sizes of a layer to be mu
 
 
 class _DefaultDtype:
-    """New tensors get `dtype` inside; can be entered again and again."""
+    """Context in which new tensors get `dtype`; it can be entered repeatedly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -94,7 +94,7 @@ def precision_name(field: str, value: Any) -> str:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raise a `SettingError` where a device cannot compute in a precision, and a `MissingPackageError` without torchao.
+    """Raise a `SettingError` if a device cannot compute in a precision, and a `MissingPackageError` without torchao.
 
     Args:
         name: one of `PRECISIONS`.
@@ -193,7 +193,7 @@ class Precision:
         return _STATE_NAMES.get(self.name, "no")
 
     def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
-        """Return a copy without what a strategy does in its own way: its `connect` keeps the result as its `precision`.
+        """Return a copy without parts that a strategy does itself: its `connect` keeps the copy as `precision`.
 
         Args:
             autocast: the strategy casts what the step computes with to `compute_dtype`.
@@ -219,7 +219,7 @@ class Precision:
             _compute_in_float8(module, emulate=self.device.type == "cpu")
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that casts a batch's floating tensors to the weights' dtype; None if none is needed."""
+        """Return a function that casts floating tensors of a batch to the weights' dtype; None if none is needed."""
         if self.dtype is None:
             return None
         dtype = self.dtype
@@ -230,7 +230,7 @@ class Precision:
         return convert
 
     def context(self, autocast_options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any] | None:
-        """Return a context for the forward pass that can be entered once per step, or None where none is needed.
+        """Return a context for the forward pass that can be entered once per step; None if none is needed.
 
         Args:
             autocast_options: instead of the ones this precision was made with.
@@ -272,7 +272,7 @@ def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
 
 
 def check_tf32(tf32: bool | None, device: torch.device) -> None:
-    """Raise a `SettingError` where TF32 is asked for on a device that has none."""
+    """Raise a `SettingError` if TF32 is requested on a device without it."""
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise SettingError(
             f"tf32=True needs a CUDA device of capability 8.0 or newer (Ampere), and {device} is none. Leave it out.",
@@ -283,7 +283,7 @@ def check_tf32(tf32: bool | None, device: torch.device) -> None:
 
 @contextmanager
 def float32_products(tf32: bool | None, device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products and convolutions in TF32 inside, or in full; put back after.
+    """Compute float32 matrix products and convolutions in TF32 inside, or in full precision; restore it afterwards.
 
     Args:
         tf32: None leaves everything as the program set it.

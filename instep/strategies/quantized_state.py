@@ -28,7 +28,7 @@ _ABOUT_BYTES = 256  # bytes, with room for every offset, so that models of one k
 
 
 def keep_as_tensors(layer: nn.Module) -> None:
-    """Give a quantized layer a state dict of plain tensors, and let it load one; its copies do the same.
+    """Give a quantized layer, and its copies, a state dict of plain tensors, which the layer can load too.
 
     Args:
         layer: a `Linear4bit` or `Linear8bitLt` of bitsandbytes, or a linear layer with a weight of torchao.
@@ -38,7 +38,7 @@ def keep_as_tensors(layer: nn.Module) -> None:
 
 
 def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
-    """Return whether weights hold a layer in its quantized form.
+    """Return whether stored weights contain a layer in its quantized form.
 
     Args:
         names: weights, by name.
@@ -48,12 +48,12 @@ def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
 
 
 def is_of_torchao(tensor: Any) -> bool:
-    """Return whether a tensor is one of torchao's, which few operations know."""
+    """Return whether a tensor is one of torchao's, which support few operations."""
     return type(tensor).__module__.startswith("torchao.")
 
 
 def quantized_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the plain tensors of all quantized layers in a module that are neither parameters nor buffers."""
+    """Return the plain tensors of quantized layers in a module that are neither parameters nor buffers."""
     found: list[Tensor] = []
     for layer in module.modules():
         weight: Any = getattr(layer, "weight", None)
@@ -65,7 +65,7 @@ def quantized_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace what bitsandbytes and torchao have put into a state dict by plain tensors."""
+    """Replace the entries of bitsandbytes and torchao in a state dict by plain tensors."""
     if is_of_torchao(layer.weight):
         del state[f"{prefix}weight"]
         state.update({prefix + name: part for name, part in _parts(layer).items()})
@@ -84,7 +84,7 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load a quantized layer's parts out of a state dict; its plain parameters are left to torch."""
+    """Load the parts of a quantized layer from a state dict; torch loads its plain parameters."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
     if is_of_torchao(layer.weight) and type(given) is type(layer.weight):  # the weight is whole, as torch.save keeps it
         return
@@ -120,7 +120,7 @@ def _load(
 
 
 def _parts(layer: Any) -> dict[str, Tensor]:
-    """Return the tensors of a quantized layer that are no parameters, by their names in its state dict."""
+    """Return the tensors of a quantized layer that are no parameters, by their state dict names."""
     if is_of_torchao(layer.weight):
         return _leaves(layer.weight, "weight")
     if hasattr(layer, "init_8bit_state"):
@@ -148,7 +148,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _read_about(about: Tensor, own: Any) -> float | None:
-    """Read what bitsandbytes says of a weight beside its tensors.
+    """Read the facts that bitsandbytes stores about a weight beside its tensors.
 
     Returns:
         The offset of the scales; None where they are not quantized themselves.

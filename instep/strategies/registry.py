@@ -54,7 +54,7 @@ _registered: dict[str, Callable[[], Strategy]] = {}
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
-    """Make a strategy known under a name.
+    """Register a strategy under a name.
 
     Args:
         name: what `Trainer(strategy=...)` takes.
@@ -83,7 +83,7 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def check_name(name: str, field: str = "strategy") -> str:
-    """Return a strategy's name as it is registered: built-in ones may be given in capitals.
+    """Return the registered form of a strategy's name: built-in names may be given in capitals.
 
     Raises:
         SettingError: no strategy has it; the text lists what there is.

@@ -48,7 +48,7 @@ class StepForward(nn.Module):
 
 
 class GatheredMethods:
-    """Gathers the weights of a sharded module around the outermost of its methods that is called, and it alone.
+    """Gathers the weights of a sharded module around the outermost one of its methods that is called.
 
     Stands in for the hooks that `fully_shard` puts around a module's forward, for other methods too.
 
@@ -75,7 +75,7 @@ class GatheredMethods:
         return output if self._inside else self._after(module, args, output)
 
     def through(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a method so that weights are gathered before it and let go after it.
+        """Wrap a method so that weights are gathered before it and released after it.
 
         Args:
             method: a bound method of the module, perhaps compiled.

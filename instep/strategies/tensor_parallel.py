@@ -27,7 +27,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> None:
-    """Refuse a number of ranks among which a module's attention heads cannot be shared out evenly.
+    """Refuse a number of ranks among which a module's attention heads cannot be divided evenly.
 
     Args:
         module: the heads are what its parts, or their `config` or `hparams`, call by one of the usual names, such as
@@ -50,7 +50,7 @@ def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> No
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a module up over the "tp" dimension of a mesh, in place. Collective.
+    """Divide a module over the "tp" dimension of a mesh, in place. Collective.
 
     Args:
         module: with a method `parallelize(mesh)` that cuts it up or returns a plan, or with parts from transformers
@@ -87,7 +87,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Apply styles by the names of submodules, in which `*` stands for any one part.
+    """Apply styles by the names of submodules, in which `*` stands for any single part.
 
     Args:
         module: changed in place.
@@ -151,7 +151,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 class BeforeStep:
-    """Hook before an optimizer's step that completes the gradients of a module that is cut up.
+    """Hook before an optimizer's step that completes the gradients of a divided module.
 
     Args:
         module: cut up.
@@ -200,7 +200,7 @@ class BeforeStep:
             group["foreach"] = None
 
     def _compare(self) -> None:
-        """Once: what is not cut must have the same gradient on all ranks, or the copies drift apart."""
+        """Check once that what is not divided has the same gradient on all ranks, or the copies drift apart."""
         unproven, self._unproven = self._unproven, {}
         known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []
@@ -225,13 +225,13 @@ class BeforeStep:
 
 
 def _dims(parameter: Tensor) -> tuple[str, ...]:
-    """Return the dimensions of the mesh that a parameter lies on; none for a plain one."""
+    """Return the mesh dimensions of a parameter; none for a plain one."""
     mesh = getattr(parameter, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor that is cut up, put together on every rank; anything else as it is."""
+    """Return a divided tensor as a whole one on every rank; any other tensor as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -240,7 +240,7 @@ def _cuts(module: nn.Module) -> bool:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     groups: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
@@ -248,7 +248,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(module: nn.Module, names: list[str]) -> None:
-    """Tie parameters again, of which a plan has made each one anew."""
+    """Tie parameters again after a plan has replaced each of them."""
     parameters = [module.get_parameter(name) for name in names]
     layouts = [getattr(p, "placements", None) for p in parameters]
     if len(set(layouts)) > 1:

@@ -42,7 +42,7 @@ def _is_class(kind: Any) -> bool:
 
 
 def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a module that a policy means, by name, outer ones first; never the module itself.
+    """Return the parts of a module that a policy selects, by name, outer ones first; never the module itself.
 
     Args:
         field: the setting's name, for errors.
@@ -94,7 +94,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the parts with at least `size` parameters outside of smaller such parts."""
+    """Find the parts with at least `size` parameters outside of smaller parts that are selected too."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:
@@ -183,7 +183,7 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the children of a module by name; for containers that have no forward, theirs."""
+    """Return the children of a module by name; a container without a forward is replaced by its own children."""
     parts: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         if type(child).forward is nn.Module.forward:
@@ -194,7 +194,7 @@ def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """Return the parts whose activations are computed again in the backward.
+    """Return the parts whose activations are recomputed in the backward.
 
     Args:
         module: all of it.
@@ -217,7 +217,7 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
 
 
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the units that share no parameter with what is outside them, and the names of shared ones.
+    """Return the units that share no parameter with the rest of the module, and the names of shared ones.
 
     A unit's parameters are exchanged when it is sharded; a tied one would be exchanged in one place only.
     """

@@ -68,7 +68,7 @@ class XLAGradients(Gradients):
 
 
 class XLAStrategy(Strategy):
-    """Training on XLA devices: what a step does is recorded, compiled once, and run as one graph.
+    """Training on XLA devices: the operations of a step are recorded, compiled once, and run as one graph.
 
     The graph ends with each micro-batch, optimizer step and evaluation step. Every new shape of a batch compiles anew,
     so prefer `drop_last=True` and padding to few lengths; reading a value within a step (`.item()`, `print`) computes
@@ -207,7 +207,7 @@ class XLAStrategy(Strategy):
     # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """Return the longest dimension that can be cut evenly; -1 where there is none, and with `data` (copies)."""
+        """Return the longest dimension that divides evenly; -1 if there is none, and with `data` (copies)."""
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
@@ -216,7 +216,7 @@ class XLAStrategy(Strategy):
         self._spmd.mark_sharding(tensor, self._mesh, spec)
 
     def _split_state(self, optimizer: Optimizer) -> None:
-        """Split an optimizer's state as the weights; else the compiler chooses, and may move it in each step."""
+        """Divide an optimizer's state like the weights; otherwise the compiler chooses, and may do so in each step."""
         for weight, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:
@@ -264,7 +264,7 @@ class XLAStrategy(Strategy):
         return _on_host(self.module.state_dict(keep_vars=True))
 
     def average_replicas(self) -> None:
-        """Do nothing: what is broadcast here is on the host."""
+        """Do nothing: only tensors on the host are broadcast here."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         return _on_host({**self.module.state_dict(keep_vars=True), **held})
@@ -290,7 +290,7 @@ def _check_backward(device: torch.device) -> None:
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that several modules have."""
+    """Return the places of each parameter that several modules share."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -300,7 +300,7 @@ def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _on_host(state: Any) -> Any:
-    """Return a state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
+    """Return a state with device tensors copied to the host; tied weights stay one tensor."""
     copies: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:

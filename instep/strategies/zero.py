@@ -64,7 +64,7 @@ class OptimizerShards:
 
     @staticmethod
     def attach(optimizer: Optimizer) -> OptimizerShards | None:
-        """Divide an optimizer's steps from here on; None for torch's ZeroRedundancyOptimizer, which does it itself."""
+        """Divide an optimizer's steps from now on; None for torch's ZeroRedundancyOptimizer, which does so itself."""
         if is_torch_zero(optimizer):
             return None
         shards = _divided.get(optimizer) or OptimizerShards(optimizer)
@@ -81,13 +81,13 @@ class OptimizerShards:
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Make the optimizer step all parameters again; its state is still a part."""
+        """Make the optimizer step all parameters again; its state is still only a part."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign each new parameter to the rank with the least to do; all ranks decide alike."""
+        """Assign each new parameter to the rank with the least work; all ranks decide alike."""
         new = [p for p in parameters if p not in self._owners]
         for p in sorted(new, key=lambda p: p.numel(), reverse=True):
             owner = self._owners[p] = self._loads.index(min(self._loads))
@@ -126,12 +126,12 @@ def is_divided(optimizer: Optimizer) -> bool:
 
 
 def is_torch_zero(optimizer: Optimizer) -> bool:
-    """Return whether it is torch's ZeroRedundancyOptimizer; without loading that."""
+    """Return whether it is torch's ZeroRedundancyOptimizer, without importing that."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's state: everything, but the state of its own parameters only."""
+    """Return this rank's part of an optimizer's state: per-parameter state of its own parameters, and the rest."""
     if not is_torch_zero(optimizer):
         return optimizer_state(module, optimizer)
     names = names_of(module, [optimizer])

@@ -183,7 +183,7 @@ class StreamDataset(Dataset[Any]):
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
     def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
-        """Yield the records of each file as they lie there, and their places in `indices`."""
+        """Yield the records of each file in the file's order, and their places in `indices`."""
         order = indices.argsort(kind="stable")
         ordered = indices[order]
         shards = self._ends.searchsorted(ordered, side="right")
@@ -220,7 +220,7 @@ class StreamDataset(Dataset[Any]):
             warn_user(f"{error}; it was left out. `left_out()` of the data set says how many were, and which")
 
     def left_out(self, across_ranks: bool = False) -> tuple[int, list[str]]:
-        """Return how often a sample was left out by this process and its workers, and the places of the last ones.
+        """Return how many samples this process and its workers left out, and the places of the last ones.
 
         Args:
             across_ranks: of all ranks together, alike on each. Collective: every rank has to call it.
@@ -265,7 +265,7 @@ class StreamDataset(Dataset[Any]):
         return np.concatenate(parts)
 
     def _all(self, shard: int) -> Iterator[Any]:
-        """Yield all records of a file, of a table with the length alone."""
+        """Yield all records of a file; of a table only the column of the length."""
         count = int(self.counts[shard])
         with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
             for start in range(0, count, 1024):
@@ -298,12 +298,12 @@ class StreamDataset(Dataset[Any]):
         return self._used[1] if self._used is not None and self._used[0] == epoch else len(self.shards)
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what an order depends on beside its seed, for a checkpoint."""
+        """Return what an order depends on besides its seed, for a checkpoint."""
         files = self._files(epoch)
         return {"files": files, "digest": self._digest(files), "window": self.window, "bucket": self.bucket}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Take up an epoch that was begun with the files of `mark`.
+        """Continue an epoch that was begun with the files of `mark`.
 
         Raises:
             DataError: the files are not those, with others after them at most.

@@ -56,7 +56,7 @@ _ASKED = (_WAIT, AT_FIRST, COMPARED)
 
 
 class Pattern(NamedTuple):
-    """Which readers read alike, and are divided.
+    """The readers that read the same samples, and are divided.
 
     Attributes:
         ranks: the ranks read alike.
@@ -83,7 +83,7 @@ _ORDER = tuple(PATTERNS.values())
 
 
 class _Board:
-    """What a main process and its readers tell each other; in shared memory where these are workers."""
+    """Table by which a main process and its readers communicate; in shared memory if they are workers."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -113,7 +113,7 @@ class _Reader:
     # ---- reading
 
     def open(self) -> None:
-        """Begin the stream, or go on where a state stood."""
+        """Begin the stream, or continue at a state."""
         owner, head = self._owner, self._owner.board.head.tolist()
         self.is_open = True
         self._place = head[_EPOCH], head[_CYCLE]
@@ -144,7 +144,7 @@ class _Reader:
             self._first_state["inner"] = copy.deepcopy(self._stateful.state_dict())
 
     def _seeded(self, number: int | str, position: int, watch: bool = False) -> Any:
-        """Seed the generators for a block; in the main process only within the block."""
+        """Seed the generators for a block; in the main process only inside the block."""
         pattern = self._owner.pattern
         own: int | str = 0
         if pattern is not None and not pattern.common and position >= COMPARED:
@@ -156,7 +156,7 @@ class _Reader:
         return nullcontext()
 
     def _fetch(self, most: int) -> list[Any]:
-        """Read samples of one block."""
+        """Read the samples of one block."""
         number, began = self.read // self._owner.unit, time.perf_counter_ns()
         if self._in_main and self._quiet >= _QUIET_AFTER and number % _WATCH_EVERY:
             items = list(islice(self._items, most))
@@ -186,7 +186,7 @@ class _Reader:
         self._quiet = -math.inf
 
     def _next(self, most: int) -> list[Any]:
-        """Return the next samples, fewer at the end."""
+        """Return the next samples; fewer at the end."""
         items = [self._ahead.popleft() for _ in range(min(most, len(self._ahead)))]
         if len(items) < most and not self.ended:
             items += self._fetch(most - len(items))
@@ -220,7 +220,7 @@ class _Reader:
                 return
 
     def _go_to(self, begin: int) -> None:
-        """Read on, and throw away, to where the pass begins."""
+        """Read and drop samples up to the place where the pass begins."""
         unit, self.at = self._owner.unit, begin
         while (here := self.read - len(self._ahead)) < begin:
             if not self._next(min(unit - here % unit, begin - here)):
@@ -234,7 +234,7 @@ class _Reader:
     # ---- comparing
 
     def read_first(self, most: int) -> None:
-        """Read whole blocks until there are `most` samples, and write their digests to the board."""
+        """Read whole blocks until there are `most` samples, and write their digests to the table."""
         until = time.monotonic() + _PATIENCE_S.get(most, 2.0)
         if not self.is_open:
             self.open()
@@ -250,7 +250,7 @@ class _Reader:
         row[_PHASE] = most
 
     def _answer(self) -> int:
-        """In a worker: do what the main process asks for, until it says who reads what."""
+        """Follow the main process's commands in a worker, until it decides which samples each reader gets."""
         head, command = self._owner.board.head, _WAIT
         while command in _ASKED:
             if command > int(self.row[_PHASE]):
@@ -260,14 +260,14 @@ class _Reader:
         return command
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream, and how many samples had been read there."""
+        """Return a state of the stream, and the number of samples read up to it."""
         if self._ahead or self._stateful is None:
             return {**copy.deepcopy(self._first_state), "at": self.at}
         return {"read": self.read, "inner": copy.deepcopy(self._stateful.state_dict()), "at": self.at}
 
 
 class DividedDataset(IterableDataset[Any]):
-    """A reader's part of a stream; otherwise the data set that it wraps.
+    """A reader's part of a stream; if nothing is divided, the data set that it wraps.
 
     Args:
         source: the user's data set, or a loader whose batches are the units.
@@ -300,7 +300,7 @@ class DividedDataset(IterableDataset[Any]):
         return type(self.source).__name__
 
     def iterate(self) -> Iterator[Any]:
-        """Begin the source anew; of a loader the workers leave signals alone."""
+        """Iterate over the source again; a loader's workers do not touch signals."""
         iterator, self.started = start_workers(self.source)
         return iterator
 
@@ -309,7 +309,7 @@ class DividedDataset(IterableDataset[Any]):
         return self.reader.units()
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream that any rank can go on from, by reading on."""
+        """Return a state of the stream from which any rank can read on."""
         if self.reader is not None and self.reader.is_open:
             return self.reader.state_dict()
         return copy.deepcopy(self.restored) or {"read": 0, "inner": None, "at": 0}
@@ -332,7 +332,7 @@ class DividedDataset(IterableDataset[Any]):
 
 
 class Division:
-    """A loader's stream, divided among the readers that read it alike.
+    """A loader's stream, divided among the readers that read it in the same order.
 
     Args:
         loader: a plain `DataLoader` or torchdata's over iterable data, or any other iterable of batches.
@@ -367,24 +367,24 @@ class Division:
 
     @property
     def is_common(self) -> bool:
-        """Whether a position is one of the common order of all ranks."""
+        """Whether a position is one in the common order of all ranks."""
         return self.pattern is not None and self.pattern.common
 
     @property
     def name_of_pattern(self) -> str | None:
-        """What is divided, for a state."""
+        """Name of the pattern, for a state."""
         return None if self.pattern is None else list(PATTERNS)[_ORDER.index(self.pattern)]
 
     @property
     def stateful(self) -> Stateful | None:
-        """What has a state that says more than a position: this, or torchdata's loader; None where nothing has."""
+        """Object whose state says more than a position: this one, or torchdata's loader; None if there is none."""
         if self.workers and not self.is_common:
             return self.loader if isinstance(self.loader, Stateful) else None
         asked = not self.workers or isinstance(self.loader, Stateful)
         return self if asked and isinstance(self._stream.source, Stateful) else None
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream at a place that no rank has passed: of the worker that has read most."""
+        """Return a state of the stream at a place that no rank has passed, from the worker that has read most."""
         if not self.workers:
             return self._stream.state_dict()
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})
@@ -419,7 +419,7 @@ class Division:
         return self._timed(iterator) if self._is_timed else iterator
 
     def settle(self, begin: Callable[[Pattern], int], strict: bool, read: int) -> Pattern:
-        """Find out what is divided, if that is not known, and let the readers begin. Collective in that case.
+        """Find out what is divided, if that is unknown, and let the readers begin. Collective in that case.
 
         Args:
             begin: returns the sample that the pass begins with: of the common order, or else of each reader's own.
@@ -444,7 +444,7 @@ class Division:
         return self.pattern
 
     def give_up(self) -> None:
-        """End the readers that still wait."""
+        """End the readers that are still waiting."""
         if int(self._board.head[_COMMAND]) in _ASKED:
             self._board.head[_COMMAND] = _GIVE_UP
 
@@ -460,7 +460,7 @@ class Division:
             yield batch
 
     def end_pass(self) -> None:
-        """Tell once, on rank 0, what it costs that each rank reads all, if that is a part of the pass to speak of."""
+        """Report once, on rank 0, the cost of all ranks reading everything, if it is a notable part of the pass."""
         if not self._is_timed or self.pattern is None:
             return
         self._is_timed, ranks = False, self.shard.world_size if self.pattern.ranks else 1
@@ -487,7 +487,7 @@ class Division:
     # ---- comparing
 
     def _first(self, most: int) -> list[_First]:
-        """Return at most `most` first samples of this process's readers; wait for the workers."""
+        """Return the first samples of this process's readers, at most `most`; wait for the workers."""
         rows = self._board.rows
         if not self.workers:
             self._stream.reader.read_first(most)
@@ -553,20 +553,20 @@ class Division:
 
 
 class _First(NamedTuple):
-    """Digests of a reader's first samples, and whether there were no more."""
+    """Digests of a reader's first samples, and whether the stream ended with them."""
 
     digests: list[int]
     ended: bool
 
 
 def gives_samples(loader: Any) -> bool:
-    """Return whether a loader can be built anew over a part of its samples; else its batches are divided."""
+    """Return whether a loader can be rebuilt over a part of its samples; if not, its batches are divided."""
     known = type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.stateful_dataloader")
     return known and isinstance(loader.dataset, IterableDataset)
 
 
 def by_shards(loader: Any, shard: DataShard) -> Any | None:
-    """Return a loader of a rank's part of a Hugging Face stream whose files divide evenly; None of other data.
+    """Return a loader over a rank's share of files in a Hugging Face stream; None for any other data.
 
     No rank reads more than it uses then, but what each has read is its own: it fits this number of ranks only.
     """
@@ -581,7 +581,7 @@ def by_shards(loader: Any, shard: DataShard) -> Any | None:
 
 
 def _alike(readers: Sequence[_First]) -> bool:
-    """Return whether readers begin with the same samples, as far as all have read."""
+    """Return whether readers begin with the same samples, up to the shortest."""
     shortest, longest = (of(len(one.digests) for one in readers) for of in (min, max))
     ends = any(one.ended and len(one.digests) < longest for one in readers)
     heads = {tuple(one.digests[:shortest]) for one in readers}
@@ -589,13 +589,13 @@ def _alike(readers: Sequence[_First]) -> bool:
 
 
 def _apart(readers: Sequence[_First]) -> bool:
-    """Return whether any two readers have no samples in common, but for what data repeats by chance."""
+    """Return whether any two readers have no samples in common, except chance repetitions in the data."""
     sets = [set(one.digests) for one in readers]
     return all(_SHARED * len(one & other) <= min(len(one), len(other)) for one, other in combinations(sets, 2))
 
 
 def _states_in(state: Any) -> Iterator[StateDict]:
-    """Find the states of readers in one of torchdata's."""
+    """Find the readers' states in one of torchdata's."""
     if isinstance(state, dict):
         if state.keys() == {"read", "inner", "at"}:
             yield state
@@ -605,7 +605,7 @@ def _states_in(state: Any) -> Iterator[StateDict]:
 
 
 def _bytes(sample: Any) -> int:
-    """Return about how much memory a sample takes."""
+    """Estimate the bytes of memory of a sample."""
     return sum(
         len(leaf) if isinstance(leaf, (str, bytes)) else getattr(leaf, "nbytes", 8) for _, leaf in iter_leaves(sample)
     )

@@ -36,11 +36,11 @@ Array = np.ndarray[Any, Any]
 
 
 class BadRecord(Exception):
-    """A record that cannot be read; its text says why."""
+    """A record that cannot be read; its text gives the reason."""
 
 
 class Reader(ABC):
-    """Open shard.
+    """An open shard.
 
     Args:
         path: of the file on this machine.
@@ -65,7 +65,7 @@ class Reader(ABC):
 
 
 class Ranges(Reader):
-    """Records that lie one behind the other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
+    """Records that follow each other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
 
     Args:
         path: of the file on this machine.
@@ -88,7 +88,7 @@ class Ranges(Reader):
         return found
 
     def _bytes(self, row: int) -> tuple[bytes, bytes]:
-        """Return the byte before a record, and the record."""
+        """Return the byte before a record, and the record's bytes."""
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
         if not 0 <= start < stop or stop - start > self._most:
             raise BadRecord(f"it has {stop - start:,} bytes, and a record may have {self._most:,} (max_record_bytes)")
@@ -100,7 +100,7 @@ class Ranges(Reader):
         return raw[:before], raw[before:]
 
     def _read_ahead(self, part: int) -> None:
-        """Ask the system for the part of the file that a record is in, and the next: a window's records are near."""
+        """Ask the system to load the part of the file with a record, and the next: a window's records are near."""
         if part in self._advised or not hasattr(os, "posix_fadvise"):
             return
         self._advised.add(part)
@@ -123,7 +123,7 @@ class Ranges(Reader):
 
 
 class Text(Ranges):
-    """Lines of text in UTF-8, each a record without its end."""
+    """Lines of text in UTF-8; each is a record without its line end."""
 
     keeps_blank = True
 
@@ -148,7 +148,7 @@ class Text(Ranges):
 
 
 class JsonLines(Text):
-    """Lines of JSON, each a record; blank lines are none."""
+    """Lines of JSON, each a record; blank lines are skipped."""
 
     keeps_blank = False
 
@@ -162,7 +162,7 @@ class JsonLines(Text):
 
 
 class Tar(Ranges):
-    """Groups of files of a tar archive, as WebDataset has them: members that follow each other with one base name.
+    """Groups of files in a tar archive, as in WebDataset: neighboring members with one base name.
 
     A record is a dict: `__key__`, the name up to the first dot of its last part, and the content of each member by
     what comes after that dot. Folders, links and devices are left out; nothing is unpacked.
@@ -205,7 +205,7 @@ class Tar(Ranges):
 
 
 def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Split the bytes of some members; by tarfile itself where they are not all plain files."""
+    """Split the bytes of some members; by tarfile itself if one is no plain file."""
     at, plain = 0, []
     while at + _BLOCK <= len(raw):
         member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")
@@ -221,7 +221,7 @@ def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Return the base name and the rest of a member's name; None for what belongs to no record.
+    """Return the base name and the rest of a member's name; None for a member of no record.
 
     Raises:
         tarfile.ReadError: it is a sparse file, or its name leads out of the folder.
@@ -238,7 +238,7 @@ def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
 
 
 class Table(Reader):
-    """Rows of a table that is read group by group; groups that were read are kept, up to some bytes.
+    """Rows of a table that is read group by group; the last groups are kept, up to some bytes.
 
     A record is a dict of its columns. Numbers in a list become a numpy array, all else what pyarrow makes of it.
 
@@ -283,7 +283,7 @@ class Table(Reader):
         return found
 
     def _one_by_one(self, group: Group, rows: list[int]) -> Iterator[Any]:
-        """Yield the rows of a group of which not all can be read."""
+        """Yield the rows of a group in which some cannot be read."""
         for row in rows:
             try:
                 yield group.read([row])[0]
@@ -312,7 +312,7 @@ class Parquet(Table):
         self.bounds = np.cumsum([0, *sizes])
 
     def _read_ahead(self, number: int) -> None:
-        """Ask the system for a group, which is likely to be read next."""
+        """Ask the system to load a group that is likely to be read next."""
         if number == self._table.num_row_groups or not hasattr(os, "posix_fadvise"):
             return
         group = self._table.metadata.row_group(number)
@@ -373,7 +373,7 @@ class Arrow(Table):
 
 
 class Group:
-    """Rows that were decoded together; those that are asked for become dicts of their columns.
+    """Rows that were decoded together; requested ones become dicts of their columns.
 
     Args:
         pyarrow: the package.
@@ -392,7 +392,7 @@ class Group:
 
 
 class Kept:
-    """Groups of rows that were read last, up to some bytes, of all shards of a process.
+    """Groups of rows that were read last, of all shards of a process, up to some bytes.
 
     A window's groups are asked for in turn. One that was not for a long while belongs to an earlier window, and its
     memory is better used again at once.
@@ -404,7 +404,7 @@ class Kept:
         self._used: dict[Any, int] = {}
 
     def get(self, reader: Table, number: int) -> Group:
-        """Return a group of a reader, read if it is not there."""
+        """Return a group of a reader; read it if it is not kept."""
         key = reader, number
         self._asked += 1
         if key not in self._groups:
@@ -436,7 +436,7 @@ TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
 
 
 def _getter(pyarrow: Any, column: Any) -> Callable[[list[int]], Iterable[Any]]:
-    """Return what reads some values of a column, of the common types without an Arrow array of them."""
+    """Return a function that reads values of a column; for common types it makes no Arrow array of them."""
     types, kind = pyarrow.types, column.type
     text = types.is_string(kind) or types.is_large_string(kind)
     if column.null_count:
@@ -467,7 +467,7 @@ def _any_values(pyarrow: Any, column: Any, rows: list[int]) -> list[Any]:
 
 
 def _lists(numbers: Array, places: Array) -> Callable[[list[int]], Iterable[Array]]:
-    """Return what copies some lists of numbers: a view would keep the whole group."""
+    """Return a function that copies lists of numbers: a view would keep the whole group in memory."""
     size = int(places[1] - places[0]) if len(places) > 1 else 0
     if size and (np.diff(places) == size).all():
         matrix = numbers[int(places[0]) : int(places[-1])].reshape(-1, size)
@@ -487,7 +487,7 @@ def _check_sizes(starts: Array, most: int) -> None:
 
 
 def _without_blank(path: Path, starts: Array) -> Array:
-    """Leave out the lines that hold no more than white space; each belongs to the record before it."""
+    """Leave out lines of white space; each is added to the record before it."""
     short = np.flatnonzero(np.diff(starts) <= 8)
     with open_regular(path) as file:
 

@@ -31,12 +31,12 @@ _LENGTHS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.npy")  # names that `_name_of
 
 
 def default_cache() -> Path:
-    """Return the folder of indices and copies where the user names none: `$XDG_CACHE_HOME/instep/streams`."""
+    """Return the default folder of indices and copies: `$XDG_CACHE_HOME/instep/streams`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "instep" / "streams"
 
 
 class Index:
-    """Indices of shards in a folder, read or made, and the readers that use them.
+    """Indices of shards in a folder, which are read or made, and the readers that use them.
 
     Args:
         cache: the folder; `index` and `copies` in it are used.
@@ -49,7 +49,7 @@ class Index:
         self._options, self._most = options, most
 
     def counts(self, shards: Sequence[Shard], given: Sequence[int] | None) -> list[int]:
-        """Return the number of records of each shard, counting those that nobody has counted.
+        """Return the number of records in each shard; count those that are not counted yet.
 
         Args:
             shards: the shards.
@@ -70,7 +70,7 @@ class Index:
         return [count for count in known if count is not None]
 
     def count(self, shard: Shard) -> int:
-        """Return the number of records of a shard, counted if nobody has."""
+        """Return the number of records in a shard; count them if that is not done yet."""
         kept = self._kept_count(shard)
         if kept is not None:
             return kept
@@ -113,7 +113,7 @@ class Index:
         return reader
 
     def lengths(self, shard: Shard, count: int, field: str, records: Callable[[], Iterator[Any]]) -> Array:
-        """Return the length of each record of a shard, from the index or else found by reading the shard.
+        """Return the length of each record in a shard, from the index, or else by reading the shard.
 
         Args:
             shard: the shard.
@@ -130,11 +130,11 @@ class Index:
         return kept
 
     def names_of_lengths(self, shards: Sequence[Shard], field: str) -> list[str]:
-        """Return the names of the files in which the lengths of some shards are kept."""
+        """Return the names of the files that keep the lengths of some shards."""
         return [_name_of_lengths(shard, field) for shard in shards]
 
     def kept_lengths(self, names: Sequence[str], counts: Sequence[int]) -> Array:
-        """Return the lengths in some files of the index, one behind the other.
+        """Return the lengths in some files of the index, joined in order.
 
         Args:
             names: of the files, which anybody may have written.
@@ -192,7 +192,7 @@ class Index:
             np.save(file, values, allow_pickle=False)
 
     def _rows(self, shard: Shard) -> int:
-        """Count the rows of a table, of a distant Parquet file by its end alone."""
+        """Count the rows of a table; a remote Parquet file is counted by its end alone."""
         if shard.format != "parquet" or shard.is_local:
             reader = self._table(shard, Kept(0), None)
             reader.close()
@@ -214,7 +214,7 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process of a machine count while the others wait, and then find what it counted."""
+        """Let one process of a machine count while the others wait, which then read its result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl  # late: not on every platform
@@ -228,7 +228,7 @@ class Index:
 
 @contextmanager
 def _naming(shard: Shard) -> Iterator[None]:
-    """Name the shard in what its reader raises."""
+    """Add the shard's name to errors of its reader."""
     try:
         yield
     except (DataError, ImportError):

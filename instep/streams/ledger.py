@@ -33,7 +33,7 @@ _MOST_BYTES = 2**26
 
 
 def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
-    """Write how the training data is divided from here on, where that does not follow from the last line.
+    """Write how the training data is divided from now on, if that does not follow from the last line.
 
     Args:
         folder: the run folder.
@@ -63,7 +63,7 @@ def _note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumula
 
 
 def _division(folder: Path, source: Any, batch: int) -> dict[str, Any]:
-    """Describe how a source divides its data, or why that is not known."""
+    """Describe how a source divides its data, or why that is unknown."""
     sampler = getattr(source, "sampler", None)
     if (
         not isinstance(source, IndexLoader)
@@ -104,7 +104,7 @@ _PLACE = ("step", "epoch", "batch", "done", "batches")
 
 
 def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return whether a line says nothing that does not follow from the last one."""
+    """Return whether a line adds nothing to the last one."""
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
@@ -123,7 +123,7 @@ def _windows(line: dict[str, Any]) -> tuple[int, int]:
 
 
 def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cache: str | None = None) -> dict[str, Any]:
-    """Return what `samples_of` does of the first folder with a ledger, of one rank or all.
+    """Return `samples_of` of the first folder with a ledger, for one rank or all.
 
     With the folder as "run", and those before it, which have no ledger, as "skipped".
 
@@ -150,7 +150,7 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
 
 
 def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines in which a terminal shows what `samples_in` returned."""
+    """Format the result of `samples_in` as lines for a terminal."""
     yield from (f"{run} has no {NAME}: skipped" for run in answer["skipped"])
     yield f"{answer['run']}: step {answer['step']} is in epoch {answer['epoch'] + 1}"
     for batch in answer["batches"]:

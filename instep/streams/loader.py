@@ -15,7 +15,7 @@ from instep.types import StateDict, Stateful
 
 
 class DividedLoader(StreamLoader):
-    """Batches of a stream without a trusted length; where its readers read alike, each sample is given once.
+    """Batches of a stream without a trusted length; if its readers read the same samples, each is given once.
 
     A process that reads alone, without workers, iterates the loader as it is; only a position that lies within a batch
     of its own is gone to by samples.
@@ -76,7 +76,7 @@ class DividedLoader(StreamLoader):
         return division
 
     def _adopt(self, division: Division) -> None:
-        """Do as the pattern says that was found."""
+        """Apply the pattern that was found."""
         assert division.pattern is not None
         self.common = division.is_common
         self.stateful = division.stateful if self._resumable else None
@@ -150,7 +150,7 @@ class DividedLoader(StreamLoader):
         self._origin = self.first_batch * self._step
 
     def _load_position(self, state: StateDict) -> None:
-        """Go to a position of the common order, which any number of ranks and workers has taken."""
+        """Go to a position in the common order, which any number of ranks and workers may have reached."""
         division = self._division or self._divide()
         position: int = state["position"]
         found = division.pattern

@@ -18,7 +18,7 @@ Weights = Sequence[float] | Mapping[int, Sequence[float]]
 
 
 class StreamMixture(Dataset[Any]):
-    """Several data sets as one, of which each has its share of the samples, also in any short part of the run.
+    """Mixture of several data sets, each with its share of the samples in any short part of the run.
 
     Each block of 1,024 samples has every source in its exact proportion, in a drawn sequence. A source goes on through
     its own passes, from one epoch of the mixture to the next: each of its samples comes once before any comes again.
@@ -112,7 +112,7 @@ class StreamMixture(Dataset[Any]):
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
     def _pair(self, index: Any) -> tuple[int, int]:
-        """Return the source and the index there; a number is a place of the first epoch under seed 0."""
+        """Return a place's source and its index there; a plain number is a place of the first epoch under seed 0."""
         if isinstance(index, tuple):
             return index
         if not self._first:
@@ -136,14 +136,14 @@ class StreamMixture(Dataset[Any]):
         return {"sources": self._sources, "phases": self._phases, "size": self.size}
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what an order depends on beside its seed, for a checkpoint."""
+        """Return what an order depends on besides its seed, for a checkpoint."""
         spec = self._instep_order_spec(epoch)
         before = [phase for phase in self._phases if phase[0] < (epoch + 1) * self.size]
         text = json.dumps([spec["sources"], before, self.size])
         return {"digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Take up an epoch that was begun.
+        """Continue an epoch that was begun.
 
         Raises:
             DataError: the sources, the size, or weights of phases that have begun by the epoch's end are others.
@@ -166,7 +166,7 @@ def _spec(dataset: Any) -> dict[str, Any]:
 
 
 def _phases(phases: Sequence[tuple[int, Sequence[float]]], means: Sequence[float]) -> list[tuple[int, list[float]]]:
-    """Return from which sample of the run on each source has which share of the samples."""
+    """Return the samples of the run at which shares change, each with the shares from there on."""
     found: list[tuple[int, list[float]]] = []
     position = 0.0
     for number, (start, weights) in enumerate(phases):

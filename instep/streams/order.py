@@ -18,7 +18,7 @@ _WINDOWS = 4  # windows kept for ranks simulated in one process, and for a batch
 
 
 class LazyOrder(Sequence[Any]):
-    """Order of which slices are computed on demand: `order[start:stop]` is a list.
+    """Order whose slices are computed on demand: `order[start:stop]` is a list.
 
     Subclasses have `__len__` and `_part(start, stop)`, with 0 <= start < stop <= len.
     """
@@ -95,7 +95,7 @@ class WindowOrder(LazyOrder):
         return self._kept[number]
 
     def _bucketed(self, indices: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, Any]:
-        """Put samples of about the same length side by side; what fills no bucket comes last."""
+        """Put samples of similar length together; those that fill no bucket come last."""
         by_length = indices[np.argsort(self._lengths[indices], kind="stable")]
         whole = len(indices) // self._bucket
         buckets = by_length[: whole * self._bucket].reshape(whole, self._bucket)
@@ -107,7 +107,7 @@ class WindowOrder(LazyOrder):
 
 
 class MixtureOrder(LazyOrder):
-    """Order of an epoch of several sources, of which each has its share of every block of 1,024 samples.
+    """Order of an epoch over several sources, each with its share of every block of 1,024 samples.
 
     An index is a pair: the source, and the index there.
 
@@ -165,7 +165,7 @@ class MixtureOrder(LazyOrder):
         return found
 
     def _samples(self, source: int, used: int, count: int) -> list[int]:
-        """Return the next samples of a source of which `used` were taken, pass after pass."""
+        """Return the next samples of a source after `used`, pass after pass."""
         found: list[int] = []
         while count:
             number, at = divmod(used, self._lengths[source])
@@ -182,7 +182,7 @@ class MixtureOrder(LazyOrder):
 def order_from(
     spec: dict[str, Any], shuffle: bool, seed: int, epoch: int, cycle: int, lengths: Any = None
 ) -> Sequence[int]:
-    """Make the order that a spec describes, which is of JSON values.
+    """Make the order that a spec of JSON values describes.
 
     Args:
         spec: `files`, pairs of a name and a count, and `window`, with buckets also `bucket`; or that of a
@@ -203,7 +203,7 @@ def order_from(
 
 
 def place_of(spec: dict[str, Any], sample: Any) -> str:
-    """Return the file of a sample of a spec's order, and the number of its record there."""
+    """Return the file and record number of a sample in a spec's order."""
     if "sources" in spec:
         source, sample = sample
         return place_of(spec["sources"][source], sample)

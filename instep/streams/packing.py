@@ -19,7 +19,7 @@ _KEPT = 4  # blocks of which the windows are kept
 
 
 class PackedStream(PackedDataset):
-    """`PackedDataset` of a stream: the sequences of a block, which follow each other, are packed among themselves.
+    """`PackedDataset` of a stream: neighboring sequences are packed block by block.
 
     The windows of a block are made anew when they are read, so that only their number is kept. They are counted once,
     which takes about two seconds for a million sequences. Shuffled, the blocks come in a drawn sequence and the windows
@@ -80,7 +80,7 @@ class PackedStream(PackedDataset):
 
 
 class _Windows:
-    """Windows of all blocks: the sequences of each, made when they are asked for."""
+    """Windows of all blocks: the sequences of each, computed when they are asked for."""
 
     def __init__(self, lengths: np.ndarray[Any, Any], size: int, block: int) -> None:
         self._lengths, self._size, self._block = lengths, size, block

@@ -37,7 +37,7 @@ AT_ONCE = 16  # shards that are looked at or counted at the same time
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of records as it was found.
+    """A file of records, as it was found.
 
     Attributes:
         url: its path or URL, as the user wrote it.
@@ -53,19 +53,19 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Name of what is kept about this file, as it is now."""
+        """Key of what is stored about this file in its present state."""
         return hashlib.sha256("\n".join((self.url, str(self.size), self.stamp)).encode()).hexdigest()[:32]
 
     @property
     def is_local(self) -> bool:
-        """Whether the file is read where it lies."""
+        """Whether the file is read in place."""
         return not (_is_remote(self.url) or self.url.endswith(_COMPRESSED))
 
 
 def find_shards(
     shards: str | os.PathLike[str] | Iterable[Any], format: str | None, options: Mapping[str, Any]
 ) -> list[Shard]:
-    """Look at each of the files.
+    """Find out the size and stamp of each file.
 
     Args:
         shards: a path or URL, or several; one with `*`, `?` or `[` stands for the sorted files that fit it.
@@ -89,7 +89,7 @@ def find_shards(
 
 
 def check_unchanged(shard: Shard) -> None:
-    """Raise where a local file is not the one that was counted any more."""
+    """Raise if a local file has changed since it was counted."""
     if not shard.is_local:
         return  # only this process writes the copy that is read
     size, stamp = _looked_at(shard.url, {})
@@ -101,7 +101,7 @@ def check_unchanged(shard: Shard) -> None:
 
 
 def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
-    """Return the path of a shard on this machine; one that is far away or compressed is first copied into `folder`.
+    """Return the local path of a shard; a remote or compressed one is first copied into `folder`.
 
     Raises:
         DataError: it cannot be fetched after three attempts, or is not the file that was counted.
@@ -123,7 +123,7 @@ def attempted(read: Callable[[], Result]) -> Result:
 
 
 class _ReadFailed(Exception):
-    """A shard could not be read to its end, where it may be the next time; the text has the place."""
+    """Error of a shard that could not be read to its end, and perhaps can the next time; the text has the place."""
 
 
 def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
 
 
 def _pieces(shard: Shard, options: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the content of a distant or compressed file."""
+    """Yield the content of a remote or compressed file in pieces."""
     fsspec = require("fsspec", extra="data", purpose=f"reading {shard.url}")
     compression = "infer" if shard.url.endswith(_COMPRESSED) else None
     options = options if _is_remote(shard.url) else {}
@@ -170,7 +170,7 @@ def _expanded(url: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(url: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the URLs of the distant files that fit one with `*`."""
+    """Return the URLs of remote files that match a pattern with `*`."""
     fsspec = require("fsspec", extra="data", purpose=f"reading {url}")
     with _naming(f"the files of {url} cannot be listed"):
         system, path = fsspec.core.url_to_fs(url, **options)
@@ -193,7 +193,7 @@ def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Put before an error what could not be done."""
+    """Prefix errors with what could not be done."""
     try:
         yield
     except ImportError:

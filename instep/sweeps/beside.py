@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str]
 
 
 def code_of(folder: Path) -> dict[str, str]:
-    """Read the state of the code that a logger with `save_code=True` kept: commit, branch, script, and a patch.
+    """Read the state of the code that a logger with `save_code=True` kept: commit, branch, script and patch.
 
     Returns:
         Texts by name, "patch" the last; empty where the run has none that can be read.
@@ -40,7 +40,7 @@ def code_of(folder: Path) -> dict[str, str]:
 
 
 def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
-    """Return rows of the hyperparameters in which two runs differ, and of those that are the same where asked for."""
+    """Return rows of the hyperparameters in which two runs differ, and on request of the equal ones."""
     rows = []
     for key in dict.fromkeys((*one.params, *other.params)):
         a, b = (entry.params.get(key) for entry in (one, other))
@@ -74,7 +74,7 @@ def metrics(one: Entry, other: Entry) -> list[Row]:
 
 
 def patches(one: dict[str, str], other: dict[str, str]) -> str:
-    """Return how the uncommitted changes of two runs differ, as a unified diff; empty where they are the same.
+    """Return the difference between two runs' uncommitted changes as a unified diff; "" if they are equal.
 
     Of long changes the first 2,000 lines are compared, and the text says so.
     """

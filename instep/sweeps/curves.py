@@ -39,7 +39,7 @@ class PlotLine:
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential moving average of values, without the pull to zero at its start.
+    """Return the exponential moving average of values, without bias to zero at its start.
 
     Args:
         values: finite numbers.
@@ -63,7 +63,7 @@ def line_of(name: str, curve: Curve, weight: float) -> PlotLine:
 
 
 def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
-    """Return the mean of some runs, with the least and the greatest at each step.
+    """Return the mean of some runs at each step, with the least and the greatest.
 
     The runs are compared at up to 200 steps, between its points a run goes straight. A run that ended earlier counts
     up to its last step, and one that began later from its first step on.

@@ -28,7 +28,7 @@ _KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "g
 
 @dataclass(frozen=True)
 class Media:
-    """Value that a run logged.
+    """A value other than a number that a run logged.
 
     Args:
         name: under which it was logged.
@@ -48,7 +48,7 @@ class Media:
 
 
 def read_media(folder: Path) -> tuple[list[Media], int]:
-    """Read what a run logged beside numbers: of each name the newest few, the newest first.
+    """Read the values other than numbers that a run logged: the newest few of each name, the newest first.
 
     Args:
         folder: of the run.
@@ -90,7 +90,7 @@ def _table(name: str, step: float, rows: Any) -> Iterator[Media]:
 
 
 class _JSONLines(JSONLinesFile):
-    """Lines of JSONLinesLogger that are no numbers."""
+    """Lines of JSONLinesLogger other than numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         for line in self._lines(file):
@@ -116,7 +116,7 @@ class _JSONLines(JSONLinesFile):
 
 
 class _Events(TensorBoardFile):
-    """Events of TensorBoard that are no numbers."""
+    """Events of TensorBoard other than numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")

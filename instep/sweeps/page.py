@@ -205,7 +205,7 @@ class Page(Refreshing):
             self._grid.run_grid_method("setGridOption", "rowData", rows)
 
     def _cells(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the columns and rows of the grid: each cell as a text, and as what its column is sorted by."""
+        """Return the grid's columns and rows: each cell as a text, and as the value by which its column is sorted."""
         table = self._desk.view.table
         metric = next(iter(table.metrics), None)
         best = next(iter(metric.rank(table.entries)), None) if metric else None
@@ -255,7 +255,7 @@ def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
 
 
 def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
-    """Sum up the runs of the table: the best, what differs, what went wrong, and what still runs."""
+    """Summarize the runs of the table: the best, what differs, what failed, and what still runs."""
     table = desk.view.table
     _, *bests = table.summary(told=True)
     metric, seed, mean_of = desk.metric(), desk.seed(), list[str]()

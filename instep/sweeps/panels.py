@@ -29,7 +29,7 @@ _SEEDS = ("seed", "random_seed", "random_state")
 
 @dataclass
 class Desk:
-    """What the table and the panels of one browser share.
+    """State that the table and the panels of one browser share.
 
     Args:
         source: readers of curves, shared by all pages.
@@ -54,7 +54,7 @@ class Desk:
         return next(iter(self.view.table.metrics), None)
 
     def seed(self) -> str:
-        """Return the hyperparameter that is a seed; empty where none differs."""
+        """Return the hyperparameter that is a seed; "" if none differs."""
         return next((key for key in self.view.params if key.rpartition("/")[2].lower() in _SEEDS), "")
 
 
@@ -72,14 +72,14 @@ class SweepPanel:
         """Make the elements."""
 
     async def refresh(self) -> None:
-        """Read what is shown, and draw what changed."""
+        """Read the values to show, and draw what has changed."""
 
     def stop(self) -> None:
-        """Draw no more of what is being read: another panel has taken its place."""
+        """Stop drawing what is being read: another panel has taken this one's place."""
         self._turn += 1
 
     async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Read in a thread; None where something else was asked for meanwhile."""
+        """Read in a thread; return None if something else was asked for meanwhile."""
         self._turn += 1
         turn = self._turn
         data = await in_thread(work, *args)
@@ -90,7 +90,7 @@ class SweepPanel:
         return select.props("dense options-dense").classes("pick")
 
     def _offer(self, select: ui.select, names: dict[Any, str], default: Any) -> None:
-        """Set what a select offers, and keep what is chosen where it is still there."""
+        """Set the options of a select, and keep the chosen one if it still exists."""
         if not self._shown.changed(f"select {select.id}", names):
             return
         value = select.value
@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return what tells whether runs are as they were; their metrics do not, as nan is unequal to itself."""
+    """Return a key that changes when runs do; their metrics cannot serve, since nan is unequal to itself."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 
@@ -145,7 +145,7 @@ class Curves(SweepPanel):
             curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
     def _curves(self, entry: Entry, names: list[str]) -> tuple[Any, dict[str, Curve]]:
-        """Read curves of a run where its files have changed; the source may not keep all metrics of so many runs.
+        """Read curves of a run if its files have changed; the source may not keep all metrics of so many runs.
 
         Returns:
             What tells whether they are as they were, and the curves.
@@ -172,7 +172,7 @@ class Curves(SweepPanel):
 
 
 class Against(SweepPanel):
-    """Hyperparameters of all runs in the table against the metric."""
+    """Plots of hyperparameters against the metric, for all runs in the table."""
 
     def build(self) -> None:
         self._about = ui.label().classes("quiet")
@@ -198,13 +198,13 @@ class Against(SweepPanel):
 
 
 class _OfRuns(SweepPanel):
-    """Panel of one or two of the chosen runs."""
+    """Panel about one or two of the chosen runs."""
 
     def _select_run(self, label: str) -> ui.select:
         return self._select(label, with_input=True).classes("run-pick")
 
     def _offer_runs(self, *selects: ui.select) -> list[Entry]:
-        """Offer the chosen runs, or without any those of the table; return those that are picked."""
+        """Offer the chosen runs, or all of the table if none is chosen; return those that are picked."""
         runs = {str(entry.run.folder): entry for entry in self.desk.chosen or self.desk.view.table.entries[:MOST_DRAWN]}
         names, order = {key: clean(entry.name, "") for key, entry in runs.items()}, list(runs)
         for number, select in enumerate(selects):
@@ -293,7 +293,7 @@ class Logged(_OfRuns):
 
 
 class Notes(_OfRuns):
-    """Name, tags and note of a run, which who has the token may change."""
+    """Name, tags and note of a run, which whoever has the token may change."""
 
     def build(self) -> None:
         with box("controls"):
@@ -327,11 +327,11 @@ class Notes(_OfRuns):
         self._before = values
 
     def _given(self) -> tuple[Any, ...]:
-        """Return what the fields hold."""
+        """Return the contents of the fields."""
         return *(str(each.value or "").strip() for each in self._fields[:3]), self._archived.value is True
 
     async def _write(self) -> None:
-        """Write what was changed here; what another page or the command changed since stays."""
+        """Write the changes of this page; keep what another page or the command has changed since."""
         if not self.desk.may_write or self._folder is None:
             return
         pairs = zip(("name", "tags", "note", "archived"), self._given(), self._before, strict=True)

@@ -110,7 +110,7 @@ def _last(entry: Entry, metric: str) -> float | None:
 
 
 def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[Any]]:
-    """Choose an axis for values and write them for it: numbers that are far apart stand on a logarithmic one.
+    """Choose an axis for values and convert them for it: numbers that are far apart get a logarithmic axis.
 
     Texts, and so few different numbers, stand at equal distances.
     """

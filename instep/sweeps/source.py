@@ -20,7 +20,7 @@ FRESH_S, SHARE = 2.0, 10.0  # seconds after which runs are read again, or so man
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person asked the page for.
+    """A person's request to the page.
 
     Args:
         text: a condition, or a part of a name, tag or note.
@@ -55,7 +55,7 @@ class SweepTable:
 
 
 class Sweep:
-    """Runs below a folder with where their metrics ended.
+    """Runs below a folder, with the last values of their metrics.
 
     Args:
         folder: a run, or a folder that has runs in it.
@@ -79,12 +79,12 @@ class Sweep:
             return self._entries
 
     def forget(self) -> None:
-        """Read the runs again when they are asked for: one has another label."""
+        """Read the runs again at the next request, since a label has changed."""
         with self._lock:
             self._until = -1.0
 
     def view(self, wish: Wish) -> SweepTable:
-        """Make the table that a person wants.
+        """Make the table for a request.
 
         Raises:
             UsageError: no run has a name that the condition asks for.
@@ -104,7 +104,7 @@ class Sweep:
 
 
 def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
-    """Return all runs and a condition on them; a text that is none is looked for in name, path, tags and note."""
+    """Return all runs and a condition on them; any other text is searched for in names, paths, tags and notes."""
     try:
         if text.strip():
             where.parse(text)
@@ -118,7 +118,7 @@ def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
 
 
 def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
-    """Group runs that differ in one hyperparameter alone, by a name of what differs between the groups.
+    """Group runs that differ only in one hyperparameter, by the names of what differs between the groups.
 
     Args:
         entries: the runs.

@@ -73,7 +73,7 @@ def check_datamodule(make: Callable[[], DataModule], *, batches: int = 6) -> Non
 
 
 class Reader(TrainModule):
-    """Trains nothing: it keeps the bits of every training batch."""
+    """Module that trains nothing, and keeps the bits of every training batch."""
 
     def __init__(self) -> None:
         super().__init__()

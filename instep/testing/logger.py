@@ -75,7 +75,7 @@ def check_logger(make: Callable[[], Logger], *, read: Callable[[Logger], Rows] |
 
 
 class Kept(Logger):
-    """Keeps its rows in a list."""
+    """Logger that keeps its rows in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Kept(Logger):
 
 
 class EveryKind(Callback):
-    """Logs one thing of each kind that a logger takes, at the start of training."""
+    """Callback that logs one value of each kind that a logger takes, at the start of training."""
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
@@ -116,7 +116,7 @@ def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_pa
 
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
-    """Raise where a record still waits on the disk, which a hook that raises leaves behind."""
+    """Raise if a record still waits on the disk, as after an error in a hook."""
     waiting = [file for file in folder.glob("**/loggers/*.jsonl") if file.name.startswith(name)]
     said = list(dict.fromkeys(str(each.message) for each in caught if str(each.message).startswith(name)))
     if waiting or said:
@@ -135,7 +135,7 @@ def _check_state(logger: Logger, name: str) -> None:
 
 
 def _compare(name: str, what: str, rows: Rows, expected: Rows) -> None:
-    """Compare what a logger holds with what it was given: each step of each metric once, to seven digits."""
+    """Compare a logger's rows with what was logged: each step of each metric once, to seven digits."""
     found, given = _by_name(rows), _by_name(expected)
     for metric in _NAMES:
         steps, wanted = sorted(found[metric]), sorted(given[metric])

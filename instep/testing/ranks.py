@@ -16,7 +16,7 @@ from instep.testing.runs import ContractError
 
 
 def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, timeout_s: float) -> list[Any]:
-    """Run a function as so many ranks on the CPU, and return what each returned: plain values and tensors.
+    """Run a function as several ranks on the CPU, and return the plain values and tensors that each returned.
 
     Args:
         function: of a module's top level, as are the functions and classes among `args`: they are pickled.

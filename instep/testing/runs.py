@@ -161,7 +161,7 @@ def small_trainer(
 
 
 def check_hook_names(caught: Sequence[warnings.WarningMessage], name: str, check: str) -> None:
-    """Raise where the Trainer has warned of a method that looks like a hook of a class, and is none."""
+    """Raise if the Trainer has warned of a method that looks like a hook and is none."""
     wrong = [text for each in caught if (text := str(each.message)).startswith(f"{name}.") and "called" in text]
     if wrong:
         raise ContractError(f"{check}: {'; '.join(dict.fromkeys(wrong))}")
@@ -173,7 +173,7 @@ def check_resume(
     folder: Path,
     saved_every: int = SAVED_EVERY,
 ) -> None:
-    """Resume a run in the middle of an epoch, with all objects new, and compare what it ends with.
+    """Resume a run in the middle of an epoch with new objects, and compare how both end.
 
     Args:
         name: of what is checked, for the error.
@@ -213,7 +213,7 @@ def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
 
 
 def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str = OF_THE_MACHINE) -> dict[str, Any]:
-    """Return all that a run of fit ends with on this rank, in a form that compares."""
+    """Return all that a fit ends with on this rank, in a form that can be compared."""
     metrics = {name: value for name, value in trainer.callback_metrics.items() if not re.search(ignored, name)}
     ends = {
         "weights": dict(trainer.strategy.local_weights()),
@@ -227,7 +227,7 @@ def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str 
 
 
 def comparable(value: Any, folder: str) -> Any:
-    """Turn a state into values that compare, arrays into their bits; a run's folder and the keys `TIMED` are left out.
+    """Convert a state to values that can be compared, arrays to bits; the run's folder and `TIMED` keys are left out.
 
     Raises:
         ContractError: a value is of a class whose parts are unknown.

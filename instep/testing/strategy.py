@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 class Regression(TrainModule):
-    """A network without dropout and batch statistics, which trains alike however its batches are cut."""
+    """A network without dropout and batch statistics, which trains the same way however its batches are divided."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def alone_strategy() -> Strategy:
 def train_cases(
     make: Callable[[], Strategy | str], module: Callable[[], TrainModule], folder: str, other: str | None
 ) -> dict[str, Any]:
-    """Train all cases on this rank; with a folder of another run, resume its own and the other's checkpoint too."""
+    """Train all cases on this rank; with the folder of another run, also resume its checkpoint and the other's."""
     strategy = make()
     results: dict[str, Any] = {
         "name": strategy if isinstance(strategy, str) else type(made(make, Strategy, "check_strategy")).__name__
@@ -136,7 +136,7 @@ def middle(folder: str) -> Path:
 
 
 class Watch(Callback):
-    """Keeps the loss of each epoch, and the weights before they are torn down."""
+    """Callback that keeps the loss of each epoch, and the weights before teardown."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

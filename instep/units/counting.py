@@ -36,7 +36,7 @@ IGNORED = {"attention_mask": 0, "loss_mask": 0, "sequence_ids": 0, "labels": -10
 
 
 class UnitCount(Callback):
-    """Count of a unit over all ranks, and what it decides; `Tokens` and `Samples` are its kinds.
+    """Count of a unit over all ranks, and the actions that it triggers; `Tokens` and `Samples` are its kinds.
 
     Args:
         maximum: the run ends at the first optimizer step that reaches it; None for no limit.
@@ -65,7 +65,7 @@ class UnitCount(Callback):
         self._begin()
 
     def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
-        """Count this rank's part of a batch; a tensor of the device is read when its step has been started.
+        """Count this rank's part of a batch; a tensor on the device is read when its step has begun.
 
         Args:
             batch: as `training_step` gets it.
@@ -78,7 +78,7 @@ class UnitCount(Callback):
         return None
 
     def settle(self) -> int:
-        """Add the batches that were begun since the last step to the total, and return it. Collective."""
+        """Add the batches since the last step to the total, and return it. Collective."""
         if self._begun:
             mine = self._mine + sum(value.read() for value in self._on_device)
             if self._world == 1:
@@ -113,7 +113,7 @@ class UnitCount(Callback):
         self._loaded = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Find out who counts, and end a run at once that has had enough."""
+        """Find the ranks that count, and end a run at once that has reached its limit."""
         self._world = trainer.world_size
         # Of ranks that read the same data, as those of tp, cp and pp, the first one counts.
         self._counts = (
@@ -215,14 +215,14 @@ class UnitCount(Callback):
             trainer.set_trigger("stop", f"max_{self.unit}={self.maximum} reached", agreed=agreed)
 
     def _whole(self, name: str, value: float | None) -> int | None:
-        """Return a number of units as an integer; 2e9 is one."""
+        """Return a number of units as an integer; 2e9 is allowed."""
         if value is not None and (not is_number(value) or not 1 <= value < math.inf or int(value) != value):
             raise wrong(name, value, f"a whole number of {self.unit} of at least 1, or None")
         return None if value is None else int(value)
 
 
 class _OnDevice:
-    """Number on a device, whose copy to the host has been started."""
+    """Number on a device that is being copied to the host."""
 
     def __init__(self, value: Tensor) -> None:
         self._event, self._value = None, value
@@ -239,7 +239,7 @@ class _OnDevice:
 
 
 def _start_sum(mine: int) -> tuple[Any, Tensor]:
-    """Start the sum over all ranks of one number; it is in the tensor when the work is done."""
+    """Start the sum of a number over all ranks; the tensor holds it when the work is done."""
     group: Any = step_group()
     summed = torch.tensor([mine], dtype=torch.int64)
     announce(PartialState().control_group, "a count over ranks")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CountedSchedule(Schedule):
-    """Schedule whose curve is a function of a count; `by_tokens` and `by_samples` make it.
+    """Schedule whose curve depends on a count; made by `by_tokens` and `by_samples`.
 
     Args:
         schedule: its curve, of which the argument is the count.
@@ -28,7 +28,7 @@ class CountedSchedule(Schedule):
         super().__init__(schedule.optimizer, schedule._curve)
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates by the count, that of the step in hand included. Collective."""
+        """Set the rates from the count, the current step included. Collective."""
         self.last_epoch = self._counter.settle() - 1
         super().step()
 
@@ -69,7 +69,7 @@ def by_tokens(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
 
 
 def by_samples(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
-    """Make a schedule count samples where it counts steps, by the Trainer's `Samples`; else as `by_tokens`.
+    """Make a schedule count samples in place of steps, by the Trainer's `Samples`; otherwise as `by_tokens`.
 
     Example:
         >>> import torch

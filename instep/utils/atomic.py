@@ -16,7 +16,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
-    """Make a file with its content, on the disk when this returns; False where it exists.
+    """Create a file with its content, which is on the disk on return; False if the file exists.
 
     Args:
         path: of the file.
@@ -39,7 +39,7 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give a small file another content; it may be the old one after a power loss."""
+    """Replace the content of a small file; after a power loss it may be the old content."""
     temporary = _write_beside(path, data)
     try:
         os.replace(temporary, path)
@@ -49,7 +49,7 @@ def replace(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """Write a file under another name in a `with` block; it takes the name at the end of one without an error.
+    """Write a file under another name in a `with` block; it gets its own name if the block ends without an error.
 
     Args:
         path: of the file, which may be there.
@@ -73,7 +73,7 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def creating(path: Path) -> Iterator[Path]:
-    """Write a file or make a folder under another name in a `with` block; it gets the name where that is still free.
+    """Write a file or make a folder under another name in a `with` block; it gets its own name if that is still free.
 
     Raises:
         FileExistsError: something has the name; it stays as it is.
@@ -96,7 +96,7 @@ def creating(path: Path) -> Iterator[Path]:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """Create a file exclusively where there are no hard links; its content comes after its name."""
+    """Create a file exclusively without hard links: its name comes before its content."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -120,12 +120,12 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
 
 
 def _beside(path: Path) -> Path:
-    """Make the name that a file has until it is whole, which says who writes it."""
+    """Return the name of a file until it is whole, which says who writes it."""
     return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
 
 
 def fsync(fd: int) -> None:
-    """Wait until the disk has what was written to an open file."""
+    """Wait until the disk has all that was written to an open file."""
     try:
         import fcntl  # late: not on every platform
 

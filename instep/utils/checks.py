@@ -27,7 +27,7 @@ def wrong(name: str, got: Any, expected: str) -> SettingError:
 
 
 def constructor_call(cls: type) -> str:
-    """Write the call that makes an object of a class, with the arguments that it cannot do without.
+    """Format a call that makes an object of a class, with its required arguments.
 
     Example:
         >>> constructor_call(Check)
@@ -42,12 +42,12 @@ def constructor_call(cls: type) -> str:
 
 
 def is_int(value: Any, least: int | None = None) -> bool:
-    """Tell an integer, numpy's too, of at least `least` from a bool: `max_steps=True` is a slip, not one step."""
+    """Return True for an integer of at least `least`, numpy's too, and not for a bool: `max_steps=True` is a slip."""
     return isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
 
 
 def is_number(value: Any) -> bool:
-    """Tell a real number from a bool and from NaN."""
+    """Return True for a real number that is neither a bool nor NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
@@ -57,7 +57,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Check:
-    """The check of one kind of value; call it with the setting's name and the value.
+    """Check of one kind of value; call it with the setting's name and the value.
 
     Args:
         holds: whether a value is right.
@@ -85,7 +85,7 @@ class Check:
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
 
     def from_text(self, name: str, text: str) -> Any:
-        """Read and check what a variable or a command line says."""
+        """Read and check the text of a variable or a command line."""
         try:
             value = self.read(text)
         except ValueError:
@@ -94,7 +94,7 @@ class Check:
 
 
 def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
-    """Check for an integer of at least `least`; `meaning` explains the special value in the error."""
+    """Make a check for an integer of at least `least`; `meaning` explains the special value in the error."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Check(
         lambda value: is_int(value, least) and (most is None or value <= most),
@@ -106,7 +106,7 @@ def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
 
 
 def above_zero(what: str) -> Check:
-    """Check for a number above 0; `what` says of what, for the error."""
+    """Make a check for a number above 0; `what` says in the error what it counts."""
     return Check(
         lambda value: is_number(value) and value > 0,
         f"a number {what}",
@@ -117,7 +117,7 @@ def above_zero(what: str) -> Check:
 
 
 def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
-    """Return an object of a class of instep; `other` is what else the argument takes, for the error.
+    """Return an object of a class of instep after checking it; `other` says in the error what else is allowed.
 
     Raises:
         SettingError: it is another object, or the class itself. Of a class of Lightning or Accelerate it has a hint.
@@ -130,7 +130,7 @@ def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
 
 
 def _a(value: Any) -> str:
-    """Write what kind of thing a value is.
+    """Describe the kind of a value, with its article.
 
     Example:
         >>> _a(3), _a(int), _a(None)
@@ -153,7 +153,7 @@ METRIC = Check(lambda value: isinstance(value, str) and value != "", 'the name o
 
 
 def choice(*names: str) -> Check:
-    """Check for one of a few names."""
+    """Make a check for one of a few names."""
     return Check(
         lambda value: isinstance(value, str) and value in names,
         "one of a few names",
@@ -221,7 +221,7 @@ _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
-    """Check for a positive time, as users write it.
+    """Check a positive time in the forms that users write.
 
     Args:
         field: the argument's name, for the error's text.
@@ -256,7 +256,7 @@ def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
-    """Collect the checks of a dataclass's fields, which stand in their annotations; other fields have none.
+    """Collect the checks in the annotations of a dataclass's fields; other fields have none.
 
     Example::
 
@@ -271,7 +271,7 @@ def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
 
 
 def check_fields(settings: Any) -> None:
-    """Check the fields of a dataclass, for its `__post_init__`; each keeps the resolved form of its value.
+    """Check the fields of a dataclass in its `__post_init__`; each gets the resolved form of its value.
 
     A field whose default is None may be None.
 
@@ -289,7 +289,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(field: str, text: str | int, least: int = 1) -> int:
-    """Read bytes from a text such as 5GB or 200 MiB; a number is itself.
+    """Read bytes from a text such as 5GB or 200 MiB; a number is returned as it is.
 
     Raises:
         SettingError: the text is no size, or below `least`.

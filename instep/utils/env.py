@@ -49,7 +49,7 @@ _OF_PARSERS = ("config", "subcommand")
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
-    """Describe variables that nobody reads and that are nearly called as ours; empty where there are none.
+    """Describe variables that nothing reads and whose names are close to ours; "" if there are none.
 
     Example:
         >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})
@@ -110,7 +110,7 @@ def from_env(
 
 
 def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Write settings as the variables that ask for them; None asks for nothing.
+    """Return settings as environment variables; None leaves a setting out.
 
     Example:
         >>> as_variables({"strategy": "deepspeed", "strategy_options": {"stage": 3}, "debug": True, "precision": None})

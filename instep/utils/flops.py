@@ -59,7 +59,7 @@ _PEAKS: dict[str, tuple[float, ...]] = {
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of what runs within it, by the formulas of torch's `FlopCounterMode`.
+    """Counter of the floating-point operations inside it, by the formulas of torch's `FlopCounterMode`.
 
     That class takes composite operations apart and hooks into every module: what runs in it may differ in the last bit
     from what runs without, and its first use loads torch's compiler, which takes seconds. Its formulas leave out
@@ -92,7 +92,7 @@ class FlopCounter(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Operations of all kinds."""
+        """Number of operations of all kinds."""
         return sum(self.counts.values())
 
     @classmethod
@@ -132,7 +132,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of(name: str, dtype: str) -> float | None:
-    """Look a device's peak up by its name.
+    """Look up a device's peak by its name.
 
     Args:
         name: as the driver says it.

@@ -25,7 +25,7 @@ _configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_co
 
 @contextmanager
 def configured_as(cls: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let `save_hyperparameters` of an object of this class keep plain values in place of its arguments.
+    """Make `save_hyperparameters` keep the given plain values for objects of this class, not their arguments.
 
     An object that a configuration built, such as a backbone, is kept as its class and arguments, which can be saved.
 
@@ -64,7 +64,7 @@ class AttributeDict(dict[str, Any]):
 
 
 def plain_values(value: Any) -> Any:
-    """Return hyperparameters as a checkpoint holds them: plain dicts and lists in place of other containers.
+    """Convert hyperparameters to the form of a checkpoint: plain dicts and lists in place of other containers.
 
     Dataclasses, pydantic models, Namespaces, OmegaConf's containers (with their interpolations resolved) and other
     mappings become dicts, or lists; namedtuples become tuples; classes, functions and partials of them become `Named`.
@@ -117,7 +117,7 @@ def _is_model(value: Any) -> bool:
 
 
 def with_attributes(value: Any) -> Any:
-    """Return a copy in which each dict is an `AttributeDict`: what was saved of nested configurations reads as before.
+    """Return a copy in which each dict is an `AttributeDict`, so that saved nested configurations read as before.
 
     Example:
         >>> with_attributes({"net": {"width": 8}}).net.width
@@ -228,7 +228,7 @@ class HyperParameters:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of every `__init__` of `obj` that is running now, outermost last; None if there is none."""
+    """Return the arguments of every running `__init__` of `obj`, outermost last; None if there is none."""
     found: dict[str, Any] | None = None
     while frame is not None:
         code = frame.f_code
@@ -245,7 +245,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | No
 
 
 def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters that one argument of `save_hyperparameters` stands for."""
+    """Return the hyperparameters that one argument of `save_hyperparameters` names."""
     if isinstance(arg, str):
         if arg not in given:
             raise UsageError(

@@ -52,7 +52,7 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
 
 
 def check_torch(major: int, minor: int, *, purpose: str) -> None:
-    """Raise where torch is too old for a part of instep; nightly builds count as the release they go before.
+    """Raise if torch is too old for a part of instep; a nightly build counts as the release after it.
 
     Raises:
         MissingPackageError: the text has the purpose, both versions and the `pip install`.
@@ -90,7 +90,7 @@ def check_installed(package: str, *, extra: str | None, purpose: str) -> None:
 
 
 def check_version(package: str, *, extra: str | None, purpose: str) -> None:
-    """Raise where the installed version of a package is not in the range of instep's own metadata.
+    """Raise if a package's installed version is outside the range in instep's metadata.
 
     A package without metadata (a folder on the path, a stand-in) has no version to check.
 
@@ -105,7 +105,7 @@ def check_version(package: str, *, extra: str | None, purpose: str) -> None:
 
 @cache
 def _versions(package: str) -> tuple[str, str | None]:
-    """Return the installed version of a package, and the range that it is out of; None where it fits."""
+    """Return a package's installed version, and the range that it violates; None if it fits."""
     from packaging.requirements import Requirement  # late: 30 ms, which importing the Trainer does not pay
     from packaging.utils import canonicalize_name
 
@@ -120,7 +120,7 @@ def _versions(package: str) -> tuple[str, str | None]:
 
 
 def _distribution(package: str) -> str:
-    """Return the name by which pip knows the package of a module."""
+    """Return the name of a module's package for pip."""
     return _DISTRIBUTIONS.get(package, package)
 
 
@@ -134,7 +134,7 @@ def _install(extra: str | None, requirement: str) -> str:
 
 
 def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the face of a package whose names load on first use.
+    """Make the `__getattr__` of a package whose names load on first use.
 
     Each name and its file stand once in the package's `__init__.py`, as `from file import name as name` below
     `if TYPE_CHECKING:`, where type checkers read them too. So instep needs its sources to run, as torch does.

@@ -18,7 +18,7 @@ class _NoTrainer:
 
 @contextmanager
 def readable_by_jit(module: nn.Module) -> Iterator[None]:
-    """Allow `torch.jit` to read all attributes of a module and of those within, also where no Trainer runs them."""
+    """Allow `torch.jit` to read all attributes of a module and its submodules, also where no Trainer runs them."""
     alone: list[Any] = [part for part in module.modules() if vars(part).get("_trainer", part) is None]
     for part in alone:
         part._trainer = _NoTrainer()

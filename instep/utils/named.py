@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Named:
-    """Class or function that a checkpoint keeps by its name; with arguments, a `functools.partial` of it.
+    """Name of a class or function that a checkpoint keeps; with arguments, of a `functools.partial` of it.
 
     Args:
         path: the dotted name; within `<>` where nothing is found under it, such as a lambda.
@@ -38,12 +38,12 @@ class Named:
 
 
 def is_code(value: Any) -> bool:
-    """Return True if a value is a class, a function or anything else that is called and has a name in its module."""
+    """Return True if a value is a class, a function or another callable that its module has by name."""
     return isinstance(value, type) or (callable(value) and isinstance(getattr(value, "__qualname__", None), str))
 
 
 def loaded(path: Any) -> Any:
-    """Return what loaded modules have under a dotted path; None where there is no such thing. Nothing is imported."""
+    """Return the object of loaded modules with a dotted path; None if there is none. Nothing is imported."""
     parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
     for split in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:split])
@@ -64,7 +64,7 @@ def _main_name() -> str:
 
 
 def name_of(code: Any) -> str:
-    """Return the path under which `loaded` finds a class or function; within `<>` where it does not."""
+    """Return the path under which `loaded` finds a class or function; inside `<>` if it does not."""
     home = getattr(code, "__module__", None) or "builtins"
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)

@@ -184,7 +184,7 @@ def match_state(
     tree: Mapping[str, Any],
     strict: bool = True,
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]], list[str]]:
-    """Match a saved tree to an optimizer, however that keeps its parameters.
+    """Match a saved tree to an optimizer, in whatever form the optimizer keeps its parameters.
 
     Args:
         kind: its name in checkpoints.
@@ -220,7 +220,7 @@ def match_state(
 
 
 def check_trees(trees: Any) -> None:
-    """Refuse what is no list of optimizers' states; raises like `check_tree`."""
+    """Refuse a value that is no list of optimizer states; raises like `check_tree`."""
     if not isinstance(trees, list):
         raise TypeError(f"a {type(trees).__name__}, where a list of states is expected")
     for tree in trees:
@@ -228,7 +228,7 @@ def check_trees(trees: Any) -> None:
 
 
 def check_tree(tree: Mapping[str, Any]) -> None:
-    """Refuse a tree that is none; torch would take it, and fail in the next step.
+    """Refuse a value that is no state tree; torch would accept it, and fail in the next step.
 
     Raises:
         TypeError: a value in it is of another kind; names it. KeyError: it lacks one.
@@ -281,7 +281,7 @@ def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch
 def _fitting(
     kind: str, shapes: Mapping[str, list[int]], tree: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the part of a tree that fits an optimizer, and what does not."""
+    """Return the part of a tree that fits an optimizer, and the rest."""
     saved = tree["shapes"]
     if tree["optimizer"] != kind:
         return {"state": {}, "groups": []}, [f"the state of {tree['optimizer']}, since this run has {kind}"]
@@ -292,7 +292,7 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the one saved group that parameters were in; none where they were in several or none."""
+    """Return the settings of the saved group that had all of some parameters; none if there is no such group."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
@@ -343,7 +343,7 @@ def _few(names: list[str]) -> str:
 
 
 def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | None = None) -> None:
-    """Refuse saved settings of other kinds than an object's own.
+    """Refuse saved settings whose kinds differ from an object's own.
 
     Args:
         own: what the object has now.

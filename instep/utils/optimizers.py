@@ -42,7 +42,7 @@ class LRSchedulerConfig:
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:
-    """Give optimizers another learning rate; schedules go on where they are, as if they had begun with it.
+    """Set another learning rate in optimizers; schedules continue as if they had begun with it.
 
     Args:
         optimizers: their groups' rates are replaced.
@@ -83,7 +83,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
 
 
 def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
-    """Let schedulers say the present rates as their last ones."""
+    """Make schedulers report the present rates as their last ones."""
     for scheduler in schedulers:
         owner = getattr(scheduler, "optimizer", None)
         if hasattr(scheduler, "_last_lr") and owner is not None and (optimizer is None or optimizer is owner):
@@ -91,19 +91,19 @@ def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) ->
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups' learning rates and what schedulers put beside them; for `put_rates`."""
+    """Return the groups' learning rates and the values that schedulers keep beside them, for `put_rates`."""
     return [{key: _value(group[key]) for key in RATES if key in group} for group in optimizer.param_groups]
 
 
 def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
-    """Give an optimizer the rates that `rates_of` took from it."""
+    """Restore the rates that `rates_of` took from an optimizer."""
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         for key, value in own.items():
             put_rate(group, key, value)
 
 
 def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's saved state; TypeError where it is of another kind than the schedule's own."""
+    """Return a schedule's saved state; TypeError if it is that of another kind of schedule."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
     if "_schedulers" in own and "_schedulers" in saved:  # as SequentialLR and ChainedScheduler save theirs
@@ -113,7 +113,7 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Give a new optimizer the rates of a schedule that was restored without it."""
+    """Set in a new optimizer the rates of a schedule that was restored without it."""
     rates = getattr(scheduler, "_last_lr", None)
     base = next((leaf.base_lrs for leaf in leaves_of(scheduler) if hasattr(leaf, "base_lrs")), None)
     if rates is None:
@@ -125,7 +125,7 @@ def follow_schedule(scheduler: Any) -> None:
 
 
 def leaves_of(scheduler: Any) -> Iterator[Any]:
-    """Return the schedulers that compute rates: those inside of SequentialLR and ChainedScheduler."""
+    """Return the schedulers that compute rates: those inside SequentialLR and ChainedScheduler."""
     parts = getattr(scheduler, "_schedulers", None)
     if parts is None:
         yield scheduler
@@ -135,7 +135,7 @@ def leaves_of(scheduler: Any) -> Iterator[Any]:
 
 
 def active_leaves(scheduler: Any) -> Iterator[Any]:
-    """Return the leaves whose turn it is."""
+    """Return the leaf schedulers that are active now."""
     milestones = getattr(scheduler, "_milestones", None)
     if milestones is None:
         yield from leaves_of(scheduler)

@@ -16,12 +16,12 @@ _INSTALL = {"s3": "'instep[remote]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlf
 
 
 def local_path(value: PathLike) -> Path:
-    """Make the path on this machine that a user's text or object means: with the home folder for a leading `~`."""
+    """Return the local path that a user's text or object means, with a leading `~` expanded."""
     return Path(os.path.expanduser(value))
 
 
 def to_path(value: Location, like: Any = None) -> Path:
-    """Make the path that a text or an object means.
+    """Return the path that a text or an object means.
 
     Args:
         value: a path, a URL ("s3://bucket/run", "memory://run", "file:///data/run"), or a `upath.UPath`.

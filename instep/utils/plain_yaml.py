@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
 
 
 def load(text: str, where: object) -> Any:
-    """Read plain values of YAML, where 1e-5 is a number, as in JSON and YAML 1.2, and a date is a text.
+    """Read plain values of YAML; 1e-5 is a number, as in JSON and YAML 1.2, and a date is a text.
 
     Args:
         text: of one document.
@@ -58,7 +58,7 @@ def load(text: str, where: object) -> Any:
 
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
-    """Read the tree of the library's nodes, which know their lines, and the plain values; None for an empty text."""
+    """Read the library's node tree, with line numbers, and the plain values; None for an empty text."""
     import yaml  # late: not needed where there is no file
 
     try:
@@ -78,8 +78,8 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
 
 
 def _check_size(text: str, where: object) -> None:
-    """Count what a text stands for, before any of it is built."""
-    import yaml  # late, as above
+    """Count the values that a text expands to, before any of them is built."""
+    import yaml  # late: not needed where there is no file
 
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
@@ -122,8 +122,8 @@ def _check_size(text: str, where: object) -> None:
 
 
 def _base() -> Any:
-    """Return the library's loader of plain values, of which the one in C is twenty times as fast."""
-    import yaml  # late, as above
+    """Return the library's loader of plain values; the C version is twenty times as fast."""
+    import yaml  # late: not needed where there is no file
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

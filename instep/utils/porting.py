@@ -579,7 +579,7 @@ def instead_of(owner: str, name: str) -> str | None:
 
 
 def canonical(name: str) -> str | None:
-    """Bring a dotted name of Lightning or Accelerate into its one form; None for any other.
+    """Convert a dotted name of Lightning or Accelerate to its canonical form; None for any other name.
 
     Example:
         >>> canonical("pytorch_lightning.callbacks.Timer"), canonical("lightning.LightningModule"), canonical("torch")
@@ -593,7 +593,7 @@ def canonical(name: str) -> str | None:
 
 
 def successor(name: str) -> str | None:
-    """Find instep's dotted name for a canonical one; None where there is none.
+    """Return instep's dotted name for a canonical name; None if there is none.
 
     Example:
         >>> successor("lightning.callbacks.early_stopping.EarlyStopping")
@@ -625,7 +625,7 @@ def advice(name: str) -> str:
 
 
 def hint_of_object(value: Any) -> str:
-    """Return what to write in place of an object, or a class, of Lightning or Accelerate; "" for any other.
+    """Return what to write in place of an object or class of Lightning or Accelerate; "" for any other.
 
     Args:
         value: what was passed; an object of a class of the user's own that derives from one of theirs is one too.
@@ -650,7 +650,7 @@ OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if own
 
 
 def hint_for(name: str) -> str | None:
-    """Return what replaces a name that a package of instep does not have; None for a name of nobody's.
+    """Return the replacement of a name that a package of instep lacks; None for an unknown name.
 
     Example:
         >>> hint_for("LightningModule")
@@ -663,7 +663,7 @@ def hint_for(name: str) -> str | None:
 
 
 def no_such_name(package: str, name: str) -> AttributeError | ImportError:
-    """Make the error for a name that a package has not, for its `__getattr__` to raise.
+    """Make the error for a name that a package lacks, to be raised by its `__getattr__`.
 
     It says what to do where another package has such a name. Python drops the text of an AttributeError in
     `from package import name`: that gets an ImportError.

@@ -26,7 +26,7 @@ _LEAST_BYTES = 32
 
 
 def make_key(path: Path) -> None:
-    """Make a file with a random key, 64 hexadecimal digits; where it exists, also by another process by now, it stays.
+    """Make a file with a random key of 64 hexadecimal digits; a file that exists, even by now, is kept.
 
     Args:
         path: of the file, in a folder that exists.
@@ -39,7 +39,7 @@ def make_key(path: Path) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Read the first 4096 bytes of a file that this user or root owns and others cannot reach.
+    """Read the first 4096 bytes of a file that only this user or root can reach.
 
     Args:
         path: of the file.
@@ -68,7 +68,7 @@ def mark(value: Any) -> str | None:
 
 
 def is_own(value: Any, given: Any) -> bool:
-    """Return whether this user made a mark, of these values.
+    """Return whether a mark of these values was made by this user.
 
     Args:
         value: what was marked.
@@ -79,7 +79,7 @@ def is_own(value: Any, given: Any) -> bool:
 
 
 class Seal:
-    """Marks of this user on many pieces of data, for which the key is read once.
+    """Maker of this user's marks on many pieces of data; it reads the key once.
 
     Args:
         about: what the data belong to; a mark is of no use with another one.
@@ -92,7 +92,7 @@ class Seal:
         self._begun = None if key is None else hashlib.blake2b(f"{about}\n".encode(), key=key[:64], digest_size=16)
 
     def mark(self, data: bytes) -> str:
-        """Compute the mark of a piece of data; empty where no key can be kept."""
+        """Compute the mark of a piece of data; "" if no key can be kept."""
         if self._begun is None:
             return ""
         mark = self._begun.copy()

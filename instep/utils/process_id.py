@@ -14,7 +14,7 @@ _UNKNOWN = "00000000"  # boot id of a system without /proc, or one that hides ot
 
 
 def this_process() -> str:
-    """Return a name for this process that no other one gets: host, process id, and a digest of boot and start time."""
+    """Return a name of this process that no other one gets: host, process id, and a digest of boot and start time."""
     pid = os.getpid()
     return f"{_host()}-{pid}-{_life(pid)}"
 
@@ -48,7 +48,7 @@ def _host() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Read the kernel's letter for a process, as in `ps`; empty where it is gone or not known.
+    """Read the kernel's state letter of a process, as in `ps`; "" if the process is gone or unknown.
 
     T is stopped; Z and X have ended, and their parent has not asked for them yet.
     """
@@ -67,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Make a digest that differs between two processes with the same id, where the system tells."""
+    """Return a digest that differs between two processes with the same id, if the system tells their start."""
     try:
         boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.

@@ -20,7 +20,7 @@ __all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_z
 
 
 class _RankZeroOnly:
-    """Decorator of a function that is to run on rank 0 alone.
+    """Decorator of a function that runs on rank 0 only.
 
     Example:
         >>> @rank_zero_only
@@ -138,7 +138,7 @@ _INNER = 3  # frames of lightning-utilities between these functions and `warning
 
 
 def _library() -> Any:
-    """Return lightning-utilities' module, told this process's rank."""
+    """Return lightning-utilities' module after setting its rank to this process's."""
     from lightning_utilities.core import rank_zero  # late: 40 ms, which importing the Trainer does not pay
 
     from instep.state import process, read_environment  # late: loads torch

@@ -59,7 +59,7 @@ _FUNCTIONS = ("torch.nn.functional", "torch.nn.init")
 def cannot_make(
     cls: type, path: Any, saved: Mapping[str, Any], arguments: Mapping[str, Any], error: TypeError
 ) -> CheckpointError:
-    """Make the error of a class that does not take its arguments.
+    """Make the error for a class that does not accept its arguments.
 
     Args:
         cls: the class.
@@ -97,7 +97,7 @@ def cannot_make(
 
 
 def _refused(what: Any, key: str) -> CheckpointError:
-    """Make the error of an argument that is not what a checkpoint may give."""
+    """Make the error for an argument that a checkpoint must not give."""
     return CheckpointError(
         f"the checkpoint's {key} is a {_short(what)}. Only modules, optimizers and schedulers that the program has "
         "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
@@ -110,14 +110,14 @@ def _pass(key: str) -> str:
 
 
 def _short(what: Any) -> str:
-    """Cut a text, or what a value looks like, to a length for an error."""
+    """Cut a text, or a value's representation, to a length for an error."""
     text = what if isinstance(what, str) else repr(what)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @contextmanager
 def _making(what: str, how: str) -> Iterator[None]:
-    """Turn what constructors raise of saved values into an error of the checkpoint."""
+    """Turn errors of constructors with saved values into errors of the checkpoint."""
     try:
         yield
     except (CheckpointError, Unfit):
@@ -130,7 +130,7 @@ def _making(what: str, how: str) -> Iterator[None]:
 
 
 def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
-    """Make an object of a class, or of the subclass that was configured.
+    """Build an object of a class, or of the subclass that was configured.
 
     Args:
         cls: what `load_from_checkpoint` was called on.
@@ -154,7 +154,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
 
 
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
-    """Find the class that was configured, where it is loaded and a subclass of `cls`; else `cls`."""
+    """Return the configured class if it is loaded and a subclass of `cls`; else `cls`."""
     try:
         own = _allowed_class(saved[CLASS_PATH], "module")
     except CheckpointError:
@@ -199,20 +199,20 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
 
 
 def _is_not_in_json(hint: Any) -> bool:
-    """Return True if a type names one that JSON has not, and holds as a text, a number or a list."""
+    """Return True if a type includes one that JSON lacks, and that is stored as a text, a number or a list."""
     kinds = (tuple, set, frozenset, Enum, PurePath, torch.dtype, torch.device)
     return any(_is_class(kind) and issubclass(kind, kinds) for kind in _within(hint, {}))
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if a value may be what is saved of an object of one of the classes that a type names."""
+    """Return True if a value may be the saved form of an object whose class a type names."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
     was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # a text may be a URL of pydantic
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
 
 
 def _is_saved_as_plain(kind: type) -> bool:
-    """Return True for kinds of objects of which a checkpoint holds the entries, and not the kind."""
+    """Return True for classes whose entries a checkpoint holds, without the class."""
     of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind) and _MAPPINGS.get(kind) is not dict
     of_fields = is_dataclass(kind) or issubclass(kind, Namespace) or hasattr(kind, "_fields")
     return of_dict or of_fields or _is_of_package(kind)
@@ -232,7 +232,7 @@ def _is_of_package(kind: type) -> bool:
 
 
 def _allowed_class(path: Any, key: str) -> type:
-    """Find a class of which a checkpoint may have an object built."""
+    """Find a class whose objects a checkpoint may build."""
     found = loaded(path)
     if found is None:
         raise _not_imported(path, key)
@@ -254,7 +254,7 @@ def _is_of_kinds(found: type) -> bool:
 
 
 def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
-    """Return True for functions of torch that only compute, and for those of the file of `owner`."""
+    """Return True for functions of torch that only compute, and for functions in the file of `owner`."""
     if name.startswith("_"):
         return False
     if isinstance(found, FunctionType):
@@ -266,7 +266,7 @@ def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
 
 
 def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the classes and functions among the arguments of a class, which were saved as `Named`; the rest stays.
+    """Find the classes and functions among a class's arguments that were saved as `Named`; keep the other arguments.
 
     They are found among what the class says of the argument (its annotation and default), the kinds of which a
     checkpoint may have objects built, functions of torch, and functions of the file of the class. A partial is made of
@@ -284,7 +284,7 @@ def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """Finder of the classes and functions that the values of one argument name."""
+    """Finder of the classes and functions that the values of an argument name."""
 
     def __init__(self, hint: Any, defaults: list[Any], key: str, owner: type) -> None:
         self.hint, self.defaults, self.key, self.owner = hint, defaults, key, owner
@@ -315,7 +315,7 @@ class _Code:
 
     @functools.cached_property
     def said(self) -> tuple[list[Any], list[type]]:
-        """What the class says that the argument may be, and the classes whose subclasses it may be."""
+        """Values that the class's annotation allows for the argument, and classes whose subclasses it allows."""
         given, bases = [*_code_in(self.defaults)], []
         for hint in _within(self.hint, {}):
             origin, inner = get_origin(hint), get_args(hint)
@@ -327,7 +327,7 @@ class _Code:
 
 
 def _is_below(found: type, base: type) -> bool:
-    """Return True if a class is below one that a program or package has made for others to be below it.
+    """Return True if a class is below a base that a program or package has made to be subclassed.
 
     Not for Python's own, of which there are subclasses for every purpose; of those in torch it must be in one folder.
     """
@@ -341,7 +341,7 @@ def _is_below(found: type, base: type) -> bool:
 
 
 def _code_in(value: Any) -> Iterator[Any]:
-    """Yield the classes and functions in plain containers, keys too, and in partials."""
+    """Yield the classes and functions in plain containers and their keys, and in partials."""
     if isinstance(value, functools.partial):
         yield from (*_code_in(value.func), *_code_in(value.args), *_code_in(value.keywords))
     elif is_code(value):
@@ -358,11 +358,11 @@ def _code_in(value: Any) -> Iterator[Any]:
 
 
 class Unfit(ValueError):
-    """A value is not of its argument's type."""
+    """Error of a value that does not fit its argument's type."""
 
 
 class Building:
-    """Builder of arguments from the values of a checkpoint, by the types of the parameters."""
+    """Builder of arguments from a checkpoint's values, by the types of the parameters."""
 
     def text(self, text: str) -> Any:
         return text
@@ -395,7 +395,7 @@ class Building:
             ) from None
 
     def value(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """Build a value as the type of its argument says.
+        """Build a value by the type of its argument.
 
         Raises:
             Unfit: it is not of this type.
@@ -425,7 +425,7 @@ class Building:
         return self.leaf(value, origin)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        """Build a value whose type is not known: objects are built, and texts are not looked into."""
+        """Build a value of unknown type: objects are built, and texts are not interpreted."""
         if isinstance(value, Mapping):
             if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
                 named = _allowed_class(value["class_path"], key)
@@ -437,7 +437,7 @@ class Building:
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
-        """Build a value as the first type that it fits; a text is no number where texts fit."""
+        """Build a value as the first type that it fits; a text becomes no number where texts are allowed."""
         error: CheckpointError | None = None
         text = isinstance(value, str)
         fitting = [hint for hint in hints if not (text and str in hints and hint in (bool, int, float, complex))]
@@ -458,14 +458,14 @@ class Building:
         return self.arguments({**parts[0], **parts[1]}, named, key)
 
     def spec(self, value: Mapping[str, Any], base: type, key: str) -> Any:
-        """Build an object of a class that is a subclass of its argument's type."""
+        """Build an object of a subclass of its argument's type."""
         named = _allowed_class(value["class_path"], key)
         if not issubclass(named, base):
             raise _refused(f"{value['class_path']}, which is no {base.__name__}", key)
         return self.made(named, self.spec_arguments(value, named, key), partly=False)
 
     def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """Find a function, build an object that can be called, or a class with some of its arguments."""
+        """Find a function, or build a callable object, or a class with some of its arguments bound."""
         if isinstance(value, str):
             found = loaded(value)
             if _is_allowed_function(found, value.rpartition(".")[2], owner):
@@ -508,7 +508,7 @@ class Building:
         return self.structure(origin, self.arguments(value, origin, key))
 
     def leaf(self, value: Any, kind: type) -> Any:
-        """Build a number, or a text and what is written as one."""
+        """Build a number or a text, or a value that is written as one."""
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if issubclass(kind, Enum):
@@ -550,7 +550,7 @@ def _is_class(kind: Any) -> TypeGuard[type]:
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
-    """Return a type without what only says more about it, and its origin, or itself."""
+    """Return a type without annotations, and its origin, or itself."""
     while True:
         if get_origin(hint) is Annotated:
             hint = get_args(hint)[0]
@@ -563,7 +563,7 @@ def _bare(hint: Any) -> tuple[Any, Any]:
 
 
 def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield a type and all that it is made of: its arguments, and the types of its fields."""
+    """Yield a type and all types in it: its arguments, and those of its fields."""
     if id(hint) in seen:
         return
     seen[id(hint)] = hint
@@ -585,7 +585,7 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Read the types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
+    """Read the types of arguments of a class and its bases; `Any` if one cannot be found out."""
     hints: dict[str, Any] = {}
     for init in _constructors(cls):
         for name, parameter in inspect.signature(init).parameters.items():
@@ -625,7 +625,7 @@ def means_the_same(saved: Any, now: Any) -> bool:
 
 
 def _of_no_arguments(value: Any) -> Any:
-    """Return a configured object without its arguments where it has none."""
+    """Return a configured object in short form if it has no arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
         return {key: inner for key, inner in value.items() if inner or key not in ("init_args", "dict_kwargs")}
     return value

@@ -139,7 +139,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[int], Any]) -> None:
-    """Let a generator that torch's seed does not reach be seeded, saved and restored with the others from here on.
+    """Register a generator that torch's seed does not reach, to be seeded, saved and restored with the others.
 
     Args:
         name: of its kind of device.
@@ -251,7 +251,7 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Put every random generator of this process back at the end, as if nothing had been drawn.
+    """Restore every random generator of this process at the end, as if nothing had been drawn.
 
     Args:
         include_cuda: GPUs' generators too.
@@ -293,7 +293,7 @@ def _check(state: Any) -> None:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """Return the kinds of devices of which this machine has some and may have several."""
+    """Return the kinds of devices that this machine has and may have several of."""
     for name in ("cuda", "xpu"):
         module = getattr(torch, name)
         if module.is_available():

@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Find the parameters that torch does not see, since they or their modules are in a plain list, tuple, set or dict.
+    """Find parameters that torch does not see, since they or their modules are in a plain list, tuple, set or dict.
 
     Returns:
         By the path of the attribute that holds them, such as `decoder.layers`.
@@ -40,7 +40,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _held(value: Any, depth: int = 3) -> Iterator[Iterable[Tensor]]:
-    """Yield the parameters of what a container holds, item by item."""
+    """Yield the parameters in a container, item by item."""
     if isinstance(value, nn.Module):
         yield value.parameters()
     elif isinstance(value, nn.Parameter):
@@ -51,7 +51,7 @@ def _held(value: Any, depth: int = 3) -> Iterator[Iterable[Tensor]]:
 
 
 def say_hidden(module: nn.Module, paths: Iterable[str]) -> str:
-    """Write where parameters are hidden from torch, and what to use there."""
+    """Describe where parameters are hidden from torch, and what to use there."""
     owner, where = type(module).__name__, list(paths)
     names = ", ".join(f"{owner}.{path}" for path in where[:_NAMED])
     holder: Any = module.get_submodule(where[0].rpartition(".")[0])
@@ -63,7 +63,7 @@ def say_hidden(module: nn.Module, paths: Iterable[str]) -> str:
 
 
 def why_no_parameters(module: nn.Module) -> str:
-    """Return why there is nothing to give to an optimizer; "" where the module has parameters."""
+    """Return why there are no parameters for an optimizer; "" if the module has some."""
     if any(True for _ in module.parameters()):
         return ""
     hidden = hidden_parameters(module)
@@ -73,7 +73,7 @@ def why_no_parameters(module: nn.Module) -> str:
 
 
 def why_no_optimizer(error: TypeError | ValueError, module: nn.Module) -> str:
-    """Return which argument an optimizer's constructor refused, and why; "" where the error is of other code.
+    """Return which argument an optimizer's constructor refused, and why; "" if the error is from other code.
 
     Args:
         error: what the constructor raised.
@@ -105,7 +105,7 @@ def _makes_optimizer(frame: FrameType) -> bool:
 
 
 def why_no_graph(modules: Iterable[nn.Module], optimized: Iterable[Tensor] = ()) -> str:
-    """Return the reason, as far as it can be seen, why a loss depends on nothing that is trained.
+    """Return why a loss depends on nothing that is trained, as far as can be seen.
 
     Args:
         modules: what is trained.

@@ -70,7 +70,7 @@ def read_regular(path: Path | str, most: int) -> bytes:
 
 
 def too_large(path: object, size: int, most: int) -> OSError:
-    """Make the error for a file of more bytes than a file of its kind ever has."""
+    """Make the error for a file that is larger than any file of its kind."""
     return OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read of such a file", str(path))
 
 
@@ -151,7 +151,7 @@ def _too_deep() -> ValueError:
 
 
 def clean(text: str, kept: str = "\n\t") -> str:
-    """Write what a terminal would obey as escapes: a stranger's text must not color, move or type.
+    """Escape control characters of a terminal: a stranger's text must not color, move or type.
 
     Args:
         text: anybody's.

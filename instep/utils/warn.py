@@ -14,7 +14,7 @@ _BETWEEN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "jsonargparse",
 
 
 def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn at the innermost line of the user's program; where none called us, at the caller's line.
+    """Warn at the innermost line of the user's program; if no user code called us, at the caller's line.
 
     `warnings.warn` wants a number of frames, which is another one for each way that leads to a warning, and Python has
     `skip_file_prefixes` from 3.12 on only.
@@ -36,7 +36,7 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
 
 
 def _is_passed_over(file: str) -> bool:
-    """Tell our own files, and those of what calls us back, from the user's."""
+    """Return True for our own files and for files that call us back; False for the user's."""
     if file.startswith((_OURS, "<frozen ", "<string>")):  # the last is a dataclass's own `__init__`
         return True
     installed = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)

@@ -77,7 +77,7 @@ class DeviceStatsMonitor(Callback):
         if not self._every:
             return
         self._samplers = self._choose(trainer.strategy.root_device)
-        self._newest = self._sample()  # psutil's first percentage is 0.0: the next one is since this one
+        self._newest = self._sample()  # psutil's first percentage is 0.0; later ones cover the time since the last
         unknown = (self.filter_keys or frozenset()) - self._newest.keys()
         if unknown:
             warn_user(

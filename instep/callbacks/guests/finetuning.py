@@ -213,7 +213,7 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Restore parameter groups that the checkpoint, or the last fit, had beside those of the new optimizers."""
+        """Restore which parameters the checkpoint, or the last fit, had frozen, and the groups it had added."""
         if self._restarting:
             self._restore(trainer, module)
             self._restarting = False

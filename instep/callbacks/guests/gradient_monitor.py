@@ -170,7 +170,7 @@ class GradientMonitor(Callback):
 
 
 def _histograms(parameters: list[Tensor]) -> Tensor:
-    """Count each gradient's elements in bins up to the largest one; the first row is that limit. Collective."""
+    """Count each gradient's elements in bins up to its largest one; a row is that limit and the counts. Collective."""
     largest = each_norm(parameters, inf)
     rows: list[Tensor] = []
     for parameter, most in zip(parameters, largest.unbind(), strict=True):

@@ -346,7 +346,7 @@ def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
 
 
 def refuse_twice(callback: Callback, kind: type[Callback], trainer: Trainer) -> None:
-    """Raise a SettingError if two callbacks of a class search for the same setting, or share a state key."""
+    """Raise a SettingError if two callbacks of a class search for the same setting under one state key."""
     if sum(isinstance(each, kind) and each.state_key == callback.state_key for each in trainer.callbacks) > 1:
         raise SettingError(
             f"two {type(callback).__name__} would look for the same setting, one after the other, and keep what they "

@@ -53,7 +53,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Contents:
-    """Everything that was read of a checkpoint.
+    """Everything that was read from a checkpoint.
 
     Args:
         weights: the model's, by name.
@@ -80,11 +80,11 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
     def leave_out(self, *names: str) -> None:
-        """Record as left out each field that holds something."""
+        """Record each field that holds something as left out."""
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """Return the optimizers' states as torch has them: parameters by number, over all groups."""
+        """Return the states of optimizers as torch has them: parameters numbered over all groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
@@ -97,7 +97,7 @@ class Contents:
         return states
 
     def safe(self, whose: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the values that torch reads again without running code, and note the others as left out."""
+        """Keep the values that torch can read without running code, and record the others as left out."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
             buffer = io.BytesIO()
@@ -183,7 +183,7 @@ def read_safetensors(path: Path) -> Contents:
 
 
 def write_safetensors(contents: Contents, path: Path) -> Path:
-    """Write the weights; tied ones under each of their names, so that `load_state_dict` misses none."""
+    """Write the weights; tied weights under each of their names, so that `load_state_dict` misses none."""
     contents.leave_out("extra", "hyper_parameters", "user", "optimizers", "schedulers")
     raw = [name for name, tensor in contents.weights.items() if tensor.dtype in _WITHOUT_NAME]
     if raw:

@@ -119,7 +119,7 @@ def _tensors(name: str, a: Reader, b: Reader) -> Iterator[dict[str, Any]]:
 
 
 def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
-    import torch  # late
+    import torch  # late: slow to import
 
     if a.shape != b.shape or a.dtype != b.dtype:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]

@@ -103,7 +103,7 @@ def is_accelerate(folder: Path) -> bool:
 
 
 def read_accelerate(folder: Path) -> Contents:
-    """Read the first model's weights. The other files are pickles by number: they are left out, and named."""
+    """Read the weights of the first model. The other files are pickles by number: they are named as left out."""
     name = next(name for name in _WEIGHTS if (folder / name).is_file())
     parts = indexed_files(folder / name) if name.endswith(".json") else [folder / name]
     weights: dict[str, Tensor] = {}

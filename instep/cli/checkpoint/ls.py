@@ -49,7 +49,7 @@ def _print(folder: dict[str, Any], number: int) -> None:
     if number:
         output.say()
     output.say(folder["folder"])
-    from instep.checkpoint.described import state_of  # late, as above
+    from instep.checkpoint.described import state_of  # late: loads torch
 
     lease = folder["lease"]
     if lease is not None:

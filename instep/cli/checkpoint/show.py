@@ -84,7 +84,7 @@ def _content(reader: Reader) -> dict[str, Any]:
 
 
 def _optimizers(reader: Reader) -> Any:
-    """List kinds and options of the optimizers, without moments; None where none has the Trainer's form."""
+    """List kinds and options of the optimizers, without moments; None if none has the Trainer's form."""
     from instep.checkpoint import decode  # late: loads torch
     from instep.checkpoint.lazy import join_trees
 
@@ -98,10 +98,10 @@ def _optimizers(reader: Reader) -> Any:
 
 
 class _AnyTensor(dict[str, Any]):
-    """Stand-ins for tensors that are not read: a learning rate may be one."""
+    """Stand-ins for tensors that are not read; a learning rate may be a tensor."""
 
     def __missing__(self, key: str) -> Any:
-        import torch  # late
+        import torch  # late: slow to import
 
         return torch.empty(0, device="meta")
 

@@ -18,7 +18,7 @@ _DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0/checkpo
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of checkpoints, and those in it that are meant.
+    """A folder of checkpoints, and the checkpoints in it that a path means.
 
     Args:
         store: the folder.
@@ -33,7 +33,7 @@ class Folder:
 
 
 def find(path: str) -> list[Folder]:
-    """Find the folders of checkpoints that a path means: those at it or below it, or one checkpoint alone.
+    """Find the folders of checkpoints that a path means: at it, below it, or that of a single checkpoint.
 
     Args:
         path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs; where it can be, a URL.
@@ -59,7 +59,7 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """Return the checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
+    """Return the checkpoints that a path may mean where one is needed, the newest first.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -75,7 +75,7 @@ def candidates(path: str) -> list[CheckpointInfo | Broken]:
 
 
 def find_one(path: str) -> Path:
-    """Return the checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
+    """Return the newest readable checkpoint that a path means; name damaged newer ones on stderr.
 
     Raises:
         CheckpointNotFoundError: there is none.

@@ -62,7 +62,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
-    """Return the most of both at a time: a GPU's buckets are there at once, a host's fill while activations go."""
+    """Return the most bytes of both at a time: a GPU's buckets exist at once, a host's fill as activations go."""
     return activations + buckets if on_gpu else max(activations, buckets)
 
 

@@ -33,7 +33,7 @@ class Loaded:
 
 
 def loaded_sizes(subject: Subject, dtypes: Sequence[str]) -> list[Loaded]:
-    """Count what a subject takes in each of these dtypes; no value is made or read.
+    """Count the bytes of a subject in each of some dtypes; no value is made or read.
 
     Args:
         subject: what is loaded.

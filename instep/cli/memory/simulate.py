@@ -50,7 +50,7 @@ _VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
-    """Run code of the user; its error becomes one message.
+    """Run code of the user; an error in it becomes one message.
 
     Args:
         what: it is doing.
@@ -85,7 +85,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 class Bytes(TorchDispatchMode):
-    """Counter of the bytes of all tensors that are made inside and not gone yet, and of the most of them at a time.
+    """Counter of the bytes of all tensors that are made inside and still alive, and of their maximum.
 
     Beside what operators return, it sees storages being resized, which is how FSDP lets go of what it gathered. What an
     operator needs while it runs is not seen.
@@ -279,7 +279,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
 
 
 def _attach(module: nn.Module) -> None:
-    """Attach what a step and `configure_optimizers` may ask of a Trainer."""
+    """Give a module and its optimizers the Trainer's attributes that a step and `configure_optimizers` may read."""
     if getattr(module, "automatic_optimization", True) is False:
         raise UsageError(
             f"{type(module).__name__} optimizes by hand, which needs a Trainer. Leave the step out with "
@@ -316,7 +316,7 @@ def _loss_of(output: Any, subject: Subject) -> Tensor:
 
 @contextmanager
 def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Put a function in the place of one of torch's within the block."""
+    """Replace a function of torch's within the block."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -327,7 +327,7 @@ def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _converting() -> Iterator[None]:
-    """Let `Module.to` change parameters in place: torch exchanges those without values, where it can."""
+    """Make `Module.to` change parameters in place: torch replaces those without values, where it can."""
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -343,7 +343,7 @@ def _converting() -> Iterator[None]:
 
 @contextmanager
 def _shapes_aside(count: Bytes) -> Iterator[None]:
-    """Leave out the whole tensors on which DTensor tries its operators, to know the shapes of results."""
+    """Do not count the whole tensors with which DTensor finds out the shapes of results."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # late, with the group
 
     name = "_propagate_tensor_meta_non_cached"

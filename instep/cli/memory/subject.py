@@ -185,7 +185,7 @@ def training_loader(made: Any) -> Any:
 
 
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the first batch of a DataModule, of what a function returns, or that itself."""
+    """Return the first batch of a DataModule, of what a function returns, or of the object itself."""
     made = training_loader(import_path(data)(**arguments))
     first = next(iter(made)) if isinstance(made, Iterable) and not isinstance(made, Tensor | Mapping | tuple) else made
 
@@ -248,7 +248,7 @@ def _transformers_model(
 
 
 class _Transformers(nn.Module):
-    """A model of transformers, whose loss is its own."""
+    """A model of transformers, which computes its own loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Transformers(nn.Module):
 
 
 def _weight_files(path: Path) -> list[Path] | None:
-    """Return the safetensors files that a path means; None where it is a configuration."""
+    """Return the safetensors files that a path means; None if it means a configuration."""
     if path.is_dir():
         if (path / "config.json").is_file():
             return None

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show or write what changes; 1 where something is left to do."""
+    """Show or write what changes; 1 if something is left to do."""
     require("libcst", extra="migrate", purpose="instep migrate")
     files = [_migrate(path) for path in _scripts(args.paths)]
     if args.write:  # write only when all files could be read

@@ -33,7 +33,7 @@ class Change:
     beside: str = ""
 
     def holds(self, place: str, script: str) -> bool:
-        """Return True if the place and the script have what the change is about."""
+        """Return True if a place in a script is one that the change is about."""
         return re.search(self.having, place) is not None and re.search(self.beside, script) is not None
 
 

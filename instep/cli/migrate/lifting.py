@@ -25,7 +25,7 @@ _FLOW = (cst.Return, cst.Break, cst.Continue, cst.Yield, cst.Global, cst.Nonloca
 
 
 def guard(test: cst.BaseExpression) -> tuple[list[cst.BaseExpression], list[cst.BaseExpression]]:
-    """Split a condition into what holds on one rank only, and the rest."""
+    """Split a condition into the part that holds on one rank only, and the rest."""
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         left, right = guard(test.left), guard(test.right)
         return left[0] + right[0], left[1] + right[1]
@@ -73,7 +73,7 @@ class _Lifting:
         self.of_one_rank: set[str] = set()  # names that only one rank sets
 
     def block(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement] | None:
-        """Split a block into what one rank does and what all do; return None where that is not safe."""
+        """Split a block into the statements of one rank and those of all; return None where that is not safe."""
         made: list[cst.BaseStatement] = []
         waiting: list[cst.BaseStatement] = []  # statements that one rank runs, until the next call
         for statement in statements:
@@ -101,7 +101,7 @@ class _Lifting:
     def _before(
         self, statement: cst.BaseStatement, waiting: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement] | None:
-        """Split what stands before a call: assignments that it needs go first, on all ranks."""
+        """Split the statements before a call: assignments that the call needs go first, on all ranks."""
         needed = _names(statement.test if isinstance(statement, cst.If) else statement)
         if isinstance(statement, cst.If):
             needed |= {name for part in _block(statement.body) for name in _names(part)}
@@ -170,7 +170,7 @@ def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _names(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node uses, without those of attributes, keywords and what is called."""
+    """Return the names that a node uses, except attributes, keywords and names that are called."""
     found: set[str] = set()
     if isinstance(node, cst.Name):
         return {node.value}
@@ -207,7 +207,7 @@ def _assigned(statement: cst.BaseStatement) -> tuple[str, cst.BaseExpression] | 
 
 
 def _is_alike(node: cst.BaseExpression, of_one_rank: set[str], named: bool = True) -> bool:
-    """Return True if an expression has the same value on all ranks, as far as its words say.
+    """Return True if an expression has the same value on all ranks, as far as its text shows.
 
     Args:
         node: the expression.

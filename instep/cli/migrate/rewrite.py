@@ -13,7 +13,7 @@ from instep.cli.migrate.uses import Uses
 
 
 def migrate(source: str) -> tuple[str, list[Finding], bool]:
-    """Bring a script of Lightning or Accelerate to instep.
+    """Change a script of Lightning or Accelerate into one of instep.
 
     Args:
         source: the script.

@@ -18,7 +18,7 @@ _LINE = 88  # longer lines are broken
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Something to look at.
+    """A place in a script that a person should look at.
 
     Args:
         line: of the script as it is, from 1.
@@ -60,15 +60,15 @@ class Plan:
         self.findings.add(Finding(self.line(node), "todo", text))
 
     def warns(self, node: cst.CSTNode, text: str) -> None:
-        """Record what goes on working with a warning."""
+        """Record what works as before, with a warning."""
         self.findings.add(Finding(self.line(node), "warns", text))
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        """Record what means something else."""
+        """Record what works and means something else."""
         self.findings.add(Finding(self.line(node), "note", text))
 
     def report(self) -> list[Finding]:
-        """Return the findings by line; what only is to be known once, with all its lines."""
+        """Return the findings by line; one that needs to be said once has all its lines."""
         lines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for finding in sorted(self.findings):
             lines[finding.kind, finding.text].append(finding.line)
@@ -240,14 +240,14 @@ class Names(cst.CSTVisitor):
         return self.local_name(local, target)
 
     def local_name(self, local: str, target: str) -> str:
-        """Find the name by which the script calls instep's, where it imports it by itself."""
+        """Find the name under which the script imports a name of instep itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
         if local != old or not target.startswith(("instep.", "typing.")):  # the script has given it another name
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
 
     def decide(self) -> None:
-        """Fill the plan with the new names and imports, and report what is left."""
+        """Fill the plan with the new names and imports, and report what remains."""
         for node, target in self.targets.items():
             new = self.local_name(node.value, target) if isinstance(node, cst.Name) else target
             if new != code(node):
@@ -311,7 +311,7 @@ class Names(cst.CSTVisitor):
         lines: list[str],
         moved: dict[str, dict[str, cst.ImportAlias | None]],
     ) -> list[Any]:
-        """Write an import anew; one that is laid out over lines, and goes to one module, keeps its layout."""
+        """Rewrite an import; one that spans several lines, and becomes one module, keeps its layout."""
         new = [leaf for parent in moved for leaf in moved[parent] if f"{parent} {leaf}" not in self.have]
         aliases = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
         if node.lpar and len(moved) == 1 and len(new) == len(aliases) and all(next(iter(moved.values())).values()):
@@ -337,7 +337,7 @@ class Names(cst.CSTVisitor):
         return lines
 
     def _new(self, node: cst.CSTNode, line: str) -> list[str]:
-        """Return an import that a statement brings along, if the script has it not already."""
+        """Return an import that a statement needs, unless the script has it already."""
         parent, _, leaf = line.removeprefix("from ").removeprefix("import ").partition(" import ")
         key = f"{parent} {leaf}".strip()
         known = key in self.have
@@ -352,7 +352,7 @@ class Names(cst.CSTVisitor):
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
-        """Make a name of instep known beside what stands at a node; gives how it is written."""
+        """Import a name of instep at a node, and return how it is written there."""
         base = _base(node) if isinstance(node, cst.Attribute) else node
         assert isinstance(base, cst.Name)
         if isinstance(node, cst.Attribute):

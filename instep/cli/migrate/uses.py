@@ -44,7 +44,7 @@ _OF_SCHEDULE = re.compile(r"warmup|sched|training_steps|train_steps|decay|T_max|
 
 
 class Unseen:
-    """Stand-in for a class that cannot be looked at.
+    """Stand-in for a class that cannot be inspected.
 
     Args:
         why: the package that it needs.
@@ -56,7 +56,7 @@ class Unseen:
 
 @cache
 def load(name: str) -> Any:
-    """Import the object that a dotted name stands for; an `Unseen` where its package is not installed."""
+    """Import the object with a dotted name; an `Unseen` if its package is not installed."""
     module, _, leaf = name.rpartition(".")
     try:
         return getattr(import_module(module), leaf)
@@ -90,7 +90,7 @@ def has_attribute(target: str, name: str) -> bool:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class; those of a dict are anything."""
+    """Return the parameters of a function or class; those of a dict are unknown."""
     if isinstance(function, type) and issubclass(function, dict):
         return inspect.signature(lambda *args, **unknown_too: None).parameters
     return inspect.signature(function).parameters
@@ -103,7 +103,7 @@ def has_argument(function: Any, argument: str) -> bool:
 
 
 def count_positional(function: Any) -> float:
-    """Count the arguments that a function or class takes without a name; infinity for `*args`."""
+    """Count the positional arguments of a function or class; infinity for `*args`."""
     parameters = [p for p in _parameters(function).values() if p.name != "self"]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return float("inf")
@@ -111,7 +111,7 @@ def count_positional(function: Any) -> float:
 
 
 def refused(function: Any, argument: str) -> str | None:
-    """Return why a function or class does not take an argument; None where it does.
+    """Return why a function or class does not take an argument; None if it does.
 
     Example:
         >>> import shutil
@@ -141,7 +141,7 @@ def _problem_of(function: Any, key: str, argument: str, value: Any) -> str | Non
 
 
 def wrong_value(argument: str, value: Any) -> str | None:
-    """Return why the Trainer refuses a value on any machine; None where it does not."""
+    """Return why the Trainer refuses a value on any machine; None if it does not."""
     from instep.trainer.settings import check_value
 
     try:
@@ -285,7 +285,7 @@ class Uses(cst.CSTVisitor):
         self._leave_one_rank(original_node)
 
     def _leave_one_rank(self, node: cst.If | cst.FunctionDef) -> None:
-        """Move calls that all ranks must make out of what one rank does, or leave them to the user."""
+        """Move calls that all ranks must make out of a block of one rank, or leave them to the user."""
         if not self._one_rank or self._one_rank[-1] is not node:
             return
         self._one_rank.pop()
@@ -383,7 +383,7 @@ class Uses(cst.CSTVisitor):
                 self._collective.append(node)
 
     def _is_anywhere(self, node: cst.Attribute) -> bool:
-        """Return True unless the script sets the attribute itself, or takes it of somebody else's Trainer."""
+        """Return True unless the script sets the attribute itself, or reads it from another package's Trainer."""
         of_a_trainer = not self.is_lightning and "trainer" in code(node.value).lower()
         return code(node) not in self.assigned and not of_a_trainer
 
@@ -433,7 +433,7 @@ class Uses(cst.CSTVisitor):
             self._change(node, changes.GATHERED)
 
     def _gathers_rows(self, node: cst.Call) -> bool:
-        """Return True if a call gathers the rows of a batch, as far as its words say."""
+        """Return True if a call gathers the rows of a batch, as far as its text shows."""
         text = code(node.args[0]) if len(node.args) == 1 and node not in self._reduced else "loss"
         return not _STATISTIC.search(text) and (self._loops != [] or _ROWS.search(text) is not None)
 
@@ -492,7 +492,7 @@ class Uses(cst.CSTVisitor):
             self._into_config(node, into)
 
     def _entries(self, given: cst.BaseExpression, key: str, function: Any) -> None:
-        """Look at arguments that a dict holds."""
+        """Check the arguments that a dict holds."""
         if isinstance(given, cst.Call):
             if _is_dict_call(given):
                 self._arguments(given, key, function)
@@ -579,7 +579,7 @@ class Uses(cst.CSTVisitor):
         return "" if home == "instep.compat.fabric" else leaf  # in the door for Fabric such names mean what they did
 
     def _owner(self, node: cst.BaseExpression) -> str:
-        """Find the class of instep that an expression holds, or is, by its dotted name; "" for none."""
+        """Return the dotted name of the class of instep that an expression holds, or is; "" for none."""
         text = code(node)
         for scope in reversed(self._parameters):
             if text in scope:
@@ -603,12 +603,12 @@ class Uses(cst.CSTVisitor):
         return _KINDS.get(self.classes.get(code(node), ""), "")
 
     def made(self, node: cst.BaseExpression) -> str:
-        """Find the class of instep that a call makes an object of."""
+        """Return the class of instep whose object a call makes."""
         return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 
 class _Receivers(cst.CSTVisitor):
-    """Visitor that finds the variables that hold a Trainer, an Accelerator or the like, and how gradients add up."""
+    """Visitor that finds the variables that hold a Trainer, an Accelerator and so on, and how gradients accumulate."""
 
     def __init__(self, uses: Uses) -> None:
         super().__init__()
@@ -703,7 +703,7 @@ def _is_dict_call(node: cst.BaseExpression) -> bool:
 
 
 def _becomes(key: str, old: str) -> set[str]:
-    """Return the arguments that a renamed one becomes."""
+    """Return the arguments that replace a renamed one."""
     return {porting.RENAMED.get(key, {}).get(old, ""), porting.ADDED.get((key, old), "").partition("=")[0]}
 
 

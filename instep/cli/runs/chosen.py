@@ -11,7 +11,7 @@ from instep.runs.entries import Entry, at_path
 
 
 def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add the argument for a run, or several."""
+    """Add the argument that names one run or several."""
     text = "a run: its folder, or its name where it lies below this folder"
     parser.add_argument("runs" if several else "path", metavar="RUN", nargs="+" if several else None, help=text)
 
@@ -27,7 +27,7 @@ def names(text: str) -> list[str]:
 
 
 def find(paths: Sequence[str], limit: int | None = None) -> list[Entry]:
-    """Find the runs at some paths or of some names, the newest first; the others are counted on stderr.
+    """Find the runs of some paths or names, the newest first; count the other matches on stderr.
 
     Raises:
         UsageError: there is no run.

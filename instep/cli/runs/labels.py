@@ -12,7 +12,7 @@ from instep.runs.label import Label, write_label
 
 
 class _Text:
-    """A command that writes one text: `field` of the label."""
+    """A command that writes one text into the label's `field`."""
 
     field, argument, text = "", "", ""
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a line for each run; on a terminal what they come to, too."""
+    """Print a line for each run; on a terminal also a summary."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines, gone, told = fit(table.columns(output.age), width)
     for line in lines:

@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all that is known of a run."""
+    """Print all that is known about a run."""
     entries = find([args.path])
     if len(entries) > 1:
         sys.stderr.write(f"instep: the newest of {len(entries):,} runs\n")

@@ -29,7 +29,7 @@ _REFUSED_ZERO = ("zenflow", "mics_shard_size", "zero_hpz_partition_size", "round
 
 
 def read_config(config: Mapping[str, Any] | PathLike) -> Config:
-    """Return a configuration of the caller's own: a copy of the mapping, or what the JSON file holds.
+    """Return a configuration that may be changed: a copy of the mapping, or the content of the JSON file.
 
     Raises:
         SettingError: the file cannot be read, or holds no JSON object.
@@ -55,7 +55,7 @@ def make_config(
     nvme_path: PathLike | None,
     options: Mapping[str, Any],
 ) -> Config:
-    """Return the configuration that a strategy's arguments describe."""
+    """Return the configuration for a strategy's arguments."""
     zero: Config = {"stage": stage, **options}
     for field, key, device in (
         ("offload_optimizer", "offload_optimizer", offload_optimizer),
@@ -75,7 +75,7 @@ def make_config(
 
 
 def check_config(config: Config) -> int:
-    """Refuse what cannot work with instep's loop, whatever the run.
+    """Refuse settings that cannot work with instep's loop in any run.
 
     Returns:
         The ZeRO stage.
@@ -121,7 +121,7 @@ def offload_device(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) -> str | None:
-    """Return the section that computes in 16 bits: "bf16", "fp16", "torch_autocast"; None for none.
+    """Return the section that turns 16 bits on: "bf16", "fp16", "torch_autocast"; None if there is none.
 
     Raises:
         SettingError: DeepSpeed has no such precision, or the configuration says another one than the run.
@@ -215,7 +215,7 @@ _ZERO_DEFAULTS = (
 
 
 def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
-    """Raise a `SettingError` where the configuration accumulates over another number of micro-batches than the run."""
+    """Raise a `SettingError` if the configuration accumulates over another number of micro-batches than the run."""
     said = config.get("gradient_accumulation_steps", AUTO)
     if said not in (AUTO, accumulate):
         raise SettingError(
@@ -227,7 +227,7 @@ def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool | None:
-    """Return the `enabled` of a section; None where it says nothing, or "auto"."""
+    """Return `enabled` of a section; None if it is missing, or "auto"."""
     said = (config.get(key) or {}).get("enabled", AUTO)
     return None if said == AUTO else bool(said)
 

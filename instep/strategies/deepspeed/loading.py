@@ -57,7 +57,7 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def _forget_old_groups(groups: Any) -> None:
-    """Drop the process groups that DeepSpeed keeps, where `end_training` has destroyed them with the process group."""
+    """Drop the process groups that DeepSpeed keeps, if `end_training` has destroyed them."""
     try:
         if groups._WORLD_GROUP is not None:
             torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)

@@ -18,7 +18,7 @@ _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return an optimizer's name in a checkpoint: DeepSpeed's Adams are torch's, by what they compute."""
+    """Return an optimizer's name in a checkpoint: DeepSpeed's Adams have the names of torch's, their equals."""
     name = type(optimizer).__name__
     if name not in _ADAMS:
         return name
@@ -32,7 +32,7 @@ def counts_in_ints(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """Refuse optimizers that would compute something else on a run of the flattened parameters.
+    """Refuse optimizers that compute something else on a part of the flattened parameters.
 
     Raises:
         SettingError: what to use instead.

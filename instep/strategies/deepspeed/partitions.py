@@ -20,7 +20,7 @@ from instep.checkpoint.tensors import Shard, StoredTensor
 
 @dataclass(frozen=True)
 class Partition:
-    """A run of one parameter's elements, as a part of a flat tensor.
+    """A contiguous part of one parameter's elements, inside a flat tensor.
 
     Args:
         shape: of the whole parameter.
@@ -43,11 +43,11 @@ class Partition:
     at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the run in a tensor that is laid out as `flat`."""
+        """Return this part of a tensor that is laid out like `flat`."""
         return tensor.detach().narrow(0, self.offset, self.count)
 
     def weights(self) -> Tensor:
-        """Return the run of the float32 weights."""
+        """Return this part of the float32 weights."""
         return self.of(self.flat) if self.fetch is None else self.fetch(None)[: self.count]
 
     def set_weights(self, value: Tensor) -> None:
@@ -58,12 +58,12 @@ class Partition:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """Return the run as it is written."""
+        """Return this part in the form in which it is written."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Return whether stage 3 has cut a parameter up: it has no elements of its own but while it is used."""
+    """Return whether stage 3 has divided a parameter, which then has elements only while it is used."""
     return hasattr(parameter, "ds_tensor")
 
 
@@ -73,7 +73,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def cut_part(parameter: Any) -> Partition:
-    """Return the part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
+    """Return this rank's part of a divided parameter in the forward's dtype; without an optimizer there is no other."""
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
@@ -81,7 +81,7 @@ def cut_part(parameter: Any) -> Partition:
 
 
 def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
-    """Return the parts whose float32 weights and optimizer state this rank holds, by parameter.
+    """Return, by parameter, the parts whose float32 weights and optimizer state this rank holds.
 
     Args:
         zero: what DeepSpeed made of the optimizer.
@@ -125,7 +125,7 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
 
 
 def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
-    """Write stage 3's float32 weights, which something else has changed, into those of the forward. Collective."""
+    """Copy stage 3's float32 weights into those of the forward after a change from outside. Collective."""
     for p, part in parts.items():
         parameter: Any = p
         if parameter.data.numel():  # small parameters stay gathered
@@ -138,7 +138,7 @@ def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
 
 
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
-    """Return some elements of a whole tensor, flattened; of a stored one only the rows are read that hold them."""
+    """Return some elements of a whole tensor, flattened; of a stored one only the rows with them are read."""
     if isinstance(value, Tensor):
         return value.reshape(-1)[begin : begin + count]
     shape = tuple(value.shape)
@@ -162,7 +162,7 @@ def held_gradients(zero: Any) -> list[Tensor]:
 
 
 def drop_gradients(zero: Any) -> None:
-    """Forget the gradients of a window that no step was made with."""
+    """Drop the gradients of a window that ended without a step."""
     if hasattr(zero, "_overflow_clean_up"):
         zero._overflow_clean_up(zero.loss_scale)
         return

@@ -44,7 +44,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _EnginePrecision(Precision):
-    """A precision whose weights are in 16 bits, and whose gradients the engine scales.
+    """A precision with 16-bit weights, whose gradients the engine scales.
 
     Args:
         asked: the run's.
@@ -68,7 +68,7 @@ class _EnginePrecision(Precision):
 
 
 class DeepSpeedGradients(Gradients):
-    """Gradients that DeepSpeed's engine holds, scales and clips; at stage 0 they are the parameters' own."""
+    """Gradients that DeepSpeed's engine holds, scales and clips; at stage 0 they are those of the parameters."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
@@ -78,7 +78,7 @@ class DeepSpeedGradients(Gradients):
         self._unclipped: float | None = None  # norm at which the engine clips unless `clip` is called
 
     def close(self) -> None:
-        """Take note that there are no gradients."""
+        """Record that there are no gradients."""
         self.open, self._factor = False, 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class DeepSpeedGradients(Gradients):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of an open window, in place of the optimizer's: a step leaves nothing to be dropped."""
+        """Drop the gradients of an open window, in place of the optimizer: after a step there are none."""
         if self.open:
             self.close()
             strategy = self.strategy
@@ -253,7 +253,7 @@ class DeepSpeedStrategy(Strategy):
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
-        """Take another one of `configs` from the next run on.
+        """Use another one of `configs` from the next run on.
 
         Raises:
             SettingError: there is none of that name.
@@ -286,7 +286,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _zero(self) -> Any:
-        """DeepSpeed's optimizer around the user's."""
+        """DeepSpeed's wrapper of the user's optimizer."""
         return self._engine.optimizer
 
     def model_context(self) -> AbstractContextManager[Any]:
@@ -294,7 +294,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def _init(self, module: nn.Module | None) -> Iterator[None]:
-        """DeepSpeed's context in which modules are cut up as they are made."""
+        """DeepSpeed's context, in which modules are divided while they are made."""
         with _local_rank(), self._deepspeed.zero.Init(config_dict_or_path=self._filled(2**31), module=module):
             yield
 
@@ -450,7 +450,7 @@ class DeepSpeedStrategy(Strategy):
         self._release()
 
     def _release(self) -> None:
-        """Let the engine go; what it leaves behind can still be saved."""
+        """Release the engine; its state can still be saved."""
         engine, self._engine = self._engine, None
         self._told = 0
         if self._end_sync is not None:
@@ -474,7 +474,7 @@ class DeepSpeedStrategy(Strategy):
         return lambda *args: engine(name, *args)
 
     def _take_accumulation(self, engine: Any) -> None:
-        """Tell the engine how long windows are, which decides where it adds gradients up; the loop weighs losses."""
+        """Tell the engine how long windows are: that decides where it adds gradients up. The loop weighs losses."""
         steps = GradientState().num_steps
         if engine._config.gradient_accumulation_steps != steps or self._told != steps:
             check_accumulation(self.config, steps)
@@ -513,7 +513,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- state: parameters lie in runs of flattened tensors
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
-        """Return this rank's part of a parameter that is spread; None for one that every rank has whole."""
+        """Return this rank's part of a parameter that is divided; None for one that every rank has whole."""
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
 
@@ -571,7 +571,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return this rank's part of each named weight that is spread over ranks."""
+        """Return this rank's part of each named weight that is divided among ranks."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
@@ -609,7 +609,7 @@ class DeepSpeedStrategy(Strategy):
         return self.module.load_state_dict(taken, strict=strict)
 
     def _take_weights(self, p: Any, value: Any) -> Tensor:
-        """Load one parameter's runs, and return what remains for `load_state_dict`."""
+        """Load this rank's parts of one parameter, and return what remains for `load_state_dict`."""
         with torch.no_grad():
             part = self._parts.get(p)
             if part is not None:
@@ -686,7 +686,7 @@ class DeepSpeedStrategy(Strategy):
     def _load_flat(
         self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Partition]], saved: Mapping[str, Any]
     ) -> None:
-        """Load the state under one flat tensor, put together from that of the parameters in it."""
+        """Load the state of a flat tensor, joined from the states of its parameters."""
         known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
         if not known:
             return
@@ -729,7 +729,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
-    """Return whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
+    """Return whether a part equals its rounded float32 weights; one on a disk is assumed to do so."""
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
 
@@ -740,7 +740,7 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 @contextmanager
 def _local_rank() -> Iterator[None]:
-    """Give DeepSpeed this process's place in the environment, where a process that nobody launched has none."""
+    """Set the variables that tell DeepSpeed this process's rank, if no launcher has set them."""
     if "LOCAL_RANK" in os.environ:
         yield
         return
@@ -752,7 +752,7 @@ def _local_rank() -> Iterator[None]:
 
 
 def _written(tree: Any, main: bool) -> Any:
-    """Return a state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
+    """Return a state with this rank's parts; plain tensors are equal on all ranks, and the first one writes them."""
     if isinstance(tree, Mapping):
         return {key: _written(value, main) for key, value in tree.items() if main or not isinstance(value, Tensor)}
     if type(tree) in (list, tuple):

@@ -55,7 +55,7 @@ class Pending:
 
 
 class Ran(torch.autograd.Function):
-    """A loss whose backward has been run already; backward hands its factor to `accept`."""
+    """A loss whose backward has run already; calling backward passes its factor to `accept`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, accept: Callable[[Tensor], None]) -> Tensor:
@@ -69,7 +69,7 @@ class Ran(torch.autograd.Function):
 
 
 class Micro(NamedTuple):
-    """A batch cut up.
+    """A batch divided into micro-batches.
 
     Args:
         size: samples of each micro-batch.
@@ -82,12 +82,12 @@ class Micro(NamedTuple):
     inputs: tuple[Any, ...]
 
     def samples(self, index: int) -> slice:
-        """Return the samples of the batch that a micro-batch stands for; none, where it only fills up."""
+        """Return the samples of the batch in a micro-batch; empty for one that only fills up."""
         return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
 
 
 class _AutocastOff(PipelineStage):
-    """A stage whose backward is outside of the autocast that its forward is in, as in a step without a pipe."""
+    """A stage whose backward runs outside of its forward's autocast, as in a step without a pipe."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device.type, enabled=False):
@@ -131,7 +131,7 @@ class Runner:
     # ---- training
 
     def train(self, inputs: tuple[Any, ...], loss: Callable[[Micro, Any, int], Tensor]) -> None:
-        """Forward and backward over all micro-batches; gradients are added to those of the parameters.
+        """Run forward and backward over all micro-batches; add gradients to those of the parameters.
 
         Args:
             inputs: of the first stage, whole batches.
@@ -203,7 +203,7 @@ class Runner:
     # ---- schedules
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
-        """Cut a batch up, and find the schedule that runs it."""
+        """Divide a batch, and find the schedule that runs it."""
         sizes = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
@@ -268,7 +268,7 @@ class Runner:
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-        """Find the inputs of each stage for one sample, by running the stages one after another. Collective."""
+        """Find the inputs of each stage for one sample, by running one stage after another. Collective."""
         current = tuple(value[:1] if isinstance(value, Tensor) else value for value in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
@@ -290,7 +290,7 @@ class Runner:
 
 
 def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Run a stage in eval mode, so that nothing is drawn or counted."""
+    """Run a stage in eval mode, without random draws or counters."""
     training = [part for part in stage.modules() if part.training]
     stage.eval()
     try:
@@ -307,7 +307,7 @@ def outline_of(tensor: Tensor) -> Tensor:
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key of what a schedule depends on, but for the number of samples."""
+    """Return a key of all that a schedule depends on, except the number of samples."""
     return tuple(
         (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
     )

@@ -30,7 +30,7 @@ class StagePart(NamedTuple):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules in it."""
+        """All modules in this part."""
         return [inner for entry in self.owned if isinstance(entry, nn.Module) for inner in entry.modules()]
 
     @property
@@ -70,7 +70,7 @@ def parts_of(module: nn.Module) -> list[StagePart]:
 
 
 def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
-    """Choose the parts that form each stage.
+    """Choose the run of parts for each stage.
 
     Args:
         parts: in order.
@@ -111,7 +111,7 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
 
 
 class Stage(nn.Module):
-    """A run of parts, called one after another. It returns the tensors of the last one's output, as a tuple.
+    """A run of parts, called one after another. It returns the tensors of the last output as a tuple.
 
     Args:
         parts: of this stage.
@@ -182,7 +182,7 @@ class Absent(nn.Module):
 
 
 class Cut:
-    """A module cut into stages, of which a rank keeps some.
+    """A module that is divided into stages, of which a rank keeps some.
 
     Args:
         module: whole; afterwards it has this rank's parts.
@@ -225,7 +225,7 @@ class Cut:
         self._remove(module, parts, runs, ranks)
 
     def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
-        """Parameters of this rank that other ranks of the pipe have too, and all of those, in one order everywhere."""
+        """Parameters that this rank shares with others of the pipe, and all shared ones, in one order on all ranks."""
         found = {
             self.first_names[name]: (parameter, self.homes[name])
             for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
@@ -254,7 +254,7 @@ class Cut:
     # ---- names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's state that it saves, under all names that the whole module has for it."""
+        """Return the part of this rank's state that this rank saves, under all of its names in the whole module."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -264,7 +264,7 @@ class Cut:
         }
 
     def loaded_here(self, state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Return the part of the whole module's state that this rank has.
+        """Return this rank's part of the whole module's state.
 
         Args:
             state: as stored.
@@ -290,7 +290,7 @@ class Cut:
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's whole state, under its own names, and what belongs to none.
+        """Return this rank's part of an optimizer's whole state by its own names, and what belongs to no part.
 
         Args:
             tree: as stored.
@@ -305,7 +305,7 @@ class Cut:
 
     @staticmethod
     def _with_names(tree: Mapping[str, Any], rename: Callable[[str], str | None]) -> dict[str, Any]:
-        """Return an optimizer's state under other names, without the entries whose name becomes None."""
+        """Rename the entries of an optimizer's state, and drop those whose new name is None."""
 
         def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for old, value in entries.items() if (name := rename(old)) is not None}
@@ -316,7 +316,7 @@ class Cut:
 
 
 def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to cut a sequence so that the largest run is as small as can be; no run is empty.
+    """Return where to cut a sequence so that the largest run is as small as possible; no run is empty.
 
     Args:
         sizes: of the items, in order; at least `count` of them.

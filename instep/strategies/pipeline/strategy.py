@@ -88,7 +88,7 @@ class Pipeline(NamedTuple):
         return self
 
     def microbatches_for(self, ranks: int) -> int:
-        """Return the number of micro-batches on that many ranks.
+        """Return the number of micro-batches for a number of ranks.
 
         Raises:
             SettingError: the schedule cannot run so many.
@@ -108,7 +108,7 @@ class Pipeline(NamedTuple):
 
 
 class PipelinedGradients(FSDPGradients):
-    """Gradients of a pipe, where each rank has its own stages' gradients."""
+    """Gradients of a pipe, in which each rank has those of its own stages."""
 
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
@@ -144,12 +144,12 @@ class PipelinedStrategy(FSDPStrategy):
 
     @property
     def pipe_size(self) -> int:
-        """Ranks of the pipe; 1 where there is none."""
+        """Number of ranks in the pipe; 1 if there is none."""
         return self.mesh["pp"].size() if "pp" in (self.mesh.mesh_dim_names or ()) else 1
 
     @property
     def _rounds(self) -> int:
-        """Stages of each rank."""
+        """Number of stages on each rank."""
         return self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
 
     def prepare_module(self, module: nn.Module) -> None:
@@ -340,7 +340,7 @@ class PipelinedStrategy(FSDPStrategy):
         return loss if plain else {**values, "loss": loss}
 
     def _everywhere(self, sums: Mapping[str, Tensor], plain: bool) -> tuple[dict[str, Tensor], bool]:
-        """Send what the last stage found to every rank."""
+        """Send the last stage's result to every rank."""
         runner = self._runner
         assert runner is not None
         returned = self._returned
@@ -374,7 +374,7 @@ class PipelinedStrategy(FSDPStrategy):
             self._sum_shared()
 
     def _send_copies(self) -> None:
-        """Send a weight's values made by `meta_init` to the ranks with a copy of the weight."""
+        """Send the values that `meta_init` made of a weight to the ranks with a copy of it."""
         here, group = self.mesh["pp"].get_local_rank(), self.mesh["pp"].get_group()
         for p, (first, *others) in self._shared:
             if here == first:
@@ -384,7 +384,7 @@ class PipelinedStrategy(FSDPStrategy):
                 dist.recv(local_part(p).detach(), group=group, group_src=first)
 
     def _sum_shared(self) -> None:
-        """Sum the gradients of weights that several ranks of the pipe have, in one order everywhere."""
+        """Sum the gradients of weights that several ranks of the pipe share, in the same order on all ranks."""
         for p, ranks in self._shared:
             if not p.requires_grad:
                 continue
@@ -487,5 +487,5 @@ class PipelinedStrategy(FSDPStrategy):
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
-    """Return some samples of a tensor that has one row for each; anything else as it is."""
+    """Return some samples of a tensor with one row per sample; anything else as it is."""
     return leaf[samples] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch else leaf
