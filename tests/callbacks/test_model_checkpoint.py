@@ -18,7 +18,7 @@ from instep.callbacks.model_checkpoint import format_name
 from instep.checkpoint import CheckpointStore, KeepBest, KeepEvery, KeepNewest
 from instep.errors import SettingError, UnsavableStateError, UsageError
 from instep.utils import plain_yaml
-from tests.trainer.toys import LoggingToy, Toy, loader, quiet
+from tests.trainer.toys import FailingToy, KeepingToy, LoggingToy, ScoredToy, Toy, loader, quiet
 
 NAN, INF = math.nan, math.inf
 
@@ -86,23 +86,11 @@ def test_save_top_k_of_0_saves_nothing_where_a_run_ends_within_an_epoch(
     assert (callback.last_model_path, list((tmp_path / "none").glob("step-*"))) == ("", [])
 
 
-class Scored(Toy):
-    """Logs the given score after each epoch's validation."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            self.log("score", self.scores[self.current_epoch])
-
-
 def run(folder: Path, *callbacks: Any, module: Any = None, val: bool = True, **settings: Any) -> Trainer:
     trainer = quiet(
         **{"max_epochs": 1, **settings}, callbacks=list(callbacks), enable_checkpointing=True, default_root_dir=folder
     )
-    trainer.fit(module or Scored([1.0] * 10), loader(), loader(3) if val else None)
+    trainer.fit(module or ScoredToy([1.0] * 10), loader(), loader(3) if val else None)
     return trainer
 
 
@@ -128,7 +116,7 @@ def test_what_is_kept_after_fit(
     scores: list[float], arguments: dict[str, Any], expected: list[int], best: int | None, tmp_path: Path
 ):
     saver = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", auto_insert_metric_name=False, **arguments)
-    run(tmp_path, saver, module=Scored(scores), max_epochs=len(scores))
+    run(tmp_path, saver, module=ScoredToy(scores), max_epochs=len(scores))
     found = names(tmp_path / "kept") if (tmp_path / "kept").is_dir() else []
     assert [int(name.split("-")[0]) for name in found] == expected
     if best is None:
@@ -161,7 +149,7 @@ def test_steps_that_no_checkpoint_holds_are_told_at_the_end(
     arguments: dict[str, Any], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     saver = ModelCheckpoint(**arguments)
-    run(tmp_path, saver, module=Scored([1.0, 2.0]), max_epochs=2)
+    run(tmp_path, saver, module=ScoredToy([1.0, 2.0]), max_epochs=2)
     printed = capsys.readouterr().out
     assert missing in printed
     assert ("in no checkpoint" in printed) == bool(missing)
@@ -205,7 +193,7 @@ def test_by_time_each_saves_its_own(tmp_path: Path):
             if trainer.global_step == 1:
                 savers[1]._next_time = savers[2]._next_time = 0.0  # both are due at one step
 
-    run(tmp_path, Waits(), *savers, module=Scored([1.0, 2.0]), max_epochs=2, trigger_every=1)
+    run(tmp_path, Waits(), *savers, module=ScoredToy([1.0, 2.0]), max_epochs=2, trigger_every=1)
     assert names(tmp_path / "plain") == ["step-00000008-1"]
     for name, kind in (("full", "full"), ("weights", "weights")):
         assert [info.kind for info in CheckpointStore(tmp_path / name).scan()] == [kind]
@@ -243,12 +231,12 @@ def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp
         max_epochs=2, callbacks=[ModelCheckpoint(tmp_path / "kept", monitor="score")], enable_checkpointing=True
     )
     with pytest.warns(UserWarning, match="the state of callbacks that this run does not have"):
-        again.fit(Scored([1.0] * 10), loader(), loader(3), ckpt_path=path)
+        again.fit(ScoredToy([1.0] * 10), loader(), loader(3), ckpt_path=path)
     assert again.global_step == 8
 
 
 def test_two_model_checkpoints_with_other_metrics_keep_their_own(tmp_path: Path):
-    class Two(Scored):
+    class Two(ScoredToy):
         def on_validation_epoch_end(self) -> None:
             if not self.trainer.sanity_checking:
                 self.log("a", [1.0, 2.0, 3.0][self.current_epoch])
@@ -273,11 +261,8 @@ def test_save_weights_only_leaves_the_optimizer_out(tmp_path: Path):
     assert not list(info.path.glob("optimizer*"))
 
 
-class Fails(Toy):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 2:
-            raise ValueError("no more")
-        return super().training_step(batch, batch_idx)
+class Fails(FailingToy):
+    fails_at = 2
 
 
 def test_save_on_exception_keeps_the_step_before_the_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -331,22 +316,17 @@ def test_a_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: P
 
 
 def test_hyperparameters_that_cannot_be_saved_come_with_advice(tmp_path: Path):
-    class Module(Toy):
-        def __init__(self, thing: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    with pytest.raises(UnsavableStateError, match=r"thing.*save_hyperparameters\(ignore="):
-        run(tmp_path, module=Module(object()))
+    with pytest.raises(UnsavableStateError, match=r"value.*save_hyperparameters\(ignore="):
+        run(tmp_path, module=KeepingToy(object()))
 
 
 @pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
 def test_the_state_survives_a_restart(tmp_path: Path):
     first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
-    run(tmp_path, first, module=Scored([3.0, 1.0, 9, 9]), max_epochs=2)
+    run(tmp_path, first, module=ScoredToy([3.0, 1.0, 9, 9]), max_epochs=2)
     second = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
     trainer = quiet(max_epochs=4, callbacks=[second], enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(Scored([0, 0, 2.0, 5.0]), loader(), loader(3), ckpt_path="last")
+    trainer.fit(ScoredToy([0, 0, 2.0, 5.0]), loader(), loader(3), ckpt_path="last")
     assert names(tmp_path / "kept") == ["step-00000008-1", "step-00000012-1", "step-00000016-1"], "two and the newest"
     assert second.best_model_path == str(tmp_path / "kept" / "step-00000008-1")
     assert second.best_model_score == 1.0
@@ -356,11 +336,11 @@ def test_the_state_survives_a_restart(tmp_path: Path):
 @pytest.mark.parametrize(("scores", "best"), [([1.0, 2.0, 3.0], 2.0), ([3.0, 2.0, 1.0], 1.0)])
 def test_a_checkpoint_that_has_gone_is_forgotten(scores: list[float], best: float, tmp_path: Path):
     first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3)
-    run(tmp_path, first, module=Scored(scores), max_epochs=3)
+    run(tmp_path, first, module=ScoredToy(scores), max_epochs=3)
     shutil.rmtree(tmp_path / "kept" / "step-00000004-1")  # the best, or the worst
     second = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3)
     run_on = quiet(max_epochs=3, callbacks=[second], enable_checkpointing=True, default_root_dir=tmp_path)
-    run_on.fit(Scored([]), loader(), loader(3), ckpt_path="last")
+    run_on.fit(ScoredToy([]), loader(), loader(3), ckpt_path="last")
     assert second.best_model_score == best
     assert sorted(Path(path).name for path in second.best_k_models) == ["step-00000008-1", "step-00000012-1"]
     assert Path(second.best_model_path).is_dir()
@@ -373,7 +353,7 @@ def test_two_model_checkpoints_of_one_folder_both_take_in_the_checkpoint_that_th
 
     run(tmp_path, *two(), max_epochs=2)
     trainer = quiet(max_epochs=4, callbacks=two(), enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(Scored([1.0] * 4), loader(), loader(3), ckpt_path="last")
+    trainer.fit(ScoredToy([1.0] * 4), loader(), loader(3), ckpt_path="last")
     assert all(name.startswith("step-00000016") for name in names(tmp_path / "kept"))
 
 
@@ -382,7 +362,7 @@ def test_the_checkpoint_of_another_run_is_not_deleted(tmp_path: Path):
     (first,) = (tmp_path / "first" / "kept").glob("step-*")
     saver = ModelCheckpoint(tmp_path / "second" / "kept")
     second = quiet(max_epochs=4, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path / "second")
-    second.fit(Scored([1.0] * 10), loader(), loader(3), ckpt_path=first)
+    second.fit(ScoredToy([1.0] * 10), loader(), loader(3), ckpt_path=first)
     assert names(tmp_path / "second" / "kept") == ["step-00000016-1"]
     assert first.is_dir()
 
@@ -393,25 +373,25 @@ def test_nobody_deletes_what_another_one_keeps(tmp_path: Path):
         best = ModelCheckpoint(tmp_path / "kept", monitor="score")
         return [ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1), best]
 
-    run(tmp_path, *two(), module=Scored([1.0, 2.0]), max_epochs=2)
+    run(tmp_path, *two(), module=ScoredToy([1.0, 2.0]), max_epochs=2)
     savers = two()
     trainer = quiet(max_epochs=4, callbacks=savers, enable_checkpointing=True, default_root_dir=tmp_path)
     best = tmp_path / "kept" / "step-00000004-2"
-    trainer.fit(Scored([1.0, 2.0, 3.0, 4.0]), loader(), loader(3), ckpt_path=best)
+    trainer.fit(ScoredToy([1.0, 2.0, 3.0, 4.0]), loader(), loader(3), ckpt_path=best)
     assert savers[1].best_model_path == str(best)
     assert best.is_dir()
 
 
 def test_torch_scores_are_plain_numbers(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", monitor="score")
-    run(tmp_path, saver, module=Scored([torch.tensor(0.5)]))  # pyright: ignore[reportArgumentType]
+    run(tmp_path, saver, module=ScoredToy([torch.tensor(0.5)]))  # pyright: ignore[reportArgumentType]
     assert type(saver.state_dict()["best_model_score"]) is float
 
 
 def test_what_users_of_lightning_read(tmp_path: Path):
     saver = ModelCheckpoint(monitor="score", save_top_k=2, mode="max")
     assert (saver.dirpath, saver.kth_best_model_path, float(saver.kth_value)) == (None, "", -INF)
-    trainer = run(tmp_path, saver, module=Scored([3, 1, 2]), max_epochs=3)
+    trainer = run(tmp_path, saver, module=ScoredToy([3, 1, 2]), max_epochs=3)
     assert saver.dirpath == str(trainer.run_folder.checkpoints)
     scores = {Path(path).name: score.item() for path, score in saver.best_k_models.items()}
     assert scores == {"step-00000004-1": 3.0, "step-00000012-1": 2.0}
@@ -429,15 +409,8 @@ def test_what_users_of_lightning_read(tmp_path: Path):
 @pytest.mark.parametrize("monitor", ["epoch", "step"])
 def test_counters_can_be_watched_and_are_whole_in_names(monitor: str, tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", monitor=monitor, mode="max", filename="{epoch:02d}-{step}")
-    run(tmp_path, saver, module=Scored([1, 2]), max_epochs=2)
+    run(tmp_path, saver, module=ScoredToy([1, 2]), max_epochs=2)
     assert names(tmp_path / "kept") == ["epoch=01-step=8-1"]
-
-
-class Valley(Toy):
-    """Its validation is best in the second epoch."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", (5.0, 1.0, 4.0, 4.0)[self.current_epoch])
 
 
 class Ask(Callback):
@@ -457,7 +430,7 @@ def test_what_is_saved_before_the_validation_of_its_epoch_is_ranked_by_it(tmp_pa
         saver = ModelCheckpoint(monitor="val_loss", save_top_k=1)
         trainer = quiet(max_epochs=4, callbacks=[saver, Ask(asked)], enable_checkpointing=True, trigger_every=1,
                         default_root_dir=tmp_path)  # fmt: skip
-        trainer.fit(Valley(), loader(), loader(), ckpt_path="auto")
+        trainer.fit(ScoredToy([5.0, 1.0, 4.0, 4.0], "val_loss"), loader(), loader(), ckpt_path="auto")
         return saver
 
     if trigger == "preempted":
@@ -472,7 +445,7 @@ def test_what_is_saved_before_the_validation_of_its_epoch_is_ranked_by_it(tmp_pa
 @pytest.mark.parametrize(("before", "now", "gone"), [(3, 1, 2), (2, 1, 1), (-1, 2, 2), (2, 2, 0), (1, 3, 0)])
 def test_a_resumed_run_that_keeps_fewer_says_which_go(before: int, now: int, gone: int, tmp_path: Path):
     kept = {"monitor": "score", "dirpath": tmp_path / "kept"}
-    run(tmp_path, ModelCheckpoint(**kept, save_top_k=before), module=Scored([4, 3, 2, 1, 0]), max_epochs=4)
+    run(tmp_path, ModelCheckpoint(**kept, save_top_k=before), module=ScoredToy([4, 3, 2, 1, 0]), max_epochs=4)
     trainer = quiet(
         max_epochs=5,
         callbacks=ModelCheckpoint(**kept, save_top_k=now),
@@ -481,13 +454,13 @@ def test_a_resumed_run_that_keeps_fewer_says_which_go(before: int, now: int, gon
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Scored([4, 3, 2, 1, 0]), loader(), loader(3), ckpt_path="last")
+        trainer.fit(ScoredToy([4, 3, 2, 1, 0]), loader(), loader(3), ckpt_path="last")
     (text,) = [str(one.message) for one in caught if "its next save deletes" in str(one.message)] or [""]
     assert text.count("step-") == gone
 
 
 def test_a_resumed_run_with_another_folder_says_that_it_ranks_anew(tmp_path: Path):
-    run(tmp_path, saver := ModelCheckpoint(tmp_path / "one", monitor="score"), module=Scored([2, 1]), max_epochs=1)
+    run(tmp_path, saver := ModelCheckpoint(tmp_path / "one", monitor="score"), module=ScoredToy([2, 1]), max_epochs=1)
     trainer = quiet(
         max_epochs=2,
         callbacks=ModelCheckpoint(tmp_path / "two", monitor="score"),
@@ -495,4 +468,4 @@ def test_a_resumed_run_with_another_folder_says_that_it_ranks_anew(tmp_path: Pat
         default_root_dir=tmp_path,
     )
     with pytest.warns(UserWarning, match="ranks anew: what it kept so far lies in another folder.*one/step-"):
-        trainer.fit(Scored([2, 1]), loader(), loader(3), ckpt_path=saver.best_model_path)
+        trainer.fit(ScoredToy([2, 1]), loader(), loader(3), ckpt_path=saver.best_model_path)

@@ -13,21 +13,17 @@ import torch
 from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.checkpoint import CheckpointStore
 from instep.errors import CheckpointNotFoundError
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import ScoredToy, loader, quiet
 
 NAN, INF = math.nan, math.inf
 
 
-class Watched(Toy):
+class Watched(ScoredToy):
     """Its validation logs a given value in each epoch; the learning rate is halved wherever that did not improve."""
 
     def __init__(self, values: list[float], mode: str) -> None:
-        super().__init__()
-        self.values = values
+        super().__init__(values, "watched")
         self.mode = mode
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("watched", self.values[self.current_epoch])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)

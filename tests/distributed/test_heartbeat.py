@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -24,27 +23,23 @@ from instep.health.heartbeat_file import COMPILES, LIMIT_MS, PHASE, PHASES
 from instep.runs.ranks import read_paces
 from instep.state import PartialState
 from tests.helpers.spawn import RanksFailed, run_ranks
-from tests.trainer.toys import quiet
+from tests.trainer.toys import BareToy, quiet
 
 
-class Model(instep.TrainModule):
+class Model(BareToy):
     def __init__(self, in_step: Callable[[Model], None] = lambda model: None) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1)
         self.in_step = in_step
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.in_step(self)
-        return self.layer(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.layer(batch[0])
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.layer(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def _loader(batches: int = 6) -> DataLoader[Any]:

@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import instep
-from tests.trainer.toys import quiet
+from tests.trainer.toys import BareToy, quiet
 
 
 def stuck_here() -> None:
     threading.Event().wait()
 
 
-class Model(instep.TrainModule):
+class Model(BareToy):
     def __init__(self, folder: Path, how: str, at: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1)
         self.folder, self.how, self.at = folder, how, at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -44,10 +41,7 @@ class Model(instep.TrainModule):
                 stuck_here()
             elif self.how == "in C":
                 ctypes.PyDLL(None).sleep(10**6)  # with Python's lock held
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def train(folder: Path, how: str, hang_timeout_s: float, at: int = 3) -> None:

@@ -17,7 +17,7 @@ from instep.errors import InstepError, Preempted, SettingError
 from instep.loggers import WandbLogger
 from tests.helpers.warm import warm_python
 from tests.loggers.wandb_file import read_all, records
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import ScoredToy, Toy, loader, quiet
 
 # W&B's own threads and subprocess leave sockets to the garbage collector.
 pytestmark = [
@@ -268,10 +268,7 @@ def test_wrong_options_of_the_wandb_logger_are_refused(options):
         WandbLogger(**options)
 
 
-class Falls(Toy):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", (3.0, 1.0, 2.0)[self.current_epoch])
-
+class Falls(ScoredToy):
     def on_validation_end(self) -> None:
         if self.current_epoch == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -284,7 +281,7 @@ def test_a_sweep_is_told_of_the_best_value_and_of_a_preemption(tmp_path):
         max_epochs=4, logger=logger, callbacks=callbacks, default_root_dir=tmp_path, enable_checkpointing=True
     )
     with pytest.raises(Preempted):
-        trainer.fit(Falls(), loader(16), loader(8))
+        trainer.fit(Falls([3.0, 1.0, 2.0], "val_loss"), loader(16), loader(8))
     pytest.importorskip("wandb").teardown()  # its service writes the rest
     (file,) = tmp_path.rglob("*.wandb")
     told = list(records(file))

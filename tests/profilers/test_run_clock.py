@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from instep.profilers.run_clock import RunClock
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import ManualToy, Toy, loader, quiet
 
 
 def test_batches_are_all_given_and_the_functions_are_the_same_between_bursts() -> None:
@@ -105,15 +105,7 @@ def test_a_phase_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_fit_says_what_came_of_it(manual: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    class Manual(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    module = Manual() if manual else Toy()
-    module.automatic_optimization = not manual
+    module = ManualToy() if manual else Toy()
     trainer = quiet(max_steps=6)
     assert trainer.run_summary is None
     before = time.perf_counter()

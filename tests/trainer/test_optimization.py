@@ -15,7 +15,7 @@ from torch import nn
 from instep import Callback, TrainModule
 from instep.errors import HookError, SettingError, UsageError
 from tests.trainer.resuming import Scaled
-from tests.trainer.toys import Stream, Toy, assert_same, loader, quiet, samples, weights
+from tests.trainer.toys import ScoredToy, SkippingToy, Stream, Toy, assert_same, loader, quiet, samples, weights
 
 
 def handwritten(model: Any, data: Any, optimizer: torch.optim.Optimizer, epochs: int = 1) -> None:
@@ -113,9 +113,8 @@ def test_validation_waits_for_the_windows_end_and_leaves_it_alone():
 
 @pytest.mark.filterwarnings("ignore:training_step returned None")
 def test_none_skips_a_batch_and_nothing_of_the_window_before_comes_back():
-    class Skips(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+    class Skips(SkippingToy):
+        skipped = (2,)
 
     module = Skips()
     other = copy.deepcopy(module)
@@ -136,9 +135,8 @@ def test_none_skips_a_batch_and_nothing_of_the_window_before_comes_back():
 @pytest.mark.filterwarnings("ignore:training_step returned None")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_window_of_nothing_but_none_changes_nothing(own: bool):
-    class Skips(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) if batch_idx == 0 else None
+    class Skips(SkippingToy):
+        skipped = (1, 2, 3)
 
     class OwnStep(Skips):
         def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -154,9 +152,8 @@ def test_a_window_of_nothing_but_none_changes_nothing(own: bool):
 @pytest.mark.filterwarnings("ignore:training_step returned None")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_window_that_is_left_out_as_a_whole_asks_nothing_of_a_gradient_scaler(own: bool):
-    class Skips(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) if batch_idx < 2 else None
+    class Skips(SkippingToy):
+        skipped = (2, 3)
 
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
             optimizer.zero_grad(set_to_none=False)  # a step with zeros would go on with the momentum
@@ -275,17 +272,14 @@ def test_schedulers_step_once_per_optimizer_step_or_epoch(
 
 
 def test_a_plateau_scheduler_gets_its_metric():
-    class Model(Toy):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", [3.0, 2.0, 2.0, 2.0][self.current_epoch])
-
+    class Model(ScoredToy):
         def configure_optimizers(self) -> Any:
             sgd = torch.optim.SGD(self.parameters(), lr=1.0)
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, factor=0.1, patience=0)
             return {"optimizer": sgd, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
 
     trainer = quiet(max_epochs=4)
-    trainer.fit(Model(), loader(), loader(3))
+    trainer.fit(Model([3.0, 2.0, 2.0, 2.0], "val"), loader(), loader(3))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
 
 
@@ -712,9 +706,8 @@ def test_a_late_first_step_of_manual_optimization_is_no_reason_to_warn():
 
 @pytest.mark.parametrize("overridden", [False, True])
 def test_an_optimizer_step_of_skipped_batches_alone_counts_and_changes_nothing(overridden: bool):
-    class Skips(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+    class Skips(SkippingToy):
+        skipped = (1,)
 
         def configure_optimizers(self) -> Any:
             sgd = torch.optim.SGD(self.parameters(), lr=8.0, weight_decay=0.5)

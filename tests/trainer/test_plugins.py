@@ -30,21 +30,12 @@ from instep.callbacks import (
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from tests.loggers.test_tensorboard import texts
-from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
+from tests.trainer.toys import LoggingToy, ScoredToy, Toy, assert_same, loader, quiet, weights
 
 
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
-
-
-class Scored(Toy):
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("score", self.scores[self.current_epoch])
 
 
 # ---- EarlyStopping
@@ -65,7 +56,7 @@ def test_early_stopping_ends_the_run_and_says_why(
 ):
     stopping = EarlyStopping("score", **options)
     trainer = quiet(max_epochs=5, callbacks=stopping)
-    trainer.fit(Scored(scores), loader(), loader(3))
+    trainer.fit(ScoredToy(scores), loader(), loader(3))
     assert trainer.global_step == 4 * epochs
     assert stopping.stopping_reason.name == reason
     assert trainer.early_stopping_callback is stopping
@@ -74,7 +65,7 @@ def test_early_stopping_ends_the_run_and_says_why(
 
 def test_early_stopping_waits_for_the_minimum():
     trainer = quiet(max_epochs=5, min_epochs=4, callbacks=EarlyStopping("score", patience=1))
-    trainer.fit(Scored([1.0] * 5), loader(), loader(3))
+    trainer.fit(ScoredToy([1.0] * 5), loader(), loader(3))
     assert trainer.current_epoch == 4
 
 
@@ -89,7 +80,7 @@ def test_a_stopped_run_stays_stopped_until_its_patience_is_raised(tmp_path: Path
             enable_model_summary=False,
             default_root_dir=tmp_path,
         )
-        trainer.fit(Scored([1.0] * 8), loader(), loader(), ckpt_path="auto")
+        trainer.fit(ScoredToy([1.0] * 8), loader(), loader(), ckpt_path="auto")
         return trainer.global_step
 
     assert [steps(2), steps(2), steps(2)] == [12, 12, 12]
@@ -98,7 +89,7 @@ def test_a_stopped_run_stays_stopped_until_its_patience_is_raised(tmp_path: Path
 
 def test_early_stopping_without_its_metric():
     with pytest.raises(UsageError, match="watches 'scor', which was not logged"):
-        quiet(max_epochs=1, callbacks=EarlyStopping("scor")).fit(Scored([1.0]), loader(), loader(3))
+        quiet(max_epochs=1, callbacks=EarlyStopping("scor")).fit(ScoredToy([1.0]), loader(), loader(3))
 
 
 # ---- Timer, learning rates

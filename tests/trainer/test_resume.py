@@ -36,7 +36,7 @@ from tests.trainer.resuming import (
     train_loader,
 )
 from tests.trainer.test_ranks import Gan
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import KeepingToy, Toy, loader, quiet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
@@ -488,12 +488,6 @@ def test_a_run_that_was_saved_before_its_first_step_begins_its_epoch(tmp_path: P
     assert trained(AsksToSave()) == trained(ckpt_path=tmp_path / "step-00000000-1")
 
 
-class Kept(Toy):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
 class Speed(str, Enum):
     FAST = "fast"
 
@@ -528,8 +522,8 @@ OTHER: dict[str, Any] = {
 def test_only_other_hyperparameters_are_warned_of(name: str, tmp_path: Path) -> None:
     before, now = SAME.get(name) or OTHER[name]
     trainer = quiet(max_steps=1)
-    trainer.fit(Kept(before), loader())
+    trainer.fit(KeepingToy(before), loader())
     path = trainer.save_checkpoint(tmp_path / "saved")
     other = nullcontext() if name in SAME else pytest.warns(UserWarning, match="other hyperparameters than .*value=")
     with other:
-        quiet(max_steps=2).fit(Kept(now), loader(), ckpt_path=path)
+        quiet(max_steps=2).fit(KeepingToy(now), loader(), ckpt_path=path)

@@ -13,14 +13,13 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-import torch
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Preempted
 from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, folders
 from tests.helpers.spawn import run_ranks
-from tests.trainer.toys import QUIET, LoggingToy, Toy, loader, quiet
+from tests.trainer.toys import QUIET, LoggingToy, Toy, WiderToy, loader, quiet
 
 
 def status(trainer: Trainer) -> dict[str, Any]:
@@ -178,17 +177,12 @@ def test_a_refused_resume_leaves_no_empty_folder(logger: Any, tmp_path: Path):
     def new(**settings: Any) -> Trainer:
         return quiet(**{"max_epochs": 2, "default_root_dir": tmp_path, "enable_checkpointing": True, **settings})
 
-    class Wider(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = torch.nn.Linear(3, 3)
-
     first = new()
     first.fit(Toy(), loader())
     path = first.checkpoint_callback.last_model_path  # type: ignore[union-attr]
     second = new(logger=CSVLogger() if logger else False)
     with pytest.raises(CheckpointError, match="do not fit"):
-        second.fit(Wider(), loader(), ckpt_path=path)
+        second.fit(WiderToy(), loader(), ckpt_path=path)
     versions = [folder.name for folder in sorted((tmp_path / "instep_runs").iterdir())]
     assert versions == ["version_0", "version_1"][: 2 if logger else 1], "what a logger wrote stays"
     second.fit(Toy(), loader())

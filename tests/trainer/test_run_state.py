@@ -14,7 +14,7 @@ from instep.callbacks import ModelCheckpoint, Timer
 from instep.checkpoint import CheckpointStore
 from instep.errors import UnsavableStateError
 from instep.loggers import Logger
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import BareToy, FailingToy, Toy, loader, quiet
 
 
 def fit(root: Path, *, module: TrainModule | None = None, ckpt_path: Any = None, **settings: Any) -> Trainer:
@@ -67,21 +67,7 @@ def test_the_state_of_a_callback_that_is_gone_is_left_out_with_a_warning(tmp_pat
 # ---- hyperparameters
 
 
-class Plain(TrainModule):
-    """A module that keeps no hyperparameters by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class FromConfig(Plain):
+class FromConfig(BareToy):
     def __init__(self, config: Any, factor: float = 1.0) -> None:
         super().__init__()
         self.rate = config.rate if isinstance(config, argparse.Namespace) else config["rate"]
@@ -89,7 +75,7 @@ class FromConfig(Plain):
         self.save_hyperparameters(config)
 
 
-class FromAll(Plain):
+class FromAll(BareToy):
     def __init__(self, config: Any, **others: Any) -> None:
         super().__init__()
         self.rate, self.others = config.rate, others
@@ -126,11 +112,8 @@ def test_what_cannot_be_swept_stays_with_a_warning(tmp_path: Path, monkeypatch: 
     assert [info.step for info in CheckpointStore(tmp_path / "kept").scan()] == [4]
 
 
-class Fails(Toy):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 6:
-            raise ValueError("no more")
-        return super().training_step(batch, batch_idx)
+class Fails(FailingToy):
+    fails_at = 6
 
 
 def test_what_an_exception_left_is_saved_beside_the_others_and_not_resumed_by_auto(tmp_path: Path):

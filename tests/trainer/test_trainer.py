@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from instep import AcceleratorState, Callback, Trainer, TrainModule
+from instep import AcceleratorState, Callback, Trainer
 from instep.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
 from instep.data import CombinedLoader
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, TensorBoardLogger
 from instep.strategies import DDPStrategy
 from instep.trainer import RunningStage, TrainerFn, TrainerStatus
-from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
+from tests.trainer.toys import BareToy, LoggingToy, Toy, assert_same, loader, quiet, weights
 
 
 def told(trainer: Trainer) -> dict[str, Any]:
@@ -275,17 +274,7 @@ def test_the_state_shows_the_running_strategy() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_module_that_has_run_can_be_scripted():
-    class Scripted(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch[0]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    class Scripted(BareToy):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x)
 

@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import nn
 
-from instep import DataModule, TrainModule
+from instep import DataModule
 from instep.errors import CheckpointError, SettingError
 from instep.loggers.hparams import plain
 from instep.utils.rebuild import with_structures
 from tests.helpers.spawn import run_command
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import BareToy, Toy, loader, quiet
 
 
 class Mode(Enum):
@@ -352,18 +352,11 @@ def test_keys_that_are_no_texts_come_back(shape: str, tmp_path: Path):
         assert not hasattr(loaded.value, "no_such_name")
 
 
-class Bare(TrainModule):
-    """Saves no hyperparameters."""
+class Bare(BareToy):
+    """Saves no hyperparameters, though it needs one."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, size)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        super().__init__(size)
 
 
 class Labels(Bare):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +69,89 @@ class LoggingToy(Toy):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.log("test_loss", self.loss(batch))
+
+
+class ScoredToy(Toy):
+    """Logs a score after each validation of fit: the entry of the epoch, under the name `metric`."""
+
+    def __init__(self, scores: Sequence[Any], metric: str = "score") -> None:
+        super().__init__()
+        self.scores, self.metric = scores, metric
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log(self.metric, self.scores[self.current_epoch])
+
+
+class SkippingToy(Toy):
+    """Returns no loss for the batches with an index in `skipped`."""
+
+    skipped: Container[int] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
+
+
+class FailingToy(Toy):
+    """Raises a ValueError, "no more", in the training step that follows `fails_at` optimizer steps."""
+
+    fails_at = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fails_at:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+class ManualToy(Toy):
+    """Optimizes manually: one step for each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class DeepToy(Toy):
+    """Two linear layers, with the same weights in each object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # type: ignore[assignment]
+
+
+class WiderToy(Toy):
+    """Has a layer that checkpoints of a `Toy` lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+class KeepingToy(Toy):
+    """Keeps any value as a hyperparameter."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class BareToy(TrainModule):
+    """One linear layer and a training step; it saves no hyperparameters and logs nothing."""
+
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, outputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def dim_zero_sum(states: Tensor) -> Tensor:

@@ -15,14 +15,13 @@ import torch
 import instep
 from instep import Trainer
 from instep.utils.warn import warn_user
-from tests.trainer.toys import QUIET, Toy, loader, quiet
+from tests.trainer.toys import QUIET, SkippingToy, Toy, loader, quiet
 
 PACKAGE = Path(instep.__file__).parent
 
 
-class Trained(Toy):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+class Trained(SkippingToy):
+    skipped = (0,)
 
 
 class Untrained(Toy):

@@ -8,7 +8,7 @@ import torch
 from instep import TrainModule
 from instep.callbacks import Callback, GradientAccumulationScheduler
 from instep.errors import SettingError, UsageError
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import ManualToy, Toy, loader, quiet
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,6 @@ class LateSetter(Callback):
         trainer.accumulate_grad_batches = 2
 
 
-class Manual(Toy):
-    automatic_optimization = False
-
-
 class Newton(Toy):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -81,7 +77,7 @@ class Newton(Toy):
         ({"accumulate_grad_batches": 2}, Toy, SettingError, "`accumulate_grad_batches` and are using the"),
         ({"global_batch_size": 4}, Toy, SettingError, "derives the accumulation"),
         ({"callbacks": [GradientAccumulationScheduler({0: n}) for n in (1, 2)]}, Toy, SettingError, "two GradientAcc"),
-        ({}, Manual, UsageError, "no effect in manual"),
+        ({}, ManualToy, UsageError, "no effect in manual"),
         ({}, Newton, SettingError, "evaluates the loss within its step"),
         ({"callbacks": [LateSetter()]}, Toy, UsageError, "on_train_epoch_start"),
     ],

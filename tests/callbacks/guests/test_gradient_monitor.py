@@ -12,15 +12,14 @@ from instep.callbacks import Callback, GradientMonitor, ModelCheckpoint
 from instep.callbacks.guests.gradient_monitor import grad_norm
 from instep.errors import SettingError
 from tests.callbacks.fakes import RecordingLogger
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import DeepToy, Toy, loader, quiet
 
 
-class Deep(Toy):
+class Deep(DeepToy):
     """Notes the gradients that its optimizer is stepped with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
         self.norms: dict[int, dict[str, float]] = {}
         self.order: float = 2.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.callbacks import (
     DeviceStatsMonitor,
@@ -24,23 +24,16 @@ from tests.callbacks.fakes import RecordingLogger
 from tests.helpers.spawn import run_ranks
 from tests.strategies.tiny_gpt import TinyGPT
 from tests.strategies.tiny_gpt import loader as gpt_loader
-from tests.trainer.toys import Toy, loader, quiet
-
-
-class Deep(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # type: ignore[assignment]
+from tests.trainer.toys import DeepToy, Toy, loader, quiet
 
 
 def _whole_or_resumed(folder: Path, parts: list[int]) -> tuple[Tensor, dict[str, dict[int, float]]]:
     """Train to each step of `parts` in turn, resumed each time; return the weights and what was logged."""
     torch.manual_seed(2)
     rows: dict[str, dict[int, float]] = {}
-    module, path = Deep(), None
+    module, path = DeepToy(), None
     for number, steps in enumerate(parts):
-        logger, module = RecordingLogger(), Deep()
+        logger, module = RecordingLogger(), DeepToy()
         callbacks = [
             DeviceStatsMonitor(),
             ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), window_size=2),
@@ -82,7 +75,7 @@ def _fit(callback: Any, module: Toy | None = None, ckpt_path: Any = None, **sett
     logger = RecordingLogger()
     options = {"devices": 2, "max_steps": 3, "log_every_n_steps": 1, **settings}
     trainer = quiet(logger=logger, callbacks=callback, **options)
-    trainer.fit(module or Deep(), loader(13), ckpt_path=ckpt_path)
+    trainer.fit(module or DeepToy(), loader(13), ckpt_path=ckpt_path)
     return trainer, logger
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instep.callbacks import ModelCheckpoint, SpikeDetection
 from instep.errors import HookError, SettingError, TrainingSpikeError
-from tests.trainer.toys import Toy, loader, quiet
+from tests.trainer.toys import ManualToy, Toy, loader, quiet
 
 NAN, INF = math.nan, math.inf
 
@@ -124,16 +124,8 @@ def test_judged_late_a_spike_is_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_loss_must_be_there() -> None:
-    class Manual(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            pass
-
     with pytest.raises(HookError, match="SpikeDetection needs the loss, and training_step returned NoneType"):
-        quiet(callbacks=SpikeDetection(), max_epochs=1).fit(Manual(), loader())
+        quiet(callbacks=SpikeDetection(), max_epochs=1).fit(ManualToy(), loader())
     with pytest.raises(SettingError, match="mode='least'"):
         SpikeDetection(mode="least")  # type: ignore[arg-type]
     assert torch.is_grad_enabled()

@@ -40,7 +40,7 @@ def test_the_page_of_mlflow_shows_the_run(tmp_path: Path) -> None:
     with serve(command, env=TRACKERS["mlflow"].environment(tmp_path)) as url, browse() as browser:
         for phone in (False, True):
             page = browser.open(f"{url}/{where}/{run.info.run_id}", phone=phone)
-            page.get_by_text(run.info.run_name).first.wait_for()
+            page.get_by_text(run.info.run_name).first.wait_for(timeout=120_000)  # megabytes of code come first
             page.get_by_text("width").first.wait_for()
             page.get_by_text("16", exact=True).first.wait_for()
             page.get_by_text("val_loss").first.wait_for()
