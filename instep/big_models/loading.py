@@ -42,7 +42,7 @@ from instep.utils.warn import warn_user
 
 DISK = "disk"
 _AT_ONCE = 64 * 2**20  # bytes asked of the disk while those before them are taken
-_SHOWN = 8  # names in an error
+_SHOWN = 8  # most names in an error
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")  # a name with such an ending is no repository
 
 

@@ -447,7 +447,7 @@ def count(number: int) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    # DeepSpeed's stage 3 leaves an empty tensor in a parameter's place, with the number of the whole.
+    # An empty tensor replaces a parameter under DeepSpeed's stage 3; `ds_numel` is the size of the whole.
     return 0 if nn.parameter.is_lazy(tensor) else getattr(tensor, "ds_numel", tensor.numel())
 
 

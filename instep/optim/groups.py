@@ -34,7 +34,7 @@ Which: TypeAlias = "str | Callable[[str, Tensor], bool]"
 
 __all__ = ["biases_and_norms", "layerwise_lr", "param_groups"]
 
-_LISTED = 5  # names in an error
+_LISTED = 5  # most names in an error
 
 
 def biases_and_norms(name: str, parameter: Tensor) -> bool:

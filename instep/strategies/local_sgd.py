@@ -26,7 +26,7 @@ from instep.utils.warn import warn_user
 
 @dataclass(frozen=True)
 class LocalSGDPlan:
-    """When replicas take their mean.
+    """Plan that says when replicas take their mean.
 
     Args:
         period: optimizer steps between two means of the weights.

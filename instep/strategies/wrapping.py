@@ -94,7 +94,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the parts with at least `size` parameters outside of smaller parts that are selected too."""
+    """Find the parts with at least `size` parameters without those of smaller selected parts."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:

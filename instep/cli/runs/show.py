@@ -34,7 +34,7 @@ from instep.runs.facts import (
 from instep.runs.table import MARK, upright
 
 _BAD = ("failed", "hung", "dead", "interrupted", "preempted")
-_FEW = 20  # metrics; --json has all
+_FEW = 20  # metrics that are printed; --json has all
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -267,7 +267,7 @@ class DeepSpeedStrategy(Strategy):
         self.config = config
         self.sharded = self.stage > 0
         self.whole_parameters = self.stage == 0
-        self.inference_mode = self.stage < 3  # weights that were gathered in it could not be trained on
+        self.inference_mode = self.stage < 3  # in inference mode stage 3 would gather weights that cannot be trained on
 
     # ---- life
 
