@@ -23,6 +23,8 @@ LIGHT = {
     "color-api-name": "#1f2430",
     "color-api-pre-name": "#545b69",
     "color-inline-code-background": "#f2f0e9",
+    "color-output-green": "#256a43",
+    "color-output-cyan": "#1c6a73",
 }
 DARK = {
     "color-foreground-primary": "#dfe3ea",
@@ -40,6 +42,8 @@ DARK = {
     "color-api-name": "#dfe3ea",
     "color-api-pre-name": "#a9b1be",
     "color-inline-code-background": "#222831",
+    "color-output-green": "#8ed0a5",
+    "color-output-cyan": "#82c8d1",
 }
 
 

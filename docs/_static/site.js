@@ -20,6 +20,7 @@ function stack(table, heads) {
 
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".caption[role=heading]").forEach((heading) => heading.setAttribute("aria-level", "2"));
+  document.querySelectorAll("dt dl").forEach((list) => list.setAttribute("role", "presentation")); // a long signature
   document.querySelectorAll(".table-wrapper").forEach((box) => {
     const table = box.querySelector("table");
     const heads = table.tHead ? [...table.tHead.rows[0].cells].map((head) => head.textContent) : [];

@@ -7,6 +7,7 @@ as a text of Markdown. `CSVLogger` keeps none, and those of W&B, MLflow and othe
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from instep.loggers.rows import JSONLinesFile, TensorBoardFile
+from instep.loggers.rows import JSONLinesFile, LogFile, TensorBoardFile
 from instep.runs.metrics import log_files
 from instep.runs.status import own
 from instep.utils.imports import require
@@ -23,6 +24,7 @@ from instep.utils.untrusted_files import read_regular
 # Most values of a name, names, rows of a table, and characters of a text.
 STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000
 PICTURE_BYTES, ALL_BYTES = 2**20, 6 * 2**20
+_EVENTS = tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))
 _KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"))
 
 
@@ -47,33 +49,41 @@ class Media:
     text: str = ""
 
 
-def read_media(folder: Path) -> tuple[list[Media], int]:
-    """Read the values other than numbers that a run logged: the newest few of each name, the newest first.
+class MediaReader:
+    """Reader of the values other than numbers that a run logged; it reads on where its last reading ended.
 
     Args:
         folder: of the run.
-
-    Returns:
-        What was read, and how many pictures are left out because all together would be more than `ALL_BYTES`.
     """
-    kept: dict[str, deque[Media]] = {}
-    for path in log_files(folder, ("metrics.jsonl",)):
-        _keep(kept, _JSONLines(path).read())
-    for path in log_files(folder, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))):
-        _keep(kept, _Events(path).read())
-    found, free = list[Media](), ALL_BYTES
-    every = sorted((each for of in kept.values() for each in of), key=lambda each: (each.name, -each.step))
-    for media in every:
-        if len(media.picture) <= free:
-            free -= len(media.picture)
-            found.append(media)
-    return found, len(every) - len(found)
 
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._files, self._kept = dict[Path, LogFile](), dict[str, deque[Media]]()
 
-def _keep(kept: dict[str, deque[Media]], found: Iterator[Any]) -> None:
-    for media in found:
-        if media.name in kept or len(kept) < NAMES:
-            kept.setdefault(media.name, deque(maxlen=STEPS)).append(media)
+    def read(self) -> tuple[list[Media], int]:
+        """Read what was added: of each name the newest few are kept, the newest first.
+
+        Returns:
+            What is kept, and how many pictures are left out because all together would be more than `ALL_BYTES`.
+        """
+        with self._lock:
+            if any(file.replaced() for file in self._files.values()):
+                self._files, self._kept = {}, {}
+            for kind, names in ((_JSONLines, ("metrics.jsonl",)), (_Events, _EVENTS)):
+                for path in log_files(self._folder, names):
+                    self._keep(self._files.setdefault(path, kind(path)).read())
+            found, free = list[Media](), ALL_BYTES
+            kept = [media for of in self._kept.values() for media in of]
+            for media in sorted(kept, key=lambda media: (media.name, -media.step)):
+                if len(media.picture) <= free:
+                    free -= len(media.picture)
+                    found.append(media)
+            return found, len(kept) - len(found)
+
+    def _keep(self, found: Iterator[Any]) -> None:
+        for media in found:
+            if media.name in self._kept or len(self._kept) < NAMES:
+                self._kept.setdefault(media.name, deque(maxlen=STEPS)).append(media)
 
 
 def _picture(name: str, step: float, content: bytes) -> Iterator[Media]:

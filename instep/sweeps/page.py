@@ -34,20 +34,18 @@ _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", 
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _PATH = "/sweep"
 _TEXT_OF = "p => p.data['c' + p.colDef.field.slice(1)]"
-_TICK = "e => e.api.forEachNode(node => node.setSelected(node.data.ticked))"
-_FIT = """e => {
+_ON_ROWS = """e => {
   const shown = e.api.getColumnDefs().map(column => column.headerName);
   e.api.forEachNode(node => { node.setSelected(node.data.ticked); shown.push(node.id) });
-  if (e.api.fitted === String(shown)) return;  // what a person made wider stays while only values change
+  if (e.api.fitted !== String(shown)) requestAnimationFrame(() => e.api.autoSizeAllColumns());
   e.api.fitted = String(shown);
-  requestAnimationFrame(() => e.api.autoSizeAllColumns());
-}"""
+}"""  # while only values change, what a person made wider stays
 _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
     "columnDefs": [],
     "rowData": [],
     ":getRowId": "p => p.data.id",
-    ":onFirstDataRendered": _TICK,
-    ":onRowDataUpdated": _FIT,
+    ":onFirstDataRendered": _ON_ROWS,
+    ":onRowDataUpdated": _ON_ROWS,
     ":rowClassRules": "({best: p => p.data && p.data.best})",
     "rowSelection": {"mode": "multiRow", "headerCheckbox": True, "enableClickSelection": False},
     "selectionColumnDef": {"pinned": "left", "width": 42, "resizable": False},

@@ -18,7 +18,7 @@ from instep.runs.entries import Entry
 from instep.runs.label import Label, read_label, write_label
 from instep.runs.table import Metric, Table, metric_of
 from instep.sweeps import beside, curves, plots
-from instep.sweeps.media import ALL_BYTES, Media, read_media
+from instep.sweeps.media import ALL_BYTES, Media, MediaReader
 from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
@@ -261,7 +261,9 @@ class Logged(_OfRuns):
     async def refresh(self) -> None:
         for entry in self._offer_runs(self._run):
             if self._shown.changed("run", (entry.run.folder, entry.run.stamp)):
-                data = await self._read(read_media, entry.run.folder)
+                if self._shown.changed("folder", entry.run.folder):
+                    self._reader = MediaReader(entry.run.folder)
+                data = await self._read(self._reader.read)
                 if data is not None and self._shown.changed("media", data):
                     found, left_out = data
                     self._box.clear()
