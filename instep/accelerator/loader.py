@@ -435,7 +435,7 @@ def _itself(loader: Any) -> Any:
 
 
 def gather_rows(data: Any, loader: AcceleratedLoader | None) -> Any:
-    """Gather tensors of equally many rows. Collective.
+    """Join the tensors of all ranks, which have as many rows on each rank. Collective.
 
     Args:
         data: nested tensors.

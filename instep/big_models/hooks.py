@@ -265,7 +265,7 @@ class _Slot:
         self._there: Tensor | None = None  # the weight that stands in the module during a forward
         self._value: Tensor | None = None  # tensor that `_kept` was made of
         self._kept: Tensor | None = None
-        self._seen: ref[Tensor] | None = None  # tensor that `_value` replaced
+        self._seen: ref[Tensor] | None = None  # what the weight was made of last: the same again is not made anew
 
     @property
     def device(self) -> torch.device:

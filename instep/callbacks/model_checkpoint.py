@@ -407,7 +407,7 @@ class ModelCheckpoint(Callback):
             if key in known:
                 self.saved.append(known[key])
             elif about.get("saver") == self.state_key and trainer.line.has(info.manifest.run_id, info.step):
-                # Checkpoints of weights alone of later steps: they are saved again soon, and deleted then.
+                # One of weights alone, of a later step, has no score: when its step is saved again, it is deleted.
                 if info.step > trainer.global_step:
                     score = None
                 self.saved.append(Saved(key, info.step, None if score is None else float(score)))

@@ -226,7 +226,7 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 def _drop_cached(folder: Path) -> None:
     """Let who reads the files next ask the disk, not the system's memory: what it gives back is what is verified."""
     if isinstance(folder, PosixPath) and hasattr(os, "posix_fadvise"):
-        for here, _, names in os.walk(folder):  # says nothing of what it cannot list: verifying will
+        for here, _, names in os.walk(folder):  # a folder that it cannot list is left out: verifying raises
             for name in names:
                 with suppress(OSError), open(Path(here, name), "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -359,7 +359,7 @@ class Accelerator(_Accelerator):
         return prepared
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save a state in `output_dir` itself, since programs read its name; a state of that name is replaced.
+        """Save a state at exactly `output_dir`, where programs look for it; a state that is there is replaced.
 
         Where the main process alone calls it, it saves by itself.
         """

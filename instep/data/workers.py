@@ -230,7 +230,7 @@ def _end_all() -> None:
 
 
 class _Join:
-    """A worker's `join`, to a deadline that it shares with the others."""
+    """In place of a worker's `join`: it waits until one deadline for all workers of an iterator."""
 
     def __init__(self, worker: BaseProcess, deadline: float) -> None:
         self._worker, self._deadline = worker, deadline

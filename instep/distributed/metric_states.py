@@ -122,7 +122,7 @@ class Counts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Give the metric objects these counts within a `with` block."""
+        """Within a `with` block, put the counts kept here into the metric objects; then put theirs back."""
         others = [(part, _attributes(part)) for part in self._parts.values()]
         _set_attributes([(part, self._attributes[key]) for key, part in self._parts.items()])
         try:

@@ -63,7 +63,7 @@ class Deadline:
             os.write(self._sender, bytes([number]))
 
     def close(self) -> None:
-        """End the thread: the process is not asked to stop any more, or has stopped."""
+        """End the thread, so that it does not end the process later. A second call does nothing."""
         global _open
         if self._receiver < 0:
             return

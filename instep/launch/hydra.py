@@ -57,7 +57,7 @@ def join_job(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def new_folder() -> Path | None:
-    """Return the job's output folder if its name has the time of the start, since no later start finds it."""
+    """Return the job's output folder if it is named by the time, so that the next start has another; else None."""
     config = _config()
     if config is None:
         return None

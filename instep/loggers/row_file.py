@@ -58,7 +58,7 @@ class RowFile(OutputFile, ABC):
                 self._take_over(path, keep, last_step)
 
     def _take_over(self, path: Path, keep: int | None, last_step: float) -> None:
-        with open_regular(path) as file:  # the folder may be that of another run, which goes on
+        with open_regular(path) as file:  # an earlier run may have left it: anything but a file is refused
             content = file.readall()
         whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a row
         rows = self.parse(whole)

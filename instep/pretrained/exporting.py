@@ -126,7 +126,7 @@ class PretrainedExport(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:  # the fit ended with an error, which is the one that is raised
+        if thread is not None:  # `on_train_end` did not run: the fit's own error is raised
             thread.join()
         error, self._error = self._error, None
         if error is not None:

@@ -360,7 +360,7 @@ def cut(text: str, width: int) -> str:
 
 
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
-    """Write a table, one line for each run.
+    """Lay out a table, one line for each run, within a width.
 
     Where there is no room, columns are left out by their rank, then texts are cut, the names last.
 

@@ -24,7 +24,7 @@ from instep.utils.warn import warn_user
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
 
-# The blocks that this process is in, the outermost first.
+# Name of the outermost `goes_first` block that this process is in; inner ones are not added.
 _open: list[str] = []
 
 

@@ -179,7 +179,7 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device:
 
 def _wait(work: Any, device: torch.device) -> None:
     if device.type == "cpu":
-        finish(work)  # this ends where a rank has gone
+        finish(work)  # raises once a rank of the group has ended, instead of waiting on
     else:
         work.wait()
 

@@ -367,7 +367,7 @@ class Division:
 
     @property
     def is_common(self) -> bool:
-        """Whether a position is one in the common order of all ranks."""
+        """Whether positions count in one order that all ranks and workers read alike; False until that is known."""
         return self.pattern is not None and self.pattern.common
 
     @property

@@ -531,7 +531,7 @@ class MetricLog:
                 )
 
     def _checked(self, name: str, metric: Any, suffix: str) -> Any:
-        """Return a metric object that can count for this name; raise where it counts for what it cannot keep apart."""
+        """Return the metric object; raise if it counts elsewhere too, and cannot keep both counts apart."""
         elsewhere = id(metric) in self.not_here
         others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
         if elsewhere or (others and not metric_states_module().can_take(metric)):

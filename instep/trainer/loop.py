@@ -503,7 +503,7 @@ def plan_validation(ctx: RunContext) -> None:
 
 
 def waits_for_end(ctx: RunContext) -> bool:
-    """Return whether a validation runs at the end of this epoch: as planned, or since the data ended before its batch.
+    """Return whether a validation runs at this epoch's end: it is planned there, or the data ended before its batch.
 
     Data without a trusted length may end before the number of batches that it has claimed.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm as _tqdm
 
     from instep.callbacks.base import Trainer, TrainModule
-else:  # in a notebook with widgets it is one of those
+else:  # with ipywidgets, `tqdm.auto` draws the bar of a notebook as a widget
     _tqdm = require("tqdm.auto" if find_spec("ipywidgets") else "tqdm", extra=None, purpose="TQDMProgressBar").tqdm
 
 _DIGITS = 5

@@ -510,7 +510,7 @@ class DeepSpeedStrategy(Strategy):
         """
         return make_optimizer(self.config, parameters, self.device, **given)
 
-    # ---- state: parameters lie in runs of flattened tensors
+    # ---- state: each rank holds some neighbouring elements of a divided parameter, in a flat tensor
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
         """Return this rank's part of a parameter that is divided; None for one that every rank has whole."""
