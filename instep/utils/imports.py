@@ -112,7 +112,8 @@ def _versions(package: str) -> tuple[str, str | None]:
     name = canonicalize_name(_distribution(package))
     try:
         found = metadata.version(name)
-        wanted = [Requirement(line) for line in metadata.requires("instep") or ()]
+        # Without the markers: packaging reads them by `ast`, which may fail in two threads at once (cpython#106905).
+        wanted = [Requirement(line.partition(";")[0]) for line in metadata.requires("instep") or ()]
     except metadata.PackageNotFoundError:
         return "", None
     ranges = (each.specifier for each in wanted if canonicalize_name(each.name) == name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def test_imports_without_collections_leave_the_collector_as_it_was(collects: boo
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_threads_look_up_versions_at_once_though_the_collector_runs_python() -> None:
+    before, interval_s = gc.get_threshold(), sys.getswitchinterval()
+
+    def run_python(*_: object) -> None:
+        list(range(50))
+
+    gc.callbacks.append(run_python)
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(imports._versions.__wrapped__, ["torch", "numpy", "packaging"] * 60))
+    finally:
+        gc.callbacks.remove(run_python)
+        gc.set_threshold(*before)
+        sys.setswitchinterval(interval_s)
+    assert [range_ for _, range_ in found] == [None] * 180
