@@ -59,6 +59,7 @@ PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
+    ("docs/index.md", "$ python train.py"): "it is killed: tests/checkpoint/test_kill_anywhere.py runs the like",
     ("docs/porting/accelerate.md", "from accelerate import Accelerator"): "test_scripts_become_those_beside_them",
     ("docs/porting/lightning.md", "import lightning as L"): "the same",
     (
