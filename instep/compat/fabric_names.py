@@ -21,6 +21,7 @@ from instep.callbacks.guests.throughput_monitor import Totals
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import find_device_kind
+from instep.strategies import DataParallelStrategy as DataParallelStrategy
 from instep.strategies import FSDPStrategy as _FSDPStrategy
 from instep.strategies import Precision as _Precision
 from instep.strategies import Strategy

@@ -136,10 +136,9 @@ def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cach
             f"there is no {NAME} in {folders[0]}. Name a run in which a fit has begun; for another, "
             "`instep replay CKPT --steps 3` repeats steps and shows their samples"
         )
-    status = read_status(folders[place]) or {}
-    last: Any = status.get("global_step")
-    if status.get("status") == "done" and is_int(last, 0) and step > last:
-        raise UsageError(f"{folders[place]} has ended at step {last}: there was no step {step}")
+    status: Mapping[str, Any] = read_status(folders[place]) or {}
+    if status.get("status") == "done" and is_int(end := status.get("global_step", step), 0) and step > end:
+        raise UsageError(f"{folders[place]} has ended at step {end}: there was no step {step}")
     answer = samples_of(folders[place], step, cache)
     batches = [batch for batch in answer["batches"] if rank in (None, batch["rank"])]
     if not batches:

@@ -178,7 +178,7 @@ class Position:
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
         if "closed_step" not in state_dict:  # an earlier instep did not write it
             self.closed_step = self.global_step
-        self.had_loss = state_dict.get("had_loss", True)  # nor this
+        self.had_loss = state_dict.get("had_loss", True)  # an earlier instep did not write it: assume one
         self.epoch_over = self.epoch_ended
 
     @property

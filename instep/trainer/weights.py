@@ -73,7 +73,7 @@ _POSITION = {
     **dict.fromkeys(("epoch", "batch", "window_batch", "global_step", "earlier_batches", "nonfinite_steps"), count),
     **dict.fromkeys(("loaded_epoch", "loaded_step", "val_loaded_step"), count),
     "val_loaded_epoch": none_or(count),
-    **dict.fromkeys(("validated", "epoch_ended", "part_done", "skipped_rest"), flag),
+    **dict.fromkeys(("validated", "epoch_ended", "part_done", "skipped_rest", "had_loss"), flag),
 }
 _RANK = {"rng": mapping, "metric_states": named, "data_rank": count, "counts": flag}
 _RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything, "metrics": mapping}
