@@ -49,7 +49,8 @@ html_theme_options = {"light_css_variables": LIGHT, "dark_css_variables": DARK}
 pygments_style, pygments_dark_style = "colours.LightCode", "colours.DarkCode"
 html_static_path = ["_static"]
 html_css_files = ["instep.css"]
-html_js_files = ["site.js"]
+html_js_files = ["site.js", "versions.js"]
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")  # the version that search engines show
 html_show_sphinx = False
 nitpicky = False  # types of torch have no inventory without a network
 
@@ -189,7 +190,6 @@ def write_llms(app: Any, error: Exception | None) -> None:
     """Write `llms.txt`: each page's title, address and first sentence, for programs that read the site."""
     if error is not None or app.builder.name != "html":
         return
-    base = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
     lines = ["# instep", "", f"> {inspect.cleandoc(instep.__doc__ or '').splitlines()[0]}", ""]
     section = ""
     for name in sorted(app.env.found_docs, key=lambda name: ("/" in name, name)):
@@ -199,13 +199,20 @@ def write_llms(app: Any, error: Exception | None) -> None:
             section = folder
         tree = app.env.get_doctree(name)
         first = next((each.astext() for each in tree.findall(nodes.paragraph)), "").split(". ")[0].replace("\n", " ")
-        lines.append(f"- [{app.env.titles[name].astext()}]({base}{name}.html): {first.rstrip('.')}.")
+        lines.append(f"- [{app.env.titles[name].astext()}]({html_baseurl}{name}.html): {first.rstrip('.')}.")
     Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def ask_for_versions(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Ask Read the Docs to hand the list of versions to each page, for `_static/versions.js`."""
+    if "READTHEDOCS" in os.environ:
+        context["metatags"] = context.get("metatags", "") + '<meta name="readthedocs-addons-api-version" content="1">'
 
 
 def setup(app: Any) -> None:
     """Sphinx calls this."""
     app.connect("build-finished", write_llms)
+    app.connect("html-page-context", ask_for_versions)
     app.add_role("name", name_role)
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-bases", hide_internal)

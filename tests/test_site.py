@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import instep
 from tests.helpers.axe import violations
-from tests.helpers.browser import browse
+from tests.helpers.browser import PORT, browse, serve
 
 REPO = Path(__file__).parents[1]
 WIDE = 8  # pixels that a page may be wider than its window: a shadow, a scroll bar
@@ -99,3 +100,70 @@ def test_code_has_neither_the_colour_nor_the_line_of_a_link(site: Path, dark: bo
         assert len(seen) > 3
         assert {line for _, line in seen} == {"none"}
         assert link not in {colour for colour, _ in seen}
+
+
+@pytest.fixture(scope="module")
+def versions(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a host of plain files serves: two releases and the development branch; 0.9 lacks a page."""
+    folder = tmp_path_factory.mktemp("versions")
+    said = ""
+    for name in ("dev", "0.10", "0.9"):
+        script = [sys.executable, REPO / "scripts" / "site_version.py", folder, name, "--built", site]
+        said = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert said.endswith("0.10, 0.9, dev\n")
+    (folder / "0.9" / "observe" / "runs.html").unlink()
+    return folder
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("look", [{}, {"phone": True, "dark": True}], ids=["desktop", "dark phone"])
+def test_the_menu_of_versions_leads_to_the_same_page_by_keyboard(versions: Path, look: dict[str, bool]) -> None:
+    command = [sys.executable, "-m", "http.server", PORT, "--bind", "127.0.0.1", "--directory", versions]
+    with serve(command) as url, browse() as browser:
+        page = browser.open(f"{url}/index.html", **look)
+        page.wait_for_url(f"{url}/0.10/index.html")  # the newest release
+        page.goto(f"{url}/dev/observe/runs.html#the-table")
+        if look:
+            page.locator("label.nav-overlay-icon").click()
+        menu = page.locator(".versions")
+        menu.locator("summary").focus()
+        for key, is_open in (("Enter", True), ("Escape", False), ("Enter", True)):
+            page.keyboard.press(key)
+            assert menu.evaluate("it => it.open") is is_open
+        assert menu.locator("a").all_inner_texts() == ["0.10", "0.9", "dev"]
+        assert menu.locator("[aria-current]").inner_text() == "dev"
+        newest = "document.querySelector('.versions a').href"
+        page.wait_for_function(f"{newest}.endsWith('/0.10/observe/runs.html#the-table')")
+        assert (menu.locator("a").nth(1).get_attribute("href") or "").endswith("/0.9/")  # has no such page
+        box = menu.locator("ul").bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= (390 if look else 1280)
+        assert violations(page) == []
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{url}/0.10/observe/runs.html#the-table")
+
+
+@pytest.mark.browser
+def test_the_version_is_text_where_nothing_lists_versions_and_a_menu_on_read_the_docs(site: Path) -> None:
+    command = [sys.executable, "-m", "http.server", PORT, "--bind", "127.0.0.1", "--directory", site]
+    with serve(command) as url, browse() as browser:
+        page = browser.open("about:blank")
+        with page.expect_response("**/versions.json") as asked:
+            page.goto(f"{url}/start/quickstart.html")
+        assert asked.value.status == 404
+        assert page.locator(".sidebar-brand-row .version").inner_text() == instep.__version__
+        assert page.locator(".versions").count() == 0
+
+        text = (site / "start" / "quickstart.html").read_text()
+        text = text.replace("</head>", '<meta name="readthedocs-addons-api-version" content="1"></head>')
+        page.route("**/start/quickstart.html", lambda it: it.fulfill(body=text, content_type="text/html"))
+        browser.asked.clear()
+        page.goto(f"{url}/start/quickstart.html")
+        page.evaluate(
+            """() => document.dispatchEvent(new CustomEvent("readthedocs-addons-data-ready", {detail: {data: () => (
+                {versions: {active: ["latest", "v0.9"].map((slug) => ({slug, urls: {documentation: `/en/${slug}/`}}))}}
+            )}}))"""
+        )
+        paths = page.locator(".versions a").evaluate_all("all => all.map(it => it.pathname)")
+        assert paths == ["/en/latest/", "/en/v0.9/"]
+        assert not [address for address in browser.asked if "versions.json" in address]
