@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import UsageError
@@ -264,5 +267,9 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
 
 
 def print_text(trainer: Trainer, text: object) -> None:
-    """Print instep's own text above the progress bar, with control characters of a terminal removed from its names."""
-    trainer.print(clean(str(text)))
+    """Print a line of instep's own above the progress bar: no control characters, and on a terminal no broken words."""
+    line = clean(str(text))
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        line = fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    trainer.print(line)

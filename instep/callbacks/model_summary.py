@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -185,24 +185,15 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
     in_rows = {id(parameter) for child in shown.values() for parameter in child.parameters()}
     others = [parameter for parameter in module.parameters() if id(parameter) not in in_rows] if shown else []
     for name, child in shown.items():
-        params = [(parameter, _elements(parameter)) for parameter in child.parameters()]
-        rows.append(
-            SummaryRow(
-                name=name,
-                type=type(child).__name__,
-                params=sum(elements for _, elements in params),
-                trainable=sum(elements for parameter, elements in params if parameter.requires_grad),
-                mode="train" if child.training else "eval",
-                in_size=sizes.get(name, (None, None))[0],
-                out_size=sizes.get(name, (None, None))[1],
-                flops=sum(flops[name].values()) if name in flops else None,
-            )
-        )
-    params = [(parameter, _elements(parameter)) for parameter in module.parameters()]
+        mode = "train" if child.training else "eval"
+        in_size, out_size = sizes.get(name, (None, None))
+        work = sum(flops[name].values()) if name in flops else None
+        rows.append(SummaryRow(name, type(child).__name__, *_sizes(child.parameters()), mode, in_size, out_size, work))
+    total, trainable = _sizes(module.parameters())
     return Summary(
         rows=tuple(rows),
-        total_params=sum(elements for _, elements in params),
-        trainable_params=sum(elements for parameter, elements in params if parameter.requires_grad),
+        total_params=total,
+        trainable_params=trainable,
         params_bytes=sum(_bytes(parameter) for parameter in module.parameters()),
         buffers_bytes=sum(_bytes(buffer) for buffer in module.buffers()),
         has_lazy=lazy,
@@ -211,13 +202,14 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         total_flops=total_flops,
         flops_per_sample=total_flops / samples if total_flops and (samples := find_batch_size(example)) else None,
         flop_counts=flops,
-        leftover=_leftover(others) if others else None,
+        leftover=SummaryRow(LEFTOVER_PARAMS_NAME, "", *_sizes(others), "") if others else None,
     )
 
 
-def _leftover(parameters: list[nn.Parameter]) -> SummaryRow:
-    trained = sum(_elements(parameter) for parameter in parameters if parameter.requires_grad)
-    return SummaryRow(LEFTOVER_PARAMS_NAME, "", sum(map(_elements, parameters)), trained, "")
+def _sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Return how many elements parameters have, and how many of them are trained."""
+    sizes = [(_elements(parameter), parameter.requires_grad) for parameter in parameters]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def _measure(
@@ -426,8 +418,7 @@ def _print_rich(columns: list[tuple[str, list[str]]], totals: list[str], header_
         for line in zip(*(texts for _, texts in columns), strict=True):
             table.add_row(*line)
         console.print(table)
-    for line in totals:
-        console.print(line, highlight=False)
+    console.print("\n".join(totals), highlight=False)
 
 
 def count(number: int) -> str:

@@ -85,6 +85,19 @@ def test_a_rich_table_on_a_terminal(capsys, monkeypatch):
     assert "365 parameters" in shown
 
 
+@pytest.mark.parametrize("columns", [44, 60])
+def test_on_a_terminal_the_list_of_callbacks_breaks_at_words(monkeypatch, columns):
+    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    trainer = FakeTrainer(callbacks=[ModelSummary(), *(ModelCheckpoint() for _ in range(4))])
+    trainer.callbacks[0].on_fit_start(trainer, model())
+    (text,) = trainer.printed
+    words = ["Callbacks,", "as", "they", "run:", "ModelSummary,", *["ModelCheckpoint,"] * 3, "ModelCheckpoint"]
+    assert text.split() == words
+    assert 1 < len(text.splitlines()) == 1 + sum(line.startswith("  ") for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= columns
+
+
 def test_a_summary_of_ones_own(capsys):
     """What Lightning's users override, called with its arguments."""
     seen = {}
