@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -86,15 +87,25 @@ class Entry:
     name: str = field(default="", compare=False)
 
     @property
+    def bad(self) -> str:
+        """Metric whose last value is nan or infinite, of several the monitored one or a loss; "" if there is none."""
+        bad = (name for name, ends in self.ends.items() if not math.isfinite(ends.last))
+        return min(bad, key=lambda name: (name != self.monitor, "loss" not in name), default="")
+
+    @property
+    def outcome(self) -> str:
+        """State of the run by which runs are counted: "finished" means that no metric ended nan or infinite."""
+        state = self.run.status.state
+        return f"{state} with {self.ends[self.bad].last:g}" if self.bad and state == "finished" else state
+
+    @property
     def why(self) -> str:
-        """Reason of the run's end in one line; "" if it reached its end. A metric that ended nan is named."""
+        """Reason of the end in one line, its rank last; "" for a run that reached it. Names a metric that ended nan."""
         status = self.run.status
-        bad = [name for name, ends in self.ends.items() if not math.isfinite(ends.last)]
-        if bad and status.state in ("finished", *_LIVE):
-            first = min(bad, key=lambda name: (name != self.monitor, "loss" not in name))
-            return f"{first} is {self.ends[first].last:g}, first at step {self.ends[first].first_bad:.0f}"
+        if self.bad and status.state in ("finished", *_LIVE):
+            return f"{self.bad} is {self.ends[self.bad].last:g}, first at step {self.ends[self.bad].first_bad:.0f}"
         reached = status.state == "finished" and status.cause.startswith(_LIMITS)
-        return "" if reached else in_short(status.cause)
+        return "" if reached else re.sub(r"^(rank \d+): (.+)", r"\2 (\1)", in_short(status.cause))
 
     @property
     def updated(self) -> str:

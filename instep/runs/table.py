@@ -234,7 +234,7 @@ class Table:
             told: the table has whole reasons already.
             gone: headers of columns that were left out.
         """
-        counts = Counter(entry.run.status.state for entry in self.entries)
+        counts = Counter(entry.outcome for entry in self.entries)
         states = ", ".join(f"{count:,} {state}" for state, count in counts.most_common()) or "none fits"
         lines = [f"{len(self.entries):,} run{'s' * (len(self.entries) != 1)}: {states}"]
         lines += [line for metric in self.metrics if (line := self._best(metric))]
@@ -312,8 +312,7 @@ def _order(sort: str, entries: Sequence[Entry]) -> Callable[[Entry], tuple[int, 
     by_metric = not value_is_plain(plain, entries)
 
     def key(entry: Entry) -> tuple[int, float, str]:
-        best = metric.best(entry) if by_metric else None
-        value = (best[0] if best else None) if by_metric else value_of(entry, plain)
+        value = (metric.best(entry) or (None,))[0] if by_metric else value_of(entry, plain)
         if isinstance(value, (int, float)) and not math.isnan(value):
             turned = metric.greatest if by_metric else sort.endswith(":max")
             return 0, -float(value) if turned else float(value), ""
@@ -348,15 +347,10 @@ def cut(text: str, width: int) -> str:
     """
     if width_of(text) <= width:
         return text
-    kept = ""
-    for char in text:
-        if width_of(kept + char) > width - 1:
-            break
-        kept += char
-    whole, blank, _ = kept.rpartition(" ")
-    if text[len(kept) : len(kept) + 1] in (" ", ""):
-        whole, blank = kept, " "
-    return f"{whole.rstrip() if blank and whole.strip() else kept}…"
+    end = next(end for end in range(len(text)) if width_of(text[: end + 1]) >= width)
+    kept = text[:end]
+    words = kept if text[end] == " " else kept.rpartition(" ")[0]
+    return f"{words.rstrip() or kept}…"
 
 
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:

@@ -53,7 +53,7 @@ def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
 def facts(one: Entry, other: Entry, codes: tuple[dict[str, str], dict[str, str]]) -> list[Row]:
     """Return rows of how two runs ended, and of their code."""
     parts = [
-        ("state", one.run.status.state, other.run.status.state),
+        ("state", one.outcome, other.outcome),
         ("why", one.why, other.why),
         ("step", _text(one.run.status.step), _text(other.run.status.step)),
         ("tags", " ".join(one.run.label.tags), " ".join(other.run.label.tags)),

@@ -275,8 +275,7 @@ def _summary(desk: Desk) -> list[tuple[str, list[str]]]:
 
 def _went_wrong(entry: Entry) -> bool:
     """Return True if a run did not finish, or finished with a metric that is not finite."""
-    is_bad = any(not math.isfinite(ends.last) for ends in entry.ends.values())
-    return is_bad if entry.run.status.state == "finished" else bool(entry.why)
+    return bool(entry.bad if entry.run.status.state == "finished" else entry.why)
 
 
 def _few(lines: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     headers = [entry.name for entry in entries]
-    output.table(("", *headers), [("state", *(entry.run.status.state for entry in entries))])
+    output.table(("", *headers), [("state", *(entry.outcome for entry in entries))])
     shown = keys if args.all else differs
     if shown:
         output.say()

@@ -21,7 +21,7 @@ from instep.cli import output
 from instep.cli.runs.chosen import find
 from instep.health.run_status import how_to_go_on
 from instep.runs import Metrics, Run, find_runs
-from instep.runs.entries import ends_of
+from instep.runs.entries import Entry, ends_of
 from instep.runs.facts import (
     end_of_log,
     failure_rows,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    _print_state(entries[0].name, one)
+    _print_state(entries[0], one)
     _print_failures(one)
     _print_metrics(metrics)
     if times := time_shares(one.status.said):
@@ -87,23 +87,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_state(name: str, one: Run) -> None:
+def _print_state(entry: Entry, one: Run) -> None:
     status, said = one.status, one.status.said
-    output.say(f"{upright(name)}: {status.state}", MARK)
+    output.say(f"{upright(entry.name)}: {entry.outcome}", MARK)
     output.say(f"{one.folder}")
     if one.label.tags:
         output.say(f"tags: {' '.join(one.label.tags)}")
     for line in one.label.note.splitlines():
         output.say(f"note: {upright(line)}", MARK)
-    for line in state_lines(status, _ago(status.progress.get("time"))):
-        output.say(line)
     where = [f"{key} {said[key]}" for key in ("host", "pid", "world_size", "strategy", "device") if said.get(key)]
     times = [f"{name} {_ago(said.get(key))}" for name, key in (("started", "started"), ("ended", "ended"))]
-    facts = [*where, *(text for text in times if not text.endswith(" "))]
-    if facts:
-        output.say(", ".join(facts))
-    for problem in one.problems:
-        output.say(f"cannot be read: {problem}")
+    facts = ", ".join([*where, *(text for text in times if not text.endswith(" "))])
+    problems = [f"cannot be read: {problem}" for problem in one.problems]
+    for line in (*state_lines(status, _ago(status.progress.get("time"))), *filter(None, [facts]), *problems):
+        output.say(line)
 
 
 def _ago(seconds: Any) -> str:
@@ -131,8 +128,9 @@ def _print_metrics(metrics: Metrics) -> None:
     rows = metric_rows(metrics)
     if rows:
         output.say(f"\nmetrics ({metrics.source})")
-        heads = ("metric", "last", "step", "least", "greatest", "points", "")
-        output.table(heads, rows[:_FEW], right=heads[1:6])
+        bad = [""] if any(row[6] for row in rows) else []
+        heads = ("metric", "last", "step", "least", "greatest", "points", *bad)
+        output.table(heads, [row[: len(heads)] for row in rows[:_FEW]], right=heads[1:6])
     if len(rows) > _FEW:
         output.say(f"and {len(rows) - _FEW} more (--json has all)")
 
