@@ -1,9 +1,9 @@
-"""Loaders whose every rank runs the same number of steps, counts every sample once, and resumes where it stopped.
+"""Loaders with which every rank runs the same number of steps and counts every sample once, and which can resume.
 
 `prepare_loader` turns a user's loader into a `BatchSource`, the one thing that a loop iterates. README.md in this
 folder lists the files in reading order, the invariants, and what can fail.
 
-A name is loaded when it is first used.
+Each name is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING

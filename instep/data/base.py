@@ -11,32 +11,32 @@ from instep.data.plan import Plan, Share
 from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
-_LISTED = 16  # samples of a batch in a message
-UNKNOWN = -1  # samples of a batch that nobody has counted
-_KEPT = 1024  # batches beyond the longest window, of which the samples are remembered
-OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
+_LISTED = 16  # samples of a batch that a message lists
+UNKNOWN = -1  # number of samples of a batch that was not counted
+_KEPT = 1024  # batches beyond the longest window whose numbers of samples are remembered
+OWN_END = "own end"  # value of `uneven`: ranks do not agree, and each ends with its own data (`even_batches=False`)
 
 
 class BatchSource(ABC):
     """Batches of this rank from one or several loaders, with their sizes.
 
-    One pass at a time: `set_epoch`, then perhaps `load_state_dict` or `start_at`, then iterate. Batches are numbered
-    from 0 in an epoch; a resumed pass begins at `first_batch`. The numbers are alike on all ranks, and so is
-    everything here but `share.mine`, `sample_indices` and, with `rank_state`, the state. Where ranks may end at
-    different numbers (`even_batches=False`), each has its own `num_batches` and `share.last`. All ranks call what moves
-    the position: with dispatched data it is a collective, and rank 0's state is the whole one.
+    Only one pass runs at a time: call `set_epoch`, then perhaps `load_state_dict` or `start_at`, then iterate. Batches
+    are numbered from 0 in an epoch; a resumed pass begins at `first_batch`. The numbers are the same on all ranks. So
+    is everything else, except `share.mine`, `sample_indices` and, with `rank_state`, the state. If ranks may end at
+    different numbers (`even_batches=False`), each has its own `num_batches` and `share.last`. All ranks must call the
+    methods that move the position: with dispatched data these are collectives, and only rank 0's state is complete.
 
     Args:
         world_size: number of ranks that share the data.
 
     Attributes:
-        share: the sizes of the batch in hand, and whether it is the pass's last one; known before the batch is used.
+        share: sizes of the current batch, and whether it is the last one of the pass. Set before the batch is yielded.
         first_batch: number of the first batch of this pass.
-        epoch: what `set_epoch` was last called with.
-        rank_state: the state differs per rank and fits the same world size only.
-        history: how many batches back from the last given one `state_dict` can be asked for, and from 2 on whether the
-            samples of the given ones are remembered, to weigh the batches of a window by. Set it to the window's size
-            before a pass; matters for data whose sizes are not known beforehand, or with a state of its own.
+        epoch: the epoch passed to the last `set_epoch`.
+        rank_state: whether the state differs per rank, so that it fits only the same world size.
+        history: number of latest batches for which `state_dict` can be called. From 2 on, the numbers of samples of
+            yielded batches are remembered too, to weigh the batches of a window. Set it to the window's size before a
+            pass. It matters only for data whose sizes are not known beforehand, or that has its own state.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -63,28 +63,28 @@ class BatchSource(ABC):
         self.first_batch = 0
         self.epoch = 0
         self.cycle = 0
-        self._given = 0  # batches of the epoch so far, where they are counted
-        self._seen = array("q")  # samples of all ranks in each of the last ones, or UNKNOWN
-        self._pending = False  # a position was loaded that no pass has used yet
-        self._plan: Plan | None = None  # plan of the position that the source stands at
+        self._given = 0  # batches of the epoch so far, if they are counted
+        self._seen = array("q")  # samples of all ranks in each of the last batches, or UNKNOWN
+        self._pending = False  # whether a position was loaded that no pass has used yet
+        self._plan: Plan | None = None  # plan of the current position
 
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The sizes of the pass that begins next, or runs."""
+        """Sizes of the pass that runs, or that begins next."""
 
     @property
     def num_batches(self) -> int | None:
-        """Number of the epoch's batches, limit applied; None when unknown. A resumed pass ends at the same number."""
+        """Number of batches in the epoch, with the limit; None if unknown. A resumed pass ends at the same number."""
         return self.plan.total
 
     @property
     def epoch_batches(self) -> int | None:
-        """Number of a whole epoch's batches. One that goes on after other ranks may have fewer, in `num_batches`."""
+        """Number of batches in a whole epoch. An epoch resumed by other ranks may have fewer, in `num_batches`."""
         return self.num_batches
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
-        """Go to the beginning of an epoch, unless a state of this epoch was loaded that no pass has used yet."""
+        """Go to the beginning of an epoch, unless a state of this epoch was loaded and not used yet."""
         if not (self._pending and (epoch, cycle) == (self.epoch, self.cycle)):
             self._enter(epoch, cycle)
 
@@ -94,19 +94,20 @@ class BatchSource(ABC):
 
     @abstractmethod
     def start_at(self, batches: int) -> None:
-        """Begin the next pass after that many batches of the epoch."""
+        """Let the next pass begin after this number of batches of the epoch."""
 
     @abstractmethod
     def state_dict(self, batches_done: int) -> StateDict:
         """Return the position in the data.
 
         Args:
-            batches_done: batches of the epoch that are done: those the source gave, or up to `history` less.
+            batches_done: number of batches of the epoch that are done: those that the source has yielded, or up to
+                `history` fewer.
         """
 
     @abstractmethod
     def load_state_dict(self, state: StateDict) -> None:
-        """Begin the next pass where the state says, in the state's epoch and order."""
+        """Let the next pass begin at the position of the state, in the state's epoch and order."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -118,26 +119,26 @@ class BatchSource(ABC):
         return self.num_batches
 
     def __bool__(self) -> bool:
-        return True  # not by the length, which may be unknown
+        return True  # always true, since the length may be unknown
 
     @property
     def reads_once(self) -> bool:
-        """Whether the data is an iterator, such as a generator: what was read does not come again."""
+        """Whether the data is an iterator, such as a generator, which gives each batch only once."""
         return False
 
     def empty_parts(self) -> list[str]:
-        """Describe the loaders that have no batch, or had none in this pass, which is over."""
+        """Describe the loaders that have no batch, or that had none in the last pass."""
         return []
 
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
-        """Return the data set's indices that make up this rank's batch; None when unknown."""
+        """Return the data set's indices of the samples in a batch of this rank; None if unknown."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most sources hold nothing)
         """Release worker processes. May be called twice; the source can still be iterated afterwards."""
 
     def _start_pass(self) -> None:
-        """Begin an iteration: at the position that was loaded, or else at the epoch's beginning."""
+        """Begin a pass: at the loaded position, or else at the epoch's beginning."""
         if not self._pending:
             self._enter(self.epoch, self.cycle)
         self._pending, self.share = False, Share()
@@ -147,7 +148,7 @@ class BatchSource(ABC):
         self.share, self._plan, self._seen = Share(), None, array("q")
 
     def _give(self, share: Share) -> None:
-        """Count the next batch as given, and remember its samples."""
+        """Count the next batch as yielded, and remember its number of samples."""
         self.share = share
         self._given += 1
         if self.history > 1:
@@ -165,12 +166,12 @@ class BatchSource(ABC):
 
 
 class DataShard(NamedTuple):
-    """A rank among those that share the data.
+    """Rank of a process among those that share the data.
 
     Attributes:
         rank: this rank.
         world_size: number of ranks that run in step.
-        seed: what everything random about the data is derived from, alike on all ranks.
+        seed: seed of all random numbers for the data, the same on all ranks.
     """
 
     rank: int
@@ -179,15 +180,15 @@ class DataShard(NamedTuple):
 
 
 class PreparedLoader(BatchSource):
-    """Batches of this rank from one loader. `prepare_loader` makes it.
+    """Batches of this rank from one loader, as `prepare_loader` returns them.
 
     Args:
         loader: the user's loader.
-        shard: whose batches it gives.
-        frozen: every epoch is the first one again.
+        shard: the rank whose batches these are.
+        frozen: whether every epoch repeats the first one.
 
     Attributes:
-        loader: the user's loader, untouched.
+        loader: the user's loader, unchanged.
         dataset: its data set, or None.
         batch_size: samples per rank and batch, None when unknown.
 
@@ -212,12 +213,12 @@ class PreparedLoader(BatchSource):
         self._set_epochs = _set_epoch_methods(loader)
 
     def reseed(self, seed: int) -> None:
-        """Derive everything random from another seed."""
+        """Derive all random numbers from another seed."""
         self.seed = seed
 
     @abstractmethod
     def start_before(self) -> None:
-        """Begin the next pass at the epoch's beginning, and end it at the position where the last one began."""
+        """Let the next pass begin at the epoch's beginning, and end at the position where the last pass began."""
 
     @property
     def reads_once(self) -> bool:
@@ -228,7 +229,7 @@ class PreparedLoader(BatchSource):
         return [] if gives else [described(self.loader)]
 
     def _enter(self, epoch: int, cycle: int) -> None:
-        """Go to the beginning of an epoch, and tell the parts of the user's loader that want to know."""
+        """Go to the beginning of an epoch, and call `set_epoch` of the parts of the user's loader that have it."""
         self.epoch, self.cycle, self._pending = epoch, cycle, False
         for method in self._set_epochs:
             method(0 if self.frozen else epoch)
@@ -244,7 +245,7 @@ def _set_epoch_methods(loader: Any) -> list[Callable[[int], Any]]:
 
 
 def described(loader: Any) -> str:
-    """Describe a user's loader by its class, and that of its data set, for a message.
+    """Describe a user's loader by its class and the class of its data set, for a message.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -256,9 +257,9 @@ def described(loader: Any) -> str:
 
 
 def list_samples(indices: list[Any] | None, source: Any = None) -> str:
-    """Write the indices of a batch's samples for a message: the first 16 of them.
+    """Format the indices of a batch's samples for a message: the first 16 of them.
 
-    Where the data set of `source` has a method `describe_sample(index)`, what it says of each is added.
+    If the data set of `source` has a method `describe_sample(index)`, its text is added for each index.
 
     Example:
         >>> list_samples([3, 1, 2]), list_samples(None)

@@ -26,12 +26,12 @@ class _Track:
     """Position of one of the loaders, in batches of the combined pass.
 
     Attributes:
-        began: the combined batch with which the loader's present run began; -1 before it did.
-        at: the loader's own batch number then.
-        run_end: combined batches done when the run was over; None while it goes on.
-        ended_at: combined batches done when the loader was exhausted for the first time; None before.
-        cycle: how often it was started again.
-        before: states of the run before this one, by combined batches done.
+        began: number of the combined batch with which the loader's current run began; -1 before its first run.
+        at: the loader's own batch number at that moment.
+        run_end: combined batches done when the run ended; None while it goes on.
+        ended_at: combined batches done when the loader was first exhausted; None before that.
+        cycle: how often the loader was restarted.
+        before: states from the end of the previous run, by combined batches done.
     """
 
     def __init__(self, source: BatchSource) -> None:
@@ -45,7 +45,7 @@ class _Track:
         self.before: dict[int, StateDict] = {}
 
     def own(self, batches: int) -> int:
-        """Return the loader's own batches done, of the present run."""
+        """Return how many of the loader's own batches are done in its current run."""
         return self.at + max(0, min(batches, sys.maxsize if self.run_end is None else self.run_end) - self.began)
 
     def start(self, number: int) -> None:
@@ -54,7 +54,7 @@ class _Track:
         self.iterator = iter(self.source)
 
     def next(self, number: int) -> Any:
-        """Return the next batch; StopIteration if the loader has none."""
+        """Return the next batch; raise StopIteration if the loader has none."""
         batch = next(self.iterator)
         if self.source.share.last:
             self.run_end = number + 1
@@ -63,27 +63,27 @@ class _Track:
 
 
 class CombinedLoader(BatchSource):
-    """Batches of several loaders together, in the collection the loaders came in.
+    """Batches of several loaders together, in the same collection as the loaders.
 
-    The Trainer prepares the loaders for their ranks. Iterated directly, they are prepared as for one process.
-
-    The ranks, and the batches of an optimizer window, weigh by their samples in all loaders' parts.
+    The Trainer prepares the loaders for their ranks. If you iterate a `CombinedLoader` yourself, they are prepared as
+    for one process. Ranks and batches of an optimizer window are weighed by the samples of all loaders together.
 
     Args:
-        iterables: loaders in dicts, lists and tuples, nested as you like. A list of plain numbers or texts is a loader,
-            and so is an empty one within.
-        mode: "min_size" stops with the shortest loader, "max_size_cycle" with the longest and starts the others again
-            (shuffled anew), "max_size" with the longest and gives None for the others, "sequential" takes one after the
-            other and gives (batch, batch_idx, dataloader_idx).
+        iterables: loaders in dicts, lists and tuples at any depth. A list of plain numbers or texts is itself a loader,
+            and so is an empty list inside another collection.
+        mode: "min_size" stops with the shortest loader. "max_size_cycle" stops with the longest and restarts the
+            others, shuffled anew. "max_size" stops with the longest and yields None for the others. "sequential" reads
+            one loader after the other and yields (batch, batch_idx, dataloader_idx).
 
     Attributes:
         flattened: the loaders given, as a list.
-        limits: most batches of each loader: a number for all, a list with one each, or None. The pass is as long as
-            with loaders cut so; "sequential" goes on to the next loader. A Trainer's limits hold besides.
+        limits: largest number of batches of each loader: one number for all, a list with one for each, or None. The
+            pass is as long as with loaders of these lengths; "sequential" goes on to the next loader. A Trainer's
+            limits hold in addition.
 
     Raises:
-        SettingError: the mode is not known.
-        DataError: there is no loader, or None in a loader's place.
+        SettingError: the mode is unknown.
+        DataError: there is no loader, or a loader is None.
 
     Example:
         >>> combined = CombinedLoader({"a": range(3), "b": range(10, 12)})
@@ -112,7 +112,8 @@ class CombinedLoader(BatchSource):
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
         """Return the same combination of other loaders, for instance of prepared ones.
 
-        Loaders after the first get seeds of their own, so that two of equal length are not shuffled alike.
+        Each loader after the first gets a seed of its own, so that two loaders of equal length are shuffled
+        differently.
         """
         combined = CombinedLoader(map_leaves(lambda place: function(self._loaders[place]), self._places), self.mode)
         combined.limits = self._limits
@@ -124,7 +125,7 @@ class CombinedLoader(BatchSource):
     def prepared_one_by_one(
         self, prepare: Callable[[Any, str, int | float, None], BatchSource], stage: str, limit: int | float
     ) -> list[BatchSource]:
-        """Prepare the loaders, each within its own limit besides the stage's."""
+        """Prepare the loaders, each within its own limit and the limit of the stage."""
         sources = [prepare(loader, stage, limit, None) for loader in self._loaders]
         for index, most in enumerate(self._limits or ()):
             length = sources[index].num_batches
@@ -133,10 +134,10 @@ class CombinedLoader(BatchSource):
         return sources
 
     def limit(self, limit: int | float | None, name: str = "limit_train_batches") -> None:
-        """Use no more than that many batches of an epoch, or a fraction of them."""
+        """Use at most this number of batches of an epoch, or this fraction of them."""
         self._ready()
         self._limit = self._plan = None
-        claimed = not self.plan.total_is_final  # an estimate: there may be more batches, or fewer
+        claimed = not self.plan.total_is_final  # the length is an estimate: the data may have more batches, or fewer
         length = None if claimed and isinstance(limit, int) else self.num_batches
         batches = resolve_limit(limit, length, name)
         self._limit = None if batches in (math.inf, length) else int(batches)
@@ -144,12 +145,12 @@ class CombinedLoader(BatchSource):
 
     @property
     def flattened(self) -> list[Any]:
-        """The user's own loaders, in order."""
+        """The user's loaders, in order."""
         return list(self._loaders)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Batches to take from each loader, as a number or a share of it; None for all. May be set."""
+        """Largest number of batches from each loader, or None for all. Can be set, also to fractions."""
         return None if self._limits is None else list(self._limits)
 
     @limits.setter
@@ -172,12 +173,12 @@ class CombinedLoader(BatchSource):
 
     @property
     def sampler(self) -> Any:
-        """The loaders' samplers, in the same collection; None where a loader has none."""
+        """Samplers of the loaders, in the same collection; None for a loader without one."""
         return map_leaves(lambda place: getattr(self._loaders[place], "sampler", None), self._places)
 
     @property
     def batch_sampler(self) -> Any:
-        """The loaders' batch samplers, in the same collection; None where a loader has none."""
+        """Batch samplers of the loaders, in the same collection; None for a loader without one."""
         return map_leaves(lambda place: getattr(self._loaders[place], "batch_sampler", None), self._places)
 
     def reset(self) -> None:
@@ -215,12 +216,12 @@ class CombinedLoader(BatchSource):
         ]
 
     def _name(self, track: _Track) -> str:
-        """Return a loader's keys in the collection."""
+        """Return the keys that lead to a loader in the collection."""
         index = self._tracks.index(track)
         return next(path for path, place in iter_leaves(self._places) if place == index) or str(index)
 
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
-        """Return the indices of the batch in hand: one entry per loader."""
+        """Return the sample indices of the current batch, with one entry per loader."""
         if batch_idx != self._given - 1:
             return None
         return [
@@ -231,7 +232,7 @@ class CombinedLoader(BatchSource):
     # ---- where it begins
 
     def _ready(self) -> None:
-        """Prepare loaders that nobody prepared, at first use."""
+        """Prepare the loaders at first use, if they are not prepared yet."""
         if self._tracks:
             return
         self._sources = [self._prepared(index, loader) for index, loader in enumerate(self._loaders)]
@@ -268,7 +269,7 @@ class CombinedLoader(BatchSource):
     def start_at(self, batches: int) -> None:
         self._ready()
         self._enter(self.epoch, self.cycle)
-        before = 0  # batches of the loaders before, in sequence
+        before = 0  # batches of all earlier loaders in the sequence
         for track in self._tracks:
             source, own = track.source, batches
             length = source.num_batches if source.plan.total_is_final else None
@@ -287,7 +288,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(batches)
 
     def _inner_cycle(self, track: _Track) -> int:
-        return self.cycle * 1_000_003 + track.cycle  # a combination within a combination has cycles of its own
+        return self.cycle * 1_000_003 + track.cycle  # a combination inside another one needs cycles of its own
 
     def _resume_at(self, batches: int) -> None:
         self._begin(batches)
@@ -295,13 +296,13 @@ class CombinedLoader(BatchSource):
         self._pending = True
 
     def _make_plan(self) -> Plan:
-        """Work out how long the pass is, from where the loaders stand at its beginning."""
+        """Calculate how long the pass is, from where the loaders stand at its beginning."""
         plans = [source.plan for source in self._sources]
         final = all(plan.total_is_final for plan in plans)
         known = [number for track in self._tracks if (number := _left(track)) is not None]
         total, combine = None, {"sequential": sum, "min_size": min}.get(self.mode, max)
         lengths = [plan.total for plan in plans if plan.total is not None]
-        if len(lengths) == len(plans) and not final:  # a claim, which is the same wherever the pass begins
+        if len(lengths) == len(plans) and not final:  # an estimate, which does not depend on where the pass begins
             total = combine(lengths)
         elif final:
             running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
@@ -310,7 +311,7 @@ class CombinedLoader(BatchSource):
             total = most if total is None else min(total, most)
         even = [0 if self.mode == "sequential" else sys.maxsize]
         even += [self.first_batch + plan.uniform_until - plan.first for plan in plans if not plan.uniform]
-        if self.mode == "max_size":  # a part is missing from where its loader has ended
+        if self.mode == "max_size":  # after its loader has ended, a part of each batch is missing
             even += [self.first_batch + number for number in known]
         if final and total is not None:
             even.append(total)
@@ -321,7 +322,7 @@ class CombinedLoader(BatchSource):
         )
 
     def _most(self) -> int | None:
-        """Return the most batches that the limits leave of an epoch; None when they leave all."""
+        """Return the largest number of batches in an epoch that the limits allow; None without a limit."""
         ends: list[int | float] = [math.inf if self._limit is None else self._limit]
         if self._limits is not None and self.mode != "sequential":
             lengths = [math.inf if source.num_batches is None else source.num_batches for source in self._sources]
@@ -372,7 +373,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(state["batches"] if self._finished else self._resumed_batch())
 
     def _resumed_batch(self) -> int:
-        """Return the pass's first batch, in the numbers of the present world size."""
+        """Return the number of the pass's first batch, counted at the current world size."""
         first = [track.source.first_batch for track in self._tracks]
         if self.mode == "sequential":
             return sum(first)
@@ -394,7 +395,7 @@ class CombinedLoader(BatchSource):
         try:
             yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
         except Exception:
-            self.close()  # the other loaders' passes are over too
+            self.close()  # the error ends the passes of the other loaders too
             raise
 
     def _side_by_side(self) -> Iterator[Any]:
@@ -442,7 +443,7 @@ class CombinedLoader(BatchSource):
             return _END
 
     def _again(self, track: _Track, number: int) -> None:
-        """Start an exhausted loader again, shuffled anew."""
+        """Restart an exhausted loader, shuffled anew."""
         source = track.source
         if track.began >= 0:
             nearest = range(max(track.began, number - self.history), number)
@@ -479,14 +480,14 @@ _END = object()
 
 
 def _places(nest: Any, loaders: list[Any], inside: bool = False) -> Any:
-    """Add the loaders of a nest to the list, and return the nest with the index of each in its place."""
+    """Add the loaders of a nested collection to the list; return the collection with their indices in their places."""
     items = nest if isinstance(nest, list | tuple) else [None]
     plain = (inside or len(items) > 0) and all(isinstance(item, int | float | str) for item in items)
     if isinstance(nest, list | tuple) and not plain:
         values = [_places(item, loaders, inside=True) for item in nest]
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if isinstance(nest, Mapping):
-        places: Any = copy.copy(nest)  # keeps what the class holds besides its items
+        places: Any = copy.copy(nest)  # a copy keeps what the class holds besides its items
         for key, value in nest.items():
             places[key] = _places(value, loaders, inside=True)
         return places
@@ -499,7 +500,7 @@ def _gives(track: _Track, batch_idx: int) -> bool:
 
 
 def _left(track: _Track) -> int | None:
-    """Count the batches that a loader still has at the beginning of a pass; None when unknown."""
+    """Count the batches that a loader still has at the beginning of a pass; None if unknown."""
     if track.run_end is not None:
         return 0
     length = track.source.num_batches
@@ -507,7 +508,7 @@ def _left(track: _Track) -> int | None:
 
 
 def _counted(source: BatchSource, batch: Any) -> Share:
-    """Return the share of a loader's part of a batch; where one rank reads it, its samples are counted."""
+    """Return the share of one loader's part of a batch. With one rank, the samples are counted if necessary."""
     share = source.share
     if share.mine is not None or source.world_size > 1:
         return share
@@ -516,7 +517,7 @@ def _counted(source: BatchSource, batch: Any) -> Share:
 
 
 def _together(shares: Sequence[Share], last: bool) -> Share:
-    """Return the share of a batch that several loaders gave parts of: the sum over them."""
+    """Return the share of a batch whose parts come from several loaders: the sum of theirs."""
     units = [share.units for share in shares if share.units is not None]
     summed = (sum(own[0] for own in units), sum(own[1] for own in units)) if len(units) == len(shares) else None
     return Share(_sum([share.mine for share in shares]), _sum([share.all for share in shares]), last, summed)

@@ -28,11 +28,11 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
 
     Args:
         limit: an int counts batches, a float is a fraction of them; None and 1.0 take all.
-        num_batches: batches there are on this rank, None when unknown.
+        num_batches: number of batches on this rank; None if unknown.
         name: the setting's name, for the error.
 
     Returns:
-        The number of batches, `math.inf` when neither the limit nor the data has an end.
+        The number of batches; `math.inf` if neither the limit nor the data has an end.
 
     Raises:
         SettingError: the limit is negative, a fraction above 1, a fraction of an unknown number, or a fraction too
@@ -68,7 +68,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
 
 
 def _smallest(num_batches: int) -> float:
-    """Return the smallest fraction that gives one batch, rounded up to few digits."""
+    """Return the smallest fraction that gives one batch, rounded up to a few digits."""
     for digits in range(1, 17):
         fraction = math.ceil(10**digits / num_batches) / 10**digits
         if fraction <= 1.0 and fraction * num_batches < 1.1:
@@ -78,27 +78,28 @@ def _smallest(num_batches: int) -> float:
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """Settings by which `Accelerator.prepare` spreads loaders over the ranks.
+    """Settings by which `Accelerator.prepare` divides loaders over the ranks.
 
     Args:
-        split_batches: the loader's batch size is that of all ranks together, not that of each.
-        dispatch_batches: True: rank 0 alone reads, and sends the others their parts. False: every rank reads for
-            itself. None: rank 0 reads what would be the same on every rank: iterable data, and loaders that instep
-            does not build anew. Data that spreads itself over ranks needs False, or all parts but rank 0's are lost.
-        even_batches: every rank runs the same number of steps, and one without samples replays some that do not
-            count. False: such a rank ends earlier, as `join_uneven_inputs` allows.
-        data_seed: what shuffling is derived from; None: the seed of the run.
-        non_blocking: do not wait for copies from pinned memory to the device.
-        use_stateful_dataloader: read iterable data through torchdata's StatefulDataLoader, which resumes without
-            reading again. Map-style data resumes by arithmetic, with or without.
-        restore_position: where a loader goes on after `load_state`, when K batches of its epoch are done. "auto": at
-            batch K, also in a script that passes over K batches by itself. True: always at batch K. False: at the
-            epoch's beginning, and the script skips.
-        use_distributed_sampler: False: the ranks' data differ already, and each rank reads all of its own.
-        streams: how iterable data is divided where each rank reads for itself (`dispatch_batches=False`): "auto"
-            divides what all ranks and workers read alike, by their first samples, and leaves other data as it is;
-            "divide" divides without asking; "dispatch" is `dispatch_batches=True`; "as_is" gives each rank all that it
-            reads. What is not "auto" holds whatever `dispatch_batches` says.
+        split_batches: whether the loader's batch size is that of all ranks together, not that of each rank.
+        dispatch_batches: True: only rank 0 reads, and sends the other ranks their parts. False: every rank reads for
+            itself. None: rank 0 reads data that would be the same on every rank: iterable data, and loaders that instep
+            cannot rebuild. For data that already differs by rank, pass False; otherwise all parts but rank 0's are
+            lost.
+        even_batches: whether every rank runs the same number of steps. A rank without samples then replays some, which
+            do not count. False: such a rank ends earlier, which `join_uneven_inputs` allows.
+        data_seed: seed of the shuffling; None for the seed of the run.
+        non_blocking: whether the host does not wait for copies from pinned memory to the device.
+        use_stateful_dataloader: whether to read iterable data through torchdata's StatefulDataLoader, which resumes
+            without reading the data again. Map-style data never needs it: its position is calculated.
+        restore_position: where a loader continues after `load_state`, if K batches of its epoch are done. "auto": at
+            batch K, also in a script that skips K batches itself. True: always at batch K. False: at the epoch's
+            beginning, so the script must skip.
+        use_distributed_sampler: False: the data already differs by rank, and each rank reads all of its own.
+        streams: how iterable data is divided if each rank reads for itself (`dispatch_batches=False`). "auto" divides
+            the data if the first samples show that all ranks and workers read the same. "divide" divides in any case;
+            "dispatch" is `dispatch_batches=True`; with "as_is" each rank uses all that it reads. Any value but "auto"
+            takes precedence over `dispatch_batches`.
 
     Raises:
         SettingError: a value is of the wrong type.

@@ -1,10 +1,12 @@
-"""One process reads for all, and sends each rank its part of every batch.
+"""Loading by one process, which sends each rank its part of every batch.
 
-For data that every rank would read alike, or that one process alone can read. Only the reader's loader is iterated, so
-random numbers, positions and states are its own, and the ranks' samples are known exactly.
+It is for data that every rank would read the same, or that only one process can read. Only the reading process iterates
+the loader, so random numbers, positions and states are those of this process, and the samples of each rank are known
+exactly.
 
-What travels, over the CPU group: per batch a few numbers (the last one? how many samples for whom?) and one scatter of
-bytes; what the bytes mean, and all that is not a tensor, only when it differs from the batch before.
+These are sent per batch, over the CPU group: a few numbers (whether it is the last batch, and how many samples each
+rank gets), and the bytes of tensors in one scatter. The structure, and everything that is not a tensor, is sent only if
+it differs from the batch before.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from instep.state.process import step_group
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
-_ALIGN = 16  # bytes; so that any dtype can be seen in the middle of a buffer
+_ALIGN = 16  # bytes; so that a view of any dtype can begin at this offset in a buffer
 
 
 class _Step(NamedTuple):
@@ -45,14 +47,14 @@ class _Step(NamedTuple):
 
 
 class _BatchSizes(NamedTuple):
-    """Samples in each batch of a reader that knows them beforehand: `size` up to batch `even`, then `rest`."""
+    """Numbers of samples in a reader's batches, if known beforehand: `size` up to batch `even`, then `rest`."""
 
     even: int
     size: int
     rest: list[int]
 
     def at(self, number: int) -> int:
-        """Return the number of samples in batch `number`; 0 past the end."""
+        """Return the number of samples in batch `number`; 0 after the end."""
         if number < self.even:
             return self.size
         return self.rest[number - self.even] if number - self.even < len(self.rest) else 0
@@ -61,29 +63,31 @@ class _BatchSizes(NamedTuple):
 class DispatchLoader(PreparedLoader):
     """Batches that process 0 reads and sends to all.
 
-    Every batch is split evenly over the ranks, or with `whole` each rank gets one of `world_size` batches. A rank
-    without samples gets some of another's, to replay with weight 0. The position is the reader's: moving it is a
-    collective, and rank 0's state is the whole one.
+    Every batch is split evenly over the ranks; with `whole`, each rank gets one of `world_size` batches instead. A rank
+    without samples gets some of another rank, to replay them with weight 0. The position is that of the reader: moving
+    it is a collective, and only rank 0's state is complete.
 
-    What of a batch is sliced, `Splitter` says; the rest is sent as it is. Batches arrive on the CPU.
+    `Splitter` decides which parts of a batch are sliced; the other parts are sent whole. Batches arrive on the CPU.
 
-    A window's samples weigh the same. Where the reader knows its batches' sizes, all ranks do; else the window's
-    batches are weighed against its first one, and `gradient_correction` corrects the gradients at its end.
+    All samples of an optimizer window weigh the same. If the reader knows the sizes of its batches, all ranks know
+    them. Otherwise the batches are weighed against the window's first one, and `gradient_correction` corrects the
+    gradients at the window's end.
 
     Args:
         loader: the user's loader.
-        make_reader: makes the source that process 0 reads, as one process would; called there only.
-        shard: whose batches it gives.
-        batch_size: samples per rank and batch, None when unknown.
-        whole: give ranks whole batches instead of slices.
-        even: False: a rank without samples in the last step ends before it.
-        pin: put batches into pinned memory.
+        make_reader: function that makes the source for process 0, which reads it as a single process would; called only
+            there.
+        shard: the rank whose batches these are.
+        batch_size: samples per rank and batch; None if unknown.
+        whole: whether ranks get whole batches instead of slices.
+        even: whether all ranks run the last step. With False, a rank without samples in it ends earlier.
+        pin: whether to put batches into pinned memory.
 
     Raises:
         DataError: a batch cannot be sliced.
     """
 
-    history: int = 2  # number of batches whose samples are remembered, unless windows have one batch
+    history: int = 2  # numbers of samples are remembered by default, since most windows need them
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class DispatchLoader(PreparedLoader):
     ) -> None:
         super().__init__(loader, shard)
         self.batch_size = batch_size
-        self._set_epochs = []  # the reader's business
+        self._set_epochs = []  # only the reader calls `set_epoch`
         self._whole = whole
         self._group = self.world_size if whole else 1
         """The reader's batches in a step."""
@@ -108,11 +112,11 @@ class DispatchLoader(PreparedLoader):
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
-        self._pulled = 0  # batches of the epoch that the reader gave
+        self._pulled = 0  # batches of the epoch that the reader has yielded
         self._totals: _BatchSizes | None = None
-        self._first = 0  # the reader's batch that the pass begins with
+        self._first = 0  # the reader's batch with which the pass begins
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
-        self._parts: list[Any] = []  # structure of each rank's step, with a _TensorSpec for each tensor
+        self._parts: list[Any] = []  # structure of each rank's step, with a _TensorSpec in place of each tensor
         self._sent = b""
 
         def make(_: None) -> None:
@@ -121,7 +125,7 @@ class DispatchLoader(PreparedLoader):
         self._with_reader(make)
 
     def _with_reader(self, action: Callable[[Any], Any]) -> None:
-        """Do something with the reader where it is; everywhere: learn where it stands then, or of its error."""
+        """Call a function with the reader on process 0. All ranks learn where the reader stands then, or its error."""
         error: Exception | None = None
         totals: _BatchSizes | None = None
         head = torch.zeros(4, dtype=torch.int64)
@@ -164,14 +168,14 @@ class DispatchLoader(PreparedLoader):
         return self._plan
 
     def _share_of(self, rows: list[int], last: bool = False) -> Share:
-        """Return the share of a batch, given its number of samples on each rank."""
+        """Return the share of a batch from its number of samples on each rank."""
         mine, unknown = rows[self.rank], UNKNOWN in rows
         weights = [int(count != 0) for count in rows] if unknown else rows
         units = (weights[self.rank], sum(weights)) if any(weights) else None
         return Share(None if mine == UNKNOWN else mine, None if unknown else sum(rows), last, units)
 
     def _rows(self, batch_idx: int) -> list[int]:
-        """Return the samples of each rank in a step, before it was read."""
+        """Return the number of samples of each rank in a step, before the step is read."""
         assert self._totals is not None
         start = self._first + (batch_idx - self.first_batch) * self._group
         if self._whole:
@@ -226,11 +230,11 @@ class DispatchLoader(PreparedLoader):
             step = next(steps, None) if self._even else following
 
     def _over(self, step: _Step) -> bool:
-        """Return whether this rank ends before the step."""
+        """Return True if this rank ends before the step."""
         return not self._even and step.last and step.rows[self.rank] == 0
 
     def _receive(self) -> Iterator[_Step]:
-        """Give this rank's slices of the steps; all ranks ask for each at the same time."""
+        """Yield this rank's slices of the steps. All ranks request each step at the same time."""
         read = self._read(self._reader) if self._reader is not None else iter(())
         while True:
             error, described, sent, buffers = None, None, b"", []
@@ -259,8 +263,8 @@ class DispatchLoader(PreparedLoader):
                 return
 
     def _read(self, reader: PreparedLoader) -> Iterator[tuple[list[Any], list[int], bool]]:
-        """On process 0: the parts of each step by rank, the samples in them, and whether it is the last."""
-        reader.history = (self.history + 1) * self._group  # with even=False the reader is a step ahead
+        """On process 0, yield for each step: its parts by rank, the samples in them, and whether it is the last."""
+        reader.history = (self.history + 1) * self._group  # with even=False the reader is one step ahead
         batches = iter(reader)
         while group := list(islice(batches, self._group)):
             self._pulled += len(group)
@@ -280,16 +284,17 @@ class DispatchLoader(PreparedLoader):
                 return
 
     def _count(self, reader: PreparedLoader, batch: Any) -> int | None:
-        """Return samples in the batch that the reader gave last."""
+        """Count the samples in the batch that the reader yielded last."""
         if self._totals is not None:
             return self._splitter.count(batch, self._totals.at(self._pulled - 1), exact=True)
         size = reader.batch_size if isinstance(reader.batch_size, int) else None
-        # Each worker process may end with a batch that is not full; and what another loader calls its size is its own.
+        # The loader's batch size is not trusted if each worker process may end with a smaller batch, or if the loader
+        # is not a DataLoader, since its `batch_size` may mean something else.
         full = isinstance(reader.loader, DataLoader) and reader.loader.num_workers == 0 and not reader.share.last
         return self._splitter.count(batch, size, exact=full)
 
     def _samples(self, batch: Any, number: int) -> int:
-        """Return samples in a batch that is given whole, UNKNOWN where they cannot be counted."""
+        """Count the samples in a batch that is sent whole; UNKNOWN if they cannot be counted."""
         if self._totals is not None:
             return self._totals.at(number)
         try:
@@ -304,7 +309,7 @@ class DispatchLoader(PreparedLoader):
 
 
 def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, doing: str) -> list[int]:
-    """Receive the reader's numbers; its error is raised on every rank."""
+    """Receive the reader's numbers. An error of the reader is raised on every rank."""
     if error is not None:
         head[0] = _FAILED
     announce(control_group(), f"dispatch: {operation}")
@@ -316,7 +321,7 @@ def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, d
 
 
 def _totals(reader: PreparedLoader) -> _BatchSizes | None:
-    """Return the sizes of a reader's batches, where they are known beforehand."""
+    """Return the sizes of a reader's batches, if they are known beforehand."""
     plan = reader.plan
     if plan.total is None or plan.share_of is None:
         return None
@@ -328,12 +333,12 @@ def _totals(reader: PreparedLoader) -> _BatchSizes | None:
 
 
 def _parts(size: int, world_size: int) -> list[int]:
-    """Return the samples of each rank."""
+    """Return the number of samples of each rank."""
     return [end - begin for begin, end in (local_slice(size, rank, world_size) for rank in range(world_size))]
 
 
 class _TensorSpec:
-    """Stands for a tensor in what is sent of a batch's structure."""
+    """Placeholder for a tensor in the structure of a batch that is sent."""
 
     __slots__ = ("dtype", "shape")
 
@@ -347,7 +352,7 @@ class _TensorSpec:
 
 
 def _flatten(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return each part's structure, and the bytes of its tensors one after the other."""
+    """Return each part's structure, and the bytes of its tensors in one buffer."""
     described, buffers = [], []
     for part in parts:
         pieces: list[torch.Tensor] = []
@@ -374,7 +379,7 @@ def _join(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _TensorSpec):
-            return copy.deepcopy(leaf)  # the description may serve the next batch too
+            return copy.deepcopy(leaf)  # a copy, since the structure may serve the next batch too
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)

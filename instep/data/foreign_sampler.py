@@ -1,4 +1,4 @@
-"""Orders drawn from samplers that are not instep's, alike on all ranks."""
+"""Orders drawn from samplers that are not instep's, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from instep.utils.seed import derive_seed
 class ForeignOrder:
     """The whole order of an epoch, drawn at once from a sampler or batch sampler.
 
-    Whatever it draws from the process's generators, or from a generator of its own, is derived from (seed, epoch):
-    the order can be drawn again after a resume and is the same on every rank. A sampler that has such an order itself
-    gives it by a method `_instep_order_of(epoch, cycle)`.
+    All random numbers that the sampler draws, from the process's generators or its own, are derived from (seed, epoch).
+    So the order can be drawn again after a resume, and it is the same on every rank. A sampler that derives its order
+    itself returns it from a method `_instep_order_of(epoch, cycle)`.
 
     Args:
         sampler: a sampler or batch sampler with an end.
@@ -42,23 +42,23 @@ class ForeignOrder:
 
     @property
     def stateful(self) -> Stateful | None:
-        """The sampler, or the one within it, if it has a state of its own."""
+        """The sampler, or the one inside it, if it has a state of its own."""
         return next((part for part in _parts(self.sampler) if isinstance(part, Stateful)), None)
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
-    """Return the generators that a sampler, or the one within it, was given."""
+    """Return the generators that a sampler, or the one inside it, was given."""
     found = [getattr(part, "generator", None) for part in _parts(sampler)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Return whether a sampler, or the one within it, gives each rank its own part already."""
+    """Return True if a sampler, or the one inside it, already gives each rank its own part."""
     return any(hasattr(part, "num_replicas") for part in _parts(sampler))
 
 
 def order_digest(order: Sequence[Any] | torch.Tensor) -> str:
-    """Return a short digest by which ranks compare their orders."""
+    """Return a short digest with which ranks compare their orders."""
     raw = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Loader over a data set with indices: instep hands the indices out."""
+"""Loader over a map-style data set, for which instep chooses the indices."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, *
     Args:
         loader: a plain `DataLoader`, not of a subclass.
         kind: the class of the new loader: `DataLoader`, or one that takes the same options.
-        **changes: options to set otherwise; those that make batches (`batch_size`, `sampler`, `batch_sampler`,
-            `drop_last`) are not kept and must be given.
+        **changes: options to change. Those that form batches (`batch_size`, `sampler`, `batch_sampler`, `drop_last`)
+            are not copied, so they must be given.
     """
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return kind(**{**options, **changes})
 
 
 class IndexLoader(PreparedLoader):
-    """Batches of a map-style data set, loaded by the user's `DataLoader` options and instep's indices.
+    """Batches of a map-style data set, loaded with the user's `DataLoader` options and instep's indices.
 
-    Without workers the batches are put together here: a `DataLoader` does the same, and 15 us a batch more.
+    Without workers the batches are collated here, since a `DataLoader` would do the same in 15 us more per batch.
 
     Args:
         loader: a plain `DataLoader`; its data set, collation and worker options are used.
         sampler: this rank's share of the indices.
-        shard: whose batches it gives.
-        drawn: where the order comes from, if it is not instep's.
-        shared: the ranks share one order, each taking its part; else each has an order of its own.
-        peers_even: with orders of their own: whether all ranks have as many samples, and take as many in a step.
-        peers: with orders of their own: each rank's samples of an epoch and of a step, where they are known.
-        single: the indices are single ones, a batch each.
-        seed_samples: seed random augmentation by sample index.
-        pin: put batches into pinned memory.
-        frozen: every epoch is the first one again.
+        shard: the rank whose batches these are.
+        drawn: the user's order, if it is not instep's.
+        shared: whether the ranks share one order and each takes its part; else each rank has an order of its own.
+        peers_even: if ranks have orders of their own: whether they have the same number of samples in total and in a
+            step.
+        peers: if ranks have orders of their own: each rank's number of samples in an epoch and in a step, if known.
+        single: whether each index is a batch by itself.
+        seed_samples: whether to seed random augmentation by sample index.
+        pin: whether to put batches into pinned memory.
+        frozen: whether every epoch repeats the first one.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class IndexLoader(PreparedLoader):
         self._sizes_of_peers = () if peers_even else tuple(peers)
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
         stateful = drawn is not None and drawn.stateful is not None
-        apart = not (sampler.even or peers_even)  # ranks that end alone stand elsewhere then
+        apart = not (sampler.even or peers_even)  # ranks that end on their own have different positions then
         self.rank_state = not shared and (stateful or apart)
         self._single = single
         self._pin = pin
         self._workers: DataLoader[Any] | None = None
-        self._started: Any = None  # the iterator of this pass, or where they persist of all passes, that has workers
+        self._started: Any = None  # iterator with workers: that of this pass, or one for all passes if workers persist
         self._generator = torch.Generator()
 
     @property
@@ -118,7 +119,8 @@ class IndexLoader(PreparedLoader):
 
     @property
     def epoch_batches(self) -> int | None:
-        moved = self.sampler.cursor % self.sampler.per_step  # the steps of other ranks end elsewhere
+        # resumed within a step of other ranks, so the number of steps may differ
+        moved = self.sampler.cursor % self.sampler.per_step
         return self.sampler.steps_of(self.sampler.end) if moved else self.num_batches
 
     def _enter(self, epoch: int, cycle: int) -> None:
@@ -145,7 +147,7 @@ class IndexLoader(PreparedLoader):
         self._pending = True
 
     def _share_of(self, batch_idx: int) -> Share:
-        """Return the share of a batch, `last` left out; nothing counts past the end."""
+        """Return the share of a batch, without `last`. After the end nothing counts."""
         local, total = self.sampler.samples(batch_idx - self.first_batch)
         units = (local, total * self._peers) if self._peers_even else None
         if self._sizes_of_peers and (total or not self.sampler.even):
@@ -209,12 +211,12 @@ class IndexLoader(PreparedLoader):
 
     @property
     def _step_size(self) -> int:
-        """Units that all ranks take in a step; samples where a foreign sampler's batch size is known."""
+        """Units that all ranks take in a step; samples if the batch size of a foreign sampler is known."""
         size = self.loader.batch_size if self._distributed else None
         return self.sampler.per_step * self._peers * (size or 1)
 
     def _own_position(self, state: StateDict) -> int:
-        """Return this rank's position in an order of its own."""
+        """Return this rank's position in its own order."""
         if not self._distributed:
             if state["world_size"] != self.world_size:
                 raise DataError(
@@ -287,13 +289,13 @@ class IndexLoader(PreparedLoader):
             )
 
     def _open(self) -> Iterator[Any]:
-        """Return the pass's batches, from the cursor."""
+        """Return an iterator over the pass's batches, from the cursor on."""
         if self.loader.num_workers == 0:
             return map(self._fetch(), self._indices())
         if self._workers is None:
             self._workers = self._with_workers()
         if not self.loader.persistent_workers:
-            end_workers(self._started)  # a pass that was left, and is still referenced, has workers
+            end_workers(self._started)  # a pass that was left early, and is still referenced, has workers
         self._generator.manual_seed(derive_seed(self.seed, "workers", self.epoch, self.cycle, self.rank))
         batches, started = start_workers(self._workers)
         if started is not None:
@@ -301,7 +303,7 @@ class IndexLoader(PreparedLoader):
         return batches
 
     def _indices(self) -> Iterator[Any]:
-        """Return this rank's indices, with their seeds where somebody will use them."""
+        """Return this rank's indices, with their seeds if these will be used."""
         if not self.seed_samples and self.loader.num_workers == 0:
             return iter(self.sampler)
         place = ("sample",) if self.seed_samples else ("batch", self.rank)
@@ -310,7 +312,7 @@ class IndexLoader(PreparedLoader):
         return seeded(indices, *parts, first=self.first_batch, per_sample=self.seed_samples, single=self._single)
 
     def _fetch(self) -> Callable[[Any], Any]:
-        """Return the function that makes a batch of indices, without workers."""
+        """Return the function that loads a batch from indices, without workers."""
         collate = self.loader.collate_fn
         dataset: Any = SeededDataset(self.dataset, restore=True) if self.seed_samples else self.dataset
         load: Callable[[Any], Any] = getattr(dataset, "__getitems__", None) or partial(load_each, dataset)
@@ -338,13 +340,13 @@ class IndexLoader(PreparedLoader):
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
-            generator=self._generator,  # without it the iterator's start would draw from the training's generator
+            generator=self._generator,  # without it, starting the iterator would draw from the training's generator
             pin_memory=self._pin,
             **batching,
         )
 
     def _name_batch(self, error: Exception, started: Any) -> None:
-        """Add the number of the batch to an error that a worker passed on."""
+        """Add the number of the batch to an error that a worker has passed on."""
         text = str(error)
         if started is None or not text.startswith("Caught ") or INIT_RAISED in text:
             return
@@ -359,17 +361,17 @@ class IndexLoader(PreparedLoader):
 
 
 def _pinned(batch: Any) -> Any:
-    """Copy a batch into pinned memory; one with a tensor on a device stays as it is, since torch refuses that."""
+    """Copy a batch into pinned memory. A batch with a tensor on a device is left, since torch cannot pin it."""
     if any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for _, leaf in iter_leaves(batch)):
         return batch
     return _utils.pin_memory.pin_memory(batch)
 
 
 class _Indices:
-    """The sampler that worker processes are fed from; it lives in the main process only."""
+    """Sampler that gives worker processes their indices. It lives only in the main process."""
 
     def __init__(self, source: IndexLoader) -> None:
-        self._source = weakref.proxy(source)  # no cycle: worker processes end when the source goes
+        self._source = weakref.proxy(source)  # no reference cycle, so worker processes end when the source is freed
 
     def __iter__(self) -> Iterator[Any]:
         return self._source._indices()

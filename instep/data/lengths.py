@@ -1,4 +1,4 @@
-"""Sequences of unlike lengths: batches of about the same length, and windows that hold several sequences."""
+"""Sequences of different lengths: batches of similar lengths, and windows that hold several sequences."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from instep.utils.checks import at_least, wrong
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):
-    """Batches of sequences of about the same length, so that little is padded.
+    """Batches of sequences of similar lengths, so that there is little padding.
 
-    The order is drawn, cut into pools of `pool` batches, and each pool is sorted by length and cut into batches. The
-    batches of a pool come in a drawn order. Give it as a loader's `batch_sampler`: the Trainer and the Accelerator draw
-    it by (seed, epoch), spread its batches over the ranks, and resume it within an epoch at any world size.
+    A random order is cut into pools of `pool` batches. Each pool is sorted by length and cut into batches, which come
+    in a random order. Pass the sampler as a loader's `batch_sampler`: the Trainer and the Accelerator draw it by (seed,
+    epoch), divide its batches over the ranks, and resume it within an epoch at any world size.
 
-    With `max_tokens` each epoch has another number of batches: `len` is that of the last epoch that was drawn, and an
-    estimate before the first one.
+    With `max_tokens` the number of batches differs between epochs: `len` is that of the last epoch that was drawn, and
+    an estimate before the first one.
 
     Args:
-        lengths: of each sequence, in tokens.
-        batch_size: sequences of a batch; or give `max_tokens`.
-        max_tokens: a batch's sequences times its longest one are at most so many.
-        pool: batches that are sorted together: more pads less, and is less random.
-        shuffle: False takes the order as it is, for an evaluation.
-        drop_last: leave out the last batch of the epoch where it has fewer sequences than `batch_size`.
+        lengths: length of each sequence, in tokens.
+        batch_size: sequences per batch; give either this or `max_tokens`.
+        max_tokens: largest value of a batch's number of sequences times the length of its longest one.
+        pool: number of batches that are sorted together. A larger pool needs less padding and is less random.
+        shuffle: whether to draw a random order; False for an evaluation.
+        drop_last: whether to leave out the last batch of the epoch if it has fewer sequences than `batch_size`.
 
     Raises:
         SettingError: neither or both of `batch_size` and `max_tokens` are given, a sequence is too long, or `drop_last`
@@ -73,7 +73,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self.pool = at_least(1)("pool", pool)
         mean = max(1.0, float(self.lengths.double().mean())) if self.lengths.numel() else 1.0
         self._pooled = self.pool * (self.batch_size or max(1, int((max_tokens or 1) / mean)))
-        self._drawn: int | None = None  # batches of the last epoch that was drawn whole
+        self._drawn: int | None = None  # number of batches in the last epoch that was drawn completely
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = 0
@@ -98,7 +98,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             yield small
 
     def _cut(self, indices: list[int]) -> Iterator[list[int]]:
-        """Cut indices, the shortest sequence first, into batches."""
+        """Cut sorted indices, shortest sequence first, into batches."""
         batch: list[int] = []
         for index in indices:
             full = len(batch) == self.batch_size
@@ -122,25 +122,26 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Windows of a fixed length, each with as many whole sequences as fit: no token is padding but at a window's end.
+    """Windows of a fixed length, each with as many whole sequences as fit; padding is only at a window's end.
 
-    Which sequences share a window is found once, longest first, each into the fullest window that has room for it.
+    The sequences are assigned to windows once: the longest comes first, and each goes into the fullest window that has
+    room for it.
 
     Args:
         dataset: a map-style dataset of sequences: 1-d tensors or lists of token ids.
-        lengths: of each of them, in tokens; None reads all once.
-        size: tokens of a window.
-        padding: the token after the last sequence.
+        lengths: length of each sequence, in tokens; None reads all sequences once to find out.
+        size: number of tokens in a window.
+        padding: token that fills the window after the last sequence.
 
     Raises:
         SettingError: a sequence is longer than a window.
 
-    An item has, each of shape [size] and dtype int64:
+    An item is a dict of tensors, each of shape [size] and dtype int64:
 
     - `input_ids`: tokens.
     - `position_ids`: place of each token in its sequence.
-    - `sequence_ids`: 1 for the first sequence of the window, 2 for the second ...; 0 for padding. A token may attend to
-      those with its own number alone.
+    - `sequence_ids`: 1 for the first sequence of the window, 2 for the second ...; 0 for padding. A token may attend
+      only to tokens with the same number.
 
     Example:
         >>> packed = PackedDataset([[5, 6, 7], [8], [9, 9]], size=4)
@@ -179,11 +180,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Share sequences out to windows, the longest first, each to the fullest window that has room for it.
+    """Assign sequences to windows: the longest first, each to the fullest window that has room for it.
 
     Args:
-        lengths: of the sequences, each at most `size`.
-        size: of a window.
+        lengths: lengths of the sequences, each at most `size`.
+        size: length of a window.
 
     Returns:
         The indices of the sequences of each window.
@@ -193,7 +194,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
         [[0, 1], [2]]
     """
     windows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # room that is left -> windows
+    by_room: dict[int, list[int]] = {}  # remaining room -> windows
     rooms: list[int] = []  # keys of `by_room`, in order
     for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         place = bisect_left(rooms, lengths[index])

@@ -46,54 +46,60 @@ def prepare_loader(
     stateful: bool = False,
     streams: str = "auto",
 ) -> PreparedLoader:
-    """Make a loader ready for this rank. A collective: all ranks call it with the same kind of loader.
+    """Prepare a loader for this rank. Collective: all ranks call it with the same kind of loader.
 
-    A plain `DataLoader` over a map-style data set gets instep's order: shuffled under (seed, epoch) or sequential,
-    spread over the ranks by samples, resumable at another world size and worker count. Another `sampler` is drawn
-    under (seed, epoch), alike on all ranks, then spread in the same way; a `batch_sampler` is spread by whole batches.
-    A `DistributedSampler`, or a sampler with a `state_dict`, already spreads the data and is left to it. Iterable data
-    and other batches without a length are divided where the ranks, or the workers of one, read the same: see `streams`.
-    All other loaders are used as they are, each rank iterating its own: lists of batches, anything with a length.
+    A plain `DataLoader` over a map-style data set gets instep's order: shuffled by (seed, epoch) or sequential, divided
+    over the ranks by samples, and resumable at another world size and worker count. Any other `sampler` is drawn by
+    (seed, epoch), the same on all ranks, and then divided in the same way. A `batch_sampler` is divided by whole
+    batches. A `DistributedSampler`, or a sampler with a `state_dict`, already divides the data, so instep does not
+    divide it again. Iterable data, and other data without a length, is divided if the ranks, or the workers of one
+    rank, read the same: see `streams`. All other loaders, such as a list of batches, are used as they are: each rank
+    iterates its own.
 
     Args:
         loader: the user's loader. It is not changed.
         rank: this rank among those that share the data.
         world_size: number of these ranks.
-        seed: what shuffling and worker seeds are derived from, alike on all ranks. A generator that the loader or its
-            sampler was given is mixed in by its seed.
-        shuffle_allowed: False takes a shuffled loader in sequence, and any other in its first epoch's order.
-        use_distributed_sampler: False: every rank iterates the loader as it is.
-        seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
-        batch_size: use another batch size than the loader's: per rank, or of all ranks with `split_batches`.
+        seed: seed of shuffling and workers, the same on all ranks. If the loader or its sampler has a generator, the
+            generator's seed is mixed in.
+        shuffle_allowed: whether shuffling is allowed. With False a shuffled loader is read in sequence, and any other
+            repeats the order of its first epoch.
+        use_distributed_sampler: whether to divide the loader; with False every rank iterates it as it is.
+        seed_samples: whether to seed random augmentation by (seed, epoch, sample index), independently of world size
+            and workers.
+        batch_size: batch size to use instead of the loader's: per rank, or of all ranks with `split_batches`.
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
-        stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
-            own state kept, to resume by.
-        device: where the batches will go; for CUDA those of map-style and dispatched data are put into pinned memory,
-            whatever the loader's `pin_memory` says, unless they have tensors on a device already.
-        uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
-            first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error". None: "stop" for
-            training, which leaves the other ranks' last batches out with a warning, and "join" for other stages.
-        split_batches: the loader's batch size is that of all ranks together; each batch is split over them.
-        dispatch: True: rank 0 alone reads, and sends the others their parts (see `DispatchLoader`). Batches of a plain
-            `DataLoader`'s size per rank are sliced out of larger ones; of loaders that make their batches themselves
-            each rank gets whole batches, unless `split_batches` slices them too. None does so only for data that
-            would, as far as instep can tell, be the same on every rank: iterable data that is not
-            `use_distributed_sampler=False`, and loaders that would have to be built anew.
-        even_batches: False: a rank that has no more data ends earlier than others, instead of replaying a batch with
-            weight 0 or stopping the others. `num_batches` then differs per rank. Within a dispatched epoch a batch
-            with fewer samples than ranks is still replayed.
-        stateful: read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which resumes
-            without reading again (`stage="train"` only). Nothing changes for map-style data.
-        streams: how data without a length is divided, as `Trainer(streams=...)` says it: "auto" divides what all ranks
-            and workers read alike, by their first samples; "divide" does not ask; "dispatch" is `dispatch=True`;
-            "as_is" leaves each rank and worker all that it reads, as `use_distributed_sampler=False` does.
+        stage: "train", "val", "test" or "predict"; it names the limit in errors. Only for "train" is a loader's own
+            state kept, for a resume.
+        device: device that the batches will be moved to. For CUDA, batches of map-style and dispatched data are put
+            into pinned memory, whatever the loader's `pin_memory` is, unless they already have tensors on a device.
+        uneven: what to do if ranks have different numbers of batches (never if instep divides the data). "stop" ends
+            with the first exhausted rank, and warns of the batches that other ranks leave out. With "join" exhausted
+            ranks replay a batch with weight 0. "error" raises an error. None: "stop" for training, "join" for other
+            stages.
+        split_batches: whether the loader's batch size is that of all ranks together, so that each batch is split over
+            them.
+        dispatch: True: only rank 0 reads, and sends the other ranks their parts (see `DispatchLoader`). For a plain
+            `DataLoader`, rank 0 reads larger batches and slices them, so that each rank gets the loader's batch size.
+            For a loader that makes its own batches, each rank gets whole batches, unless `split_batches` is set. None
+            does this only for data that is probably the same on every rank: iterable data without
+            `use_distributed_sampler=False`, and loaders that instep would have to rebuild.
+        even_batches: whether all ranks run the same number of steps. With False, a rank without more data ends earlier
+            than others; it neither replays a batch with weight 0 nor stops the others. Then `num_batches` differs per
+            rank. In the middle of a dispatched epoch, a batch with fewer samples than ranks is still replayed.
+        stateful: whether to read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which
+            resumes without reading the data again (`stage="train"` only). For map-style data nothing changes.
+        streams: how data without a length is divided, as in `Trainer(streams=...)`. "auto" divides the data if the
+            first samples show that all ranks and workers read the same. "divide" divides in any case; "dispatch" is
+            `dispatch=True`; with "as_is" each rank and worker uses all that it reads, as with
+            `use_distributed_sampler=False`.
 
     Returns:
-        The batches of this rank. `loader` stays available as its attribute of that name.
+        The batches of this rank, with `loader` as an attribute.
 
     Raises:
-        SettingError: a setting cannot be had with this loader.
-        DataError: it cannot be iterated, or ranks hold different data where they must hold the same.
+        SettingError: a setting does not work with this loader.
+        DataError: the loader cannot be iterated, or ranks hold different data although they must hold the same.
         MissingPackageError: `stateful` needs torchdata.
 
     Example:
@@ -165,7 +171,7 @@ def prepare_loader(
 
 
 def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
-    """Build the loader anew where it is to have another batch size, or to be torchdata's with a state."""
+    """Rebuild the loader if it needs another batch size, or torchdata's loader for a state."""
     if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
         if not _can_batch(loader):
             raise _no_batch_size(loader, batch_size)
@@ -178,7 +184,7 @@ def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
 
 
 def _check_spread(loader: Any, world_size: int) -> None:
-    """Refuse map-style data that would be the same on every rank."""
+    """Raise SettingError for map-style data that would be the same on every rank."""
     if _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
@@ -192,7 +198,7 @@ def _check_spread(loader: Any, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Rank, limit and end of a pass: the arguments that every kind of loader needs."""
+    """Rank, limit and end of a pass: arguments that every kind of loader needs."""
 
     shard: DataShard
     limit: int | float | None
@@ -209,7 +215,7 @@ class _Pass:
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
     def everyone(self, mine: Any, kind: str = "") -> list[Any]:
-        """Return every rank's value; where they come from loaders of several kinds, raise on every rank."""
+        """Return every rank's value. If the ranks' loaders are of different kinds, raise on every rank."""
         pairs = gather_object((kind, mine)) if self.shard.world_size > 1 else [(kind, mine)]
         if any(other != kind for other, _ in pairs):
             kinds = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(pairs))
@@ -245,7 +251,7 @@ def _partitioning(
         own = _is_plain_order(inner)
         drawn = None if own else ForeignOrder(inner)
         shuffle = own and shuffle_allowed and type(inner) is RandomSampler
-        order_of = getattr(loader.dataset, "_instep_order_of", None)  # the data set has its own way to shuffle
+        order_of = getattr(loader.dataset, "_instep_order_of", None)  # the data set has its own order of shuffling
         sampler: ShardedSampler = ShardedBatchSampler(
             len(inner),
             batch_size or batch_sampler.batch_size,
@@ -293,7 +299,7 @@ def _dispatched(
 
 
 def _reader(read: Callable[..., PreparedLoader], wanted: _Pass, group: int) -> PreparedLoader:
-    """Make the source that rank 0 reads for all, `group` batches a step."""
+    """Make the source that rank 0 reads for all; each step takes `group` batches."""
     reader = read()
     batches = reader.num_batches
     whole = None if batches is None else -(-batches // group)
@@ -326,7 +332,7 @@ def _by_index(
                 "divided over them: of each rank's samples only a part is used. Every rank must build the same data "
                 "set; if each rank holds a part of its own, set use_distributed_sampler=False"
             )
-        mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
+        mine = everyone[0]  # rank 0's generator counts, also if ranks have seeded theirs differently
     lengths, peers = {other["length"] for other in everyone}, list(map(_used_and_step, everyone))
     if not spread.shared and len(lengths) > 1 and wanted.uneven == "join":
         loader = _rebuilt(loader, batch_size, stateful=False)
@@ -354,13 +360,13 @@ def _by_index(
     )
 
 
-_Claim = tuple[int | None, int | None]  # the number of batches: one that can be relied on, and one that is a claim
+_Claim = tuple[int | None, int | None]  # numbers of batches: a reliable one and an estimated one
 
 
 def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, divide: str | None) -> PreparedLoader:
-    """Prepare a loader that is iterated; `divide` says how its stream is divided, None that it is not."""
+    """Prepare a loader by iterating it. `divide` says how its stream is divided; None if it is not."""
     stateful, rewinds = _stateful_part(loader), None
-    if not resumable:  # its state would be copied at every batch, although nobody saves the position
+    if not resumable:  # without a resume, no state is copied at every batch
         rewinds, stateful = None if isinstance(loader, DataLoader) else stateful, None
     length, estimate = mine = _lengths(loader)
     everyone = wanted.everyone(mine, "an iterable of batches")
@@ -371,7 +377,8 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
 
         def sizes(divided: bool) -> tuple[int | None, int | None]:
             estimate = _lengths(loader, wanted.shard.world_size)[1] if divided else None
-            estimate = estimate or _estimate(mine, everyone, wanted)  # nothing for all: a rank's own claim
+            # without an estimate for all ranks, use those of the single ranks
+            estimate = estimate or _estimate(mine, everyone, wanted)
             return estimate, wanted.at_most(estimate)
 
         return DividedLoader(loader, wanted.shard, ask=divide == "auto", sizes=sizes, resumable=resumable, **common)
@@ -386,17 +393,17 @@ def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool, 
 
 
 def _estimate(mine: _Claim, everyone: list[_Claim], wanted: _Pass) -> int | None:
-    """Return the number of batches that a rank with data of its own claims, or that the ranks claim together."""
+    """Return the estimated number of batches, of this rank if it ends on its own, or else of all ranks."""
     numbers = mine if wanted.uneven == OWN_END else [number for claim in everyone for number in claim]
     return (max if wanted.uneven == "join" else min)((one for one in numbers if one is not None), default=None)
 
 
 def _lengths(loader: Any, ranks: int = 1) -> _Claim:
-    """Return a reliable and a claimed number of batches, for `ranks` together."""
+    """Return a reliable and an estimated number of batches, for `ranks` ranks together."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Sized):
             return None, None
-        samples = len(loader.dataset)  # not len(loader): it would watch the data set from now
+        samples = len(loader.dataset)  # not len(loader), after which torch would warn if the data set gives more
         size = (loader.batch_size or 1) * ranks
         return None, samples // size if loader.drop_last else -(-samples // size)
     return _length(loader), None
@@ -410,9 +417,9 @@ def _length(items: Any) -> int | None:
 
 
 def _stateful_part(loader: Any) -> Stateful | None:
-    """Return the loader or data set whose own state is the position; None where there is none."""
+    """Return the loader or data set whose own state is the position; None if there is none."""
     if isinstance(loader, Stateful):
-        sampler = getattr(loader, "sampler", None)  # torchdata's nodes have none
+        sampler = getattr(loader, "sampler", None)  # loaders of torchdata's nodes have no sampler
         if type(loader).__module__.startswith("torchdata.") and type(sampler) is RandomSampler:
             raise SettingError(
                 "torchdata's StatefulDataLoader resumes wrongly, without a word, with sampler=torch.utils.data."
@@ -428,7 +435,7 @@ def _stateful_part(loader: Any) -> Stateful | None:
 
 
 def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
-    """Return the number of steps that all ranks run, where they have their own numbers of batches."""
+    """Return the number of steps that all ranks run, if each has its own number of batches."""
     if wanted.uneven == OWN_END:
         return max(lengths)
     if len(set(lengths)) > 1:
@@ -445,7 +452,7 @@ def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> None:
-    """Check that each rank holds the same data set and settings, or samples would be repeated and lost."""
+    """Raise DataError if ranks hold different data sets or settings, since samples would be repeated and lost."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
             if key in ("generator", "ends") or value == everyone[0][key]:
@@ -460,7 +467,7 @@ def _check_alike(everyone: list[dict[str, Any]]) -> None:
 
 
 def _chosen(dataset: Any) -> str | None:
-    """Return a digest of the indices that a `Subset` takes; None for other data."""
+    """Return a digest of the indices in a `Subset`; None for other data."""
     chosen = []
     while isinstance(dataset, Subset):
         chosen.append(order_digest(torch.as_tensor(dataset.indices)))
@@ -469,7 +476,7 @@ def _chosen(dataset: Any) -> str | None:
 
 
 def _used_and_step(of_rank: dict[str, Any]) -> tuple[int, int]:
-    """Return how many units a rank uses of an epoch, and how many in a step."""
+    """Return how many units a rank uses in an epoch, and how many in a step."""
     length, step = of_rank["length"], of_rank["units of a step"]
     return length - length % step if of_rank["drop_last"] else length, step
 
@@ -492,7 +499,7 @@ def _has_end(loader: DataLoader[Any]) -> bool:
 
 
 def _index_source(loader: DataLoader[Any]) -> Any:
-    """Return the loader's sampler of whole batches of indices, or of single ones."""
+    """Return the loader's sampler of whole batches, or of single indices if it does not batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -510,14 +517,14 @@ def _shards_itself(loader: Any) -> bool:
 
 
 def _own_size(loader: Any) -> int | None:
-    """Return the loader's batch size, as far as it says."""
+    """Return the loader's batch size; None if it is not known."""
     size = getattr(loader, "batch_size", None)
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
     return size if isinstance(size, int) else None
 
 
 def _can_batch(loader: Any) -> bool:
-    """Return whether the loader can be built anew with another batch size."""
+    """Return True if the loader can be rebuilt with another batch size."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     return _has_end(loader) or (loader.batch_size is not None and not _is_map_style(loader))

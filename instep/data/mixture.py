@@ -1,4 +1,4 @@
-"""A weighted mixture of data sets, of which every sample is used before any is used again."""
+"""A weighted mixture of data sets, in which every sample is used before any is used again."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from instep.utils.seed import derive_seed
 
 
 class MixtureSampler(Sampler[int]):
-    """Sampler of a `ConcatDataset` that takes each of its data sets as often as its weight says.
+    """Sampler of a `ConcatDataset` that draws from each of its data sets in proportion to a weight.
 
-    Give it as a loader's `sampler`, with `torch.utils.data.ConcatDataset` of the same data sets. A data set is passed
-    through in a drawn order, on and on over the epochs: each sample comes once before any comes again. What an epoch
-    has depends on `seed` and the epoch alone. So the Trainer and the Accelerator spread it over the ranks, and resume
-    it within an epoch at any world size.
+    Pass it as a loader's `sampler`, with a `torch.utils.data.ConcatDataset` of the same data sets. Each data set is
+    read in a random order, and continues over the epochs: each sample is used once before any is used again. The
+    samples of an epoch depend only on `seed` and the epoch. So the Trainer and the Accelerator can divide them over the
+    ranks, and resume within an epoch at any world size.
 
     Args:
         datasets: the data sets, or their lengths.
-        weights: one of each, in any unit: the shares of the samples.
-        size: samples of an epoch, at least the square of the number of data sets; None: so many that the data set that
-            is used up first is passed through once.
-        seed: of all orders.
+        weights: one weight for each data set, in any unit: its share of the samples.
+        size: samples in an epoch, at least the square of the number of data sets. None: as many as it takes until the
+            first data set was read once.
+        seed: seed of all orders.
 
     Raises:
         SettingError: a weight is not above 0, or a data set is empty.
@@ -56,7 +56,7 @@ class MixtureSampler(Sampler[int]):
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; the Trainer and the Accelerator do so."""
+        """Set the epoch of the next iteration. The Trainer and the Accelerator call this."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -75,20 +75,20 @@ class MixtureSampler(Sampler[int]):
         yield from order.tolist()
 
     def _used(self, source: int, position: int) -> int:
-        """Return how many samples of a data set come before a position, over all epochs."""
+        """Return how many samples of a data set come before a position, counted over all epochs."""
         parts = [int(share * position) for share in self.shares]
-        rest = self.shares.index(max(self.shares))  # the largest gets what is left over
+        rest = self.shares.index(max(self.shares))  # rounding leaves a rest, which the largest data set gets
         return position - sum(parts) + parts[rest] if source == rest else parts[source]
 
     def _sources(self, begin: int) -> torch.Tensor:
-        """Draw the data set of each sample of the epoch: exactly as many of each as come to it, in a drawn order."""
+        """Draw the data set of each sample of the epoch: the number of each is exact, and their order is random."""
         end = begin + self.size
         counts = [self._used(source, end) - self._used(source, begin) for source in range(len(self.lengths))]
         every = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         return every[torch.randperm(self.size, generator=self._dice("sources", self.epoch))]
 
     def _samples(self, source: int, used: int, count: int) -> torch.Tensor:
-        """Return the next `count` samples of a data set of which `used` were taken, pass after pass."""
+        """Return the next `count` samples of a data set after `used` samples, over as many passes as necessary."""
         length, found = self.lengths[source], []
         while count:
             number, at = divmod(used, length)

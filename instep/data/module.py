@@ -1,4 +1,4 @@
-"""The user's data in one object: where it comes from, how it is split, which loaders there are."""
+"""The user's data in one object: its origin, its splits and its loaders."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ D = TypeVar("D", bound="DataModule")
 class DataModule(HyperParameters):
     """Data of a run, from the download to the loaders, in one class.
 
-    Override what is needed; the loaders you do not override are taken not to exist. `prepare_data` runs on one process
-    (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which runs on all.
+    Override what you need; a loader method that is not overridden means that there is no such loader. `prepare_data`
+    runs on one process (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which runs on all
+    processes.
 
     Attributes:
         trainer: the Trainer that uses the data, None outside of a run.
-        prepare_data_per_node: run `prepare_data` on one process of each node, not of the whole job.
+        prepare_data_per_node: whether `prepare_data` runs on one process of each node, or only on one of the whole job.
 
     Example:
         >>> import torch
@@ -60,17 +61,17 @@ class DataModule(HyperParameters):
     # ---- where the data comes from
 
     def prepare_data(self) -> None:
-        """Download and prepare on disk; called on one process per node before `setup`."""
+        """Download and prepare data on disk. Called on one process per node, before `setup`."""
 
     def setup(self, stage: str) -> None:
-        """Split, build data sets; called on every process.
+        """Split data and build data sets. Called on every process.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
 
     def teardown(self, stage: str) -> None:
-        """Clean up; called on every process at the end of a run, after an error too."""
+        """Clean up. Called on every process at the end of a run, also after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when a run ends by an exception."""
@@ -96,7 +97,7 @@ class DataModule(HyperParameters):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override it for types that instep does not know."""
+        """Move a batch to the device. Override this for types of batches that instep does not know."""
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -104,7 +105,7 @@ class DataModule(HyperParameters):
         return batch
 
     def __str__(self) -> str:
-        """Return the sizes of the data sets, by loader: None for those that cannot be made yet."""
+        """Format the sizes of the data sets, by loader; None for loaders that cannot be made yet."""
         lines: list[str] = []
         for stage, name in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
             try:
@@ -117,7 +118,7 @@ class DataModule(HyperParameters):
     # ---- state of its own, beyond the position in the data, which the Trainer keeps
 
     def state_dict(self) -> StateDict:
-        """Return what a checkpoint keeps of the object: tensors and JSON values."""
+        """Return the state that a checkpoint keeps for this object: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -131,17 +132,17 @@ class DataModule(HyperParameters):
         hparams_file: PathLike | None = None,
         **kwargs: Any,
     ) -> D:
-        """Make a datamodule from a checkpoint: `__init__` gets the saved hyperparameters, then its state is loaded.
+        """Make a datamodule from a checkpoint: pass the saved hyperparameters to `__init__`, then load its state.
 
         Args:
             checkpoint_path: a checkpoint folder of a fit with this datamodule.
-            map_location: accepted for Lightning's sake; the state is on the CPU.
-            hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
-            **kwargs: arguments of `__init__`, before the saved ones. An object that a checkpoint cannot hold is given
-                here.
+            map_location: accepted for compatibility with Lightning; the state is on the CPU.
+            hparams_file: a JSON or YAML file of hyperparameters that replace the saved ones.
+            **kwargs: arguments of `__init__`, which take precedence over the saved ones. Pass here the objects that a
+                checkpoint cannot hold.
 
         Raises:
-            CheckpointError: it is not a checkpoint, does not verify, or lacks an argument.
+            CheckpointError: the folder is not a checkpoint, does not verify, or lacks an argument.
         """
         from instep.trainer.weights import load_datamodule  # late: the Trainer's checkpoints are read above this floor
 
@@ -158,16 +159,15 @@ class DataModule(HyperParameters):
         num_workers: int = 0,
         **options: Any,
     ) -> DataModule:
-        """Make a DataModule of data sets, each with a plain loader; only the training data is shuffled.
+        """Make a DataModule from data sets, each with a plain loader. Only the training data is shuffled.
 
         Args:
             train_dataset: one data set, or several in a list or dict.
             val_dataset: one data set, or several in a list.
             test_dataset: the same.
             predict_dataset: the same.
-            batch_size: samples per process and batch. The constructor of a subclass gets it too, if it has such an
-                argument.
-            num_workers: worker processes per loader; passed on likewise.
+            batch_size: samples per process and batch. A constructor of a subclass with this argument gets it too.
+            num_workers: worker processes per loader. A constructor of a subclass with this argument gets it too.
             **options: passed to the constructor of a subclass.
 
         Raises:
@@ -195,7 +195,7 @@ class DataModule(HyperParameters):
 
 
 def _sizes(loaders: Any) -> str:
-    """Write how many samples each loader reads, in Lightning's form; NA where a data set has no length."""
+    """Format how many samples each loader reads, in Lightning's form; NA for data without a length."""
     if loaders is None:
         return "None"
     if isinstance(loaders, Mapping):
@@ -207,7 +207,7 @@ def _sizes(loaders: Any) -> str:
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Make a plain loader of a data set; of several as many, in the same form."""
+    """Make a plain loader of a data set; for several data sets, make one of each, in the same collection."""
     if isinstance(datasets, Mapping):
         return {name: _loader(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
     if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):

@@ -1,8 +1,8 @@
-"""Slices of batches of any nested structure.
+"""Slices of batches with any nested structure.
 
-A list of tensors may be columns (each as long as the batch) or samples; nothing in it says which. A split that guesses
-wrong trains on wrong data without a word, so it is made only where one reading is left: by the batch size that is
-known, by what the items are, or by how an earlier batch was split.
+A list of tensors may hold columns (each as long as the batch) or samples, and the list itself does not show which. A
+wrong guess would silently train on wrong data. So a list is split only if one of the two is certain: by the known batch
+size, by the types of the items, or by an earlier batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _ADVICE += "DataLoaderConfiguration: dispatch_batches=False)"
 
 
 class Splitter:
-    """Counter of the samples in a batch, which also cuts parts out of it.
+    """Splitter of batches, which also counts their samples.
 
-    Tensors are split in dimension 0; lists and tuples of values by their own length, where it is the batch's; of
-    mappings, dataclasses, named tuples, and lists and tuples of columns, each value. The rest is left whole.
+    Tensors are split in dimension 0. Lists and tuples of samples are split by their items, if there are as many as
+    samples. In mappings, dataclasses, named tuples, and lists or tuples of columns, each value is split. Everything
+    else is left whole.
 
     Args:
-        columns: whether a list can only be one of columns where it could be one of samples too: torch's own collation
-            makes no others.
+        columns: whether a list that may be one of columns or of samples is taken as one of columns, since torch's own
+            collation makes no others.
 
     Example:
         >>> splitter = Splitter()
@@ -41,25 +42,25 @@ class Splitter:
 
     def __init__(self, columns: bool = False) -> None:
         self._columns = columns
-        # By place in the structure, as seen beyond doubt: columns, samples, or None where a list has nothing by sample.
+        # What is certain by place in the structure: True for columns, False for samples, None for a list of neither.
         self._known: dict[tuple[Any, ...], bool | None] = {}
 
     def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:
-        """Return samples in a batch; None when it has neither a tensor nor a list.
+        """Count the samples in a batch; None if the batch has neither a tensor nor a list.
 
         Args:
             batch: any structure.
-            size: samples that it should have; None when unknown.
-            exact: it must have so many; else at most.
+            size: number of samples that the batch should have; None if unknown.
+            exact: whether the batch must have exactly `size` samples; else at most `size`.
 
         Raises:
-            DataError: it has another number of samples, or could have several.
+            DataError: the batch has another number of samples, or its number is ambiguous.
         """
         if size is None:
             return self._guess(batch, None)
         options, _ = _lengths(batch)
         if not options:
-            return find_batch_size(batch)  # none, or tensors that disagree: `part` says which
+            return find_batch_size(batch)  # None, or tensors that disagree, of which `part` raises an error
         found = size if exact and size in options else None if exact else self._guess(batch, size)
         if found is None or found > size:
             least = find_batch_size(batch)
@@ -71,7 +72,7 @@ class Splitter:
         return found
 
     def _guess(self, batch: Any, size: int | None) -> int | None:
-        """Return the number of samples where it is not known."""
+        """Return the number of samples if it is not known."""
         options, tensors = _lengths(batch)
         if options is None:
             return None
@@ -95,7 +96,7 @@ class Splitter:
         return next(iter(options), find_batch_size(batch))
 
     def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
-        """Return the samples from `begin` to `end` of a batch of `rows`; `place` is where in the batch `data` is.
+        """Return the samples from `begin` to `end` of a batch of `rows`. `place` is the place of `data` in the batch.
 
         Raises:
             DataError: a tensor has another number of rows, or a list could be split in two ways.
@@ -121,7 +122,7 @@ class Splitter:
             instance = copy.copy(data)
             for field in dataclasses.fields(data):
                 value = self.part(getattr(data, field.name), rows, begin, end, place=(*place, field.name))
-                object.__setattr__(instance, field.name, value)  # object's own setter: the class may be frozen
+                object.__setattr__(instance, field.name, value)  # the setter of object, since the class may be frozen
             return instance
         leaf: Any = data
         shape = getattr(leaf, "shape", ())
@@ -135,11 +136,11 @@ class Splitter:
         return leaf[begin:end]
 
     def _by_columns(self, data: Any, rows: int, place: tuple[Any, ...]) -> bool | None:
-        """Return whether a list's items are columns, not samples; None: it has nothing by sample."""
+        """Return True if a list's items are columns, False if they are samples, None if they are neither."""
         common, tensors = _common(data)
         columns, samples = common is not None and rows in common, len(data) == rows
         if not tensors and self._known.get(place, False) is None:
-            return None  # in a smaller batch it can have as many items as the batch has samples, by chance
+            return None  # a smaller batch may have as many samples as the list has items only by chance
         if not columns and not samples:
             if not tensors and self._known.setdefault(place) is not None:
                 raise DataError(
@@ -173,7 +174,7 @@ def _is_list(data: Any) -> bool:
 
 
 def _lengths(data: Any) -> tuple[set[int] | None, bool]:
-    """Return the numbers of samples that a structure may have (None: any), and whether tensors say so."""
+    """Return the possible numbers of samples of a structure (None: any), and whether tensors determine them."""
     if _is_list(data):
         common, tensors = _common(data)
         return {len(data)} | (common or set()), tensors
@@ -188,7 +189,7 @@ def _lengths(data: Any) -> tuple[set[int] | None, bool]:
 
 
 def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
-    """Return `_lengths` of values that are columns of one batch. Lists without tensors give way: they may be notes."""
+    """Return `_lengths` of values that are columns of one batch. Tensors decide over lists, which may be notes."""
     firm: set[int] | None = None
     soft: set[int] | None = None
     for value in values:
@@ -205,7 +206,7 @@ def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
 
 
 def _kind(data: Any) -> Any:
-    """Return a key that values of one column have in common."""
+    """Return a key that is the same for all values of one column."""
     if isinstance(data, torch.Tensor):
         return data.dtype, data.ndim
     if isinstance(data, (list, tuple)):
@@ -214,5 +215,5 @@ def _kind(data: Any) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a value of this kind can be a column: its own items are alike."""
+    """Return True if a value of this kind can be a column, because its own items are of one kind."""
     return not (isinstance(kind, tuple) and isinstance(kind[1], frozenset) and len(kind[1]) > 1)

@@ -1,10 +1,10 @@
-"""Sizes of batches: of the one in hand (`Share`), of all those of a pass (`Plan`), and what a loss weighs by them.
+"""Sizes of batches: of the current one (`Share`) and of a whole pass (`Plan`), and the weights of losses by them.
 
-`window_scale` and `gradient_correction` are the arithmetic of accumulation windows whose batches weigh differently: the
-Trainer's step and the Accelerator's backward call them, and divide by the number of batches where all weigh alike. A
-window has `accumulate` batches and ends with the pass at the latest. Windows are counted from the batch `origin`, where
-a window of that size began first; and one begins where a resumed pass does. `derive` and `derive_phases` split a global
-batch over processes and micro-batches.
+`window_scale` and `gradient_correction` compute the weights in accumulation windows whose batches weigh differently.
+The Trainer's step and the Accelerator's backward call them; if all batches weigh the same, they divide by the number of
+batches instead. A window has `accumulate` batches, or fewer at the end of the pass. Windows are counted from the batch
+`origin`, with which the first window of this size began. A resumed pass also begins a window. `derive` and
+`derive_phases` split a global batch over processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from instep.errors import DataError, SettingError
 
 
 class Share(NamedTuple):
-    """The samples of one batch, over the ranks.
+    """Samples of one batch, over the ranks.
 
     Attributes:
-        mine: this rank's samples that count: 0 for a replay, None when unknown.
-        all: those of all ranks together; None when unknown.
+        mine: number of this rank's samples that count: 0 for a replay, None if unknown.
+        all: number of samples of all ranks together; None if unknown.
         last: whether the batch is the pass's last one.
-        units: this rank's and all ranks' weight in a common unit (samples, or else batches); None: ranks weigh alike.
+        units: weights of this rank and of all ranks in a common unit (samples, or else batches); None if all ranks
+            weigh the same.
     """
 
     mine: int | None = None
@@ -34,19 +35,20 @@ class Share(NamedTuple):
 
 
 class Plan:
-    """The sizes of a pass, as far as they are known when it begins.
+    """Sizes of the batches of a pass, as far as they are known when it begins.
 
     Args:
         first: number of the pass's first batch.
-        total: number of the epoch's batches on this rank, limit applied; None when unknown.
-        uniform_until: batches with a lower number have as many samples as each other, on every rank; `sys.maxsize`:
-            all have.
-        alike: the ranks have as many samples as each other in every batch, as one rank has.
-        total_is_final: `total` decides where the pass ends; else the data does, and `total` is an estimate.
-        longest_total: `total` of the rank that has most batches, where some ranks end earlier.
-        share_of: gives the share of any batch by its number; None where only that of the batch in hand is known.
-        sizes_seen: gives the samples of all ranks in each of the batches from one number to another that were given
-            already, where they are known only then; nothing where the batches weigh the same.
+        total: number of the epoch's batches on this rank, with the limit; None if unknown.
+        uniform_until: all batches with a lower number have the same number of samples, on every rank; `sys.maxsize`:
+            all batches have.
+        alike: whether all ranks have the same number of samples in every batch; always so for one rank.
+        total_is_final: whether `total` decides where the pass ends; else the data does, and `total` is an estimate.
+        longest_total: `total` of the rank with the most batches, if some ranks end earlier.
+        share_of: function that returns the share of any batch by its number; None if only that of the current batch is
+            known.
+        sizes_seen: function that returns the samples of all ranks in each already yielded batch from one number to
+            another, for data whose sizes are not known earlier; empty if the batches weigh the same.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Plan:
         self.longest_total = total if longest_total is None else longest_total
         self.share_of = share_of
         self.sizes_seen = sizes_seen
-        self._window: tuple[int, int, int] = (-1, -1, 0)  # begin, end and units of the window last asked for
+        self._window: tuple[int, int, int] = (-1, -1, 0)  # begin, end and units of the last requested window
 
     @property
     def uniform(self) -> bool:
@@ -77,7 +79,7 @@ class Plan:
         return self.uniform_until == sys.maxsize or (self.total is not None and self.uniform_until >= self.total)
 
     def full_batches(self, accumulate: int, origin: int = 0) -> int:
-        """Return the number below which each batch has a `window_scale` of exactly `1 / accumulate`."""
+        """Return the batch number below which every batch has a `window_scale` of exactly `1 / accumulate`."""
         if accumulate == 1 and self.alike:
             return sys.maxsize
         if self.first > origin and (self.first - origin) % accumulate:
@@ -95,11 +97,11 @@ class Plan:
 
     @property
     def corrects(self) -> bool:
-        """Whether `gradient_correction` is needed at the end of a window of several batches."""
+        """Whether a window of several batches needs `gradient_correction` at its end."""
         return not self.total_is_final or self.sizes_seen is not None
 
     def window_units(self, start: int, stop: int) -> int:
-        """Return the units of all ranks in the batches from `start` to `stop`."""
+        """Return the sum of all ranks' units in the batches from `start` to `stop`."""
         if self._window[:2] != (start, stop):
             assert self.share_of is not None
             units = [self.share_of(number).units for number in range(start, stop)]
@@ -107,7 +109,7 @@ class Plan:
         return self._window[2]
 
     def seen_in_window(self, start: int, batch_idx: int) -> Sequence[int]:
-        """Return the samples of the window's batches up to this one; empty where they are not needed or not known."""
+        """Return the samples of the window's batches up to this one; empty if they are not needed or unknown."""
         return () if self.sizes_seen is None else self.sizes_seen(start, batch_idx + 1)
 
 
@@ -130,16 +132,16 @@ def rank_weight(source: Sizes) -> float:
 def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
     """Return the factor for this rank's mean loss in a batch of an optimizer window.
 
-    A loss that is a mean over this rank's batch, multiplied by it, gives after averaging gradients over ranks and
-    adding them up over the window the mean over all samples of the window. Where they are not known beforehand the
-    batches are weighed against the window's first one, which counts as full, and `gradient_correction` corrects the
-    gradients at its end. Batches that have no samples to count weigh the same.
+    Multiply the mean loss over this rank's batch by the factor. When gradients are then averaged over ranks and added
+    up over the window, the result is the mean over all samples of the window. If the sizes are not known beforehand,
+    the batches are weighed against the window's first one, which counts as full, and `gradient_correction` corrects the
+    gradients at the window's end. Batches whose samples cannot be counted weigh the same.
 
     Args:
-        source: its batch with that number is in hand.
+        source: source of the batches; its current batch is `batch_idx`.
         batch_idx: the batch's number in the epoch.
         accumulate: batches in a full window.
-        origin: the batch that windows are counted from.
+        origin: batch from which windows are counted.
 
     Raises:
         DataError: the window has no samples.
@@ -163,9 +165,10 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0
 
 
 def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
-    """Return what the gradients must be multiplied by after this batch, before the optimizer's step.
+    """Return the factor for the gradients after this batch, before the optimizer's step.
 
-    Not 1 only where sizes were unknown when `window_scale` was asked, and the window is shorter or its batches differ.
+    The factor is 1, unless sizes were unknown when `window_scale` was called, and the window is shorter than expected
+    or its batches differ in size.
     """
     plan = source.plan
     if not plan.corrects:
@@ -186,11 +189,11 @@ def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> t
     Args:
         global_batch_size: samples per optimizer step, over all processes.
         world_size: processes that share the data.
-        loader_batch_size: the loader's batch size: the most samples that one micro-batch may have.
+        loader_batch_size: the loader's batch size, which is the largest size of a micro-batch.
 
     Returns:
-        (samples per micro-batch and process, micro-batches per optimizer step): the fewest micro-batches that come out
-        even.
+        (samples per micro-batch and process, micro-batches per optimizer step): with the fewest micro-batches for which
+            the division is exact.
 
     Raises:
         SettingError: the global batch does not divide over the processes.
@@ -214,16 +217,16 @@ def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> t
 
 
 def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: int) -> tuple[int, dict[int, int]]:
-    """Split global batches that grow over a run: micro-batches of one size, more and more of them per optimizer step.
+    """Split global batches that grow over a run into micro-batches of one size, with more of them per optimizer step.
 
     Args:
-        sizes: samples per optimizer step over all processes, by the optimizer step from which they hold.
+        sizes: samples per optimizer step over all processes, by the optimizer step from which this size holds.
         world_size: processes that share the data.
-        loader_batch_size: the most samples that one micro-batch may have.
+        loader_batch_size: the largest size of a micro-batch.
 
     Returns:
-        Samples per micro-batch and process, the most that come out even for each size; and the micro-batches per
-        optimizer step, by the optimizer step from which they hold.
+        Samples per micro-batch and process (the largest number that divides all sizes exactly), and the micro-batches
+        per optimizer step, by the optimizer step from which they hold.
 
     Raises:
         SettingError: a global batch does not divide over the processes.
@@ -233,19 +236,19 @@ def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: 
         (32, {0: 1, 1000: 4})
     """
     for size in sizes.values():
-        derive(size, world_size, loader_batch_size)  # each must divide
+        derive(size, world_size, loader_batch_size)  # raises if a size does not divide
     micro_batch, _ = derive(math.gcd(*sizes.values()), world_size, loader_batch_size)
     return micro_batch, {step: size // world_size // micro_batch for step, size in sizes.items()}
 
 
 def phase_at(phases: Mapping[int, int], step: int) -> tuple[int, int | float]:
-    """Return the value that holds at a step, of values by the step from which they hold; and the step that ends it."""
+    """Return the value that holds at a step, given values by their first step, and the step at which it ends."""
     holds = max(begin for begin in phases if begin <= step)
     return phases[holds], min((begin for begin in phases if begin > step), default=math.inf)
 
 
 def steps_in_phases(batches: int, epochs: int, phases: Mapping[int, int]) -> int:
-    """Return the optimizer steps of so many epochs, where the micro-batches per step change at given steps."""
+    """Return the optimizer steps of this number of epochs, if the micro-batches per step change at given steps."""
     step = 0
     for _ in range(epochs):
         left = batches

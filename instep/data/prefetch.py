@@ -1,8 +1,8 @@
-"""The move of batches to a device; on CUDA a copy runs while the device still computes the step before.
+"""The move of batches to a device. On CUDA a copy runs while the device still computes the previous step.
 
 The host is ahead of the device: when it asks for the next batch the device is busy with the previous step. The copy
-goes to a side stream, so it does not queue behind that step; the step's own stream waits for the copy alone. No batch
-is read ahead for this, so positions, random numbers and `share` are what they are without it.
+runs on a side stream, so it does not wait for that step; the stream of the steps waits only for the copy. No batch is
+read ahead for this, so positions, random numbers and `share` are the same as without a side stream.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Stage: TypeAlias = Callable[[Any], Any]
 def batches_through(
     source: Iterable[Any], stages: Sequence[Stage], device: torch.device, after: Stage | None = None
 ) -> Iterator[Any]:
-    """Give the source's batches, each through the stages that bring it to the device.
+    """Yield the source's batches after the stages that bring them to the device.
 
     Args:
         source: batches on the host.
-        stages: what is done to a batch, in this order; none where it stays as it is. On CUDA they run on a side stream.
-        device: where the batches go.
-        after: changes the moved batch, on the step's own stream.
+        stages: functions that a batch passes in this order; empty if it is not changed. On CUDA they run on a side
+            stream.
+        device: device that the batches are moved to.
+        after: function that changes the moved batch, on the stream of the steps.
     """
     if device.type == "cuda" and stages:
         return prefetch(source, _chain(stages), device, after=after)
@@ -52,16 +53,16 @@ def prefetch(
     device: torch.device | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
-    """Give the source's batches on a CUDA device.
+    """Yield the source's batches on a CUDA device.
 
     Args:
-        source: batches on the host; copies overlap with computation from pinned memory only.
-        transfer: moves a batch, with `non_blocking=True`; run on the side stream, so it must not touch what the step
-            writes, such as parameters. A batch of other things than tensors, numbers and texts is moved on the step's
-            stream, since the allocator cannot be told who uses the tensors within them; so is one that has tensors on
-            the device already, which that stream may still compute.
+        source: batches on the host. Copies overlap with computation only if the batches are in pinned memory.
+        transfer: function that moves a batch with `non_blocking=True`. It runs on the side stream, so it must not use
+            what the step writes, such as parameters. Two kinds of batches are moved on the stream of the steps instead:
+            those with objects other than tensors, numbers and texts, because the allocator cannot learn who uses the
+            tensors inside them; and those with tensors on the device, which that stream may still compute.
         device: the CUDA device; None for the current one.
-        after: changes the moved batch, on the step's own stream.
+        after: function that changes the moved batch, on the stream of the steps.
 
     Example:
         >>> for batch in prefetch(loader, lambda batch: batch.to("cuda", non_blocking=True)):  # doctest: +SKIP
@@ -76,7 +77,7 @@ def prefetch(
             current.wait_stream(side)
             for _, leaf in iter_leaves(moved):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    leaf.record_stream(current)  # otherwise the next copy could reuse its memory too early
+                    leaf.record_stream(current)  # without this the next copy could reuse the memory too early
         else:
             moved = transfer(batch)
         yield moved if after is None else after(moved)

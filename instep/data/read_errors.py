@@ -1,4 +1,4 @@
-"""Errors of reading a batch, by their cause: a dead worker, samples that cannot be stacked, an error in a worker."""
+"""Errors of reading a batch, by cause: a dead worker, samples that cannot be stacked, an error in a worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OF_LISTS = "each element in list of batch should be of equal size"
 
 
 def explain(error: Exception, started: Any) -> DataError | None:
-    """Make the error that names the cause; None where the error itself does, with that in its first line.
+    """Return the error that names the cause. Return None if the error names it itself, and put it in its first line.
 
     Args:
-        error: what reading a batch raised.
+        error: error that reading a batch raised.
         started: what `start_workers` returned.
     """
     found = worker_failure(error, started) or _uneven(error)
@@ -47,7 +47,7 @@ def _uneven(error: Exception) -> ShapeMismatchError | None:
 
 
 def _lead_with_cause(error: Exception) -> None:
-    """Put a worker's own error first in the text that torch made of it, which begins with "Caught"."""
+    """Put a worker's own error at the beginning of torch's text, which begins with "Caught"."""
     text = error.args[0] if len(error.args) == 1 else None
     if not isinstance(text, str) or not text.startswith("Caught "):
         return

@@ -2,13 +2,13 @@
 
 Invariants, for any length, batch size and world size:
 
-- every rank runs the same number of steps (with `even=False` one without samples leaves the last step out);
-- every sample of the epoch belongs to exactly one rank of one step (a rank without one replays a sample with weight 0);
+- every rank runs the same number of steps (with `even=False` a rank without samples leaves the last step out);
+- every sample of the epoch belongs to exactly one rank and step (a rank without one replays a sample with weight 0);
 - a step takes consecutive samples of the epoch's order, so that an optimizer window holds the same samples at every
   world size, as long as the global batch is the same;
-- a pass may begin at any cursor, under another world size and batch size than the samples before it.
+- a pass may begin at any cursor, also if the samples before it had another world size and batch size.
 
-Positions are counted in units: samples where instep makes the batches, whole batches where somebody else does.
+Positions are counted in units: samples if instep makes the batches, else whole batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least
 from instep.utils.seed import derive_seed
 
-_ROWS = 1024  # batches turned into lists at once: enough to make it cheap, few enough to start quickly
+_ROWS = 1024  # batches turned into lists at once: enough to be cheap, few enough to start quickly
 
 Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 
@@ -33,21 +33,21 @@ Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 class ShardedSampler(ABC):
     """Slices of an epoch's order, one for each step of this rank.
 
-    Iterating gives the steps from `cursor` to the end; it does not move the cursor.
+    Iterating yields the indices of the steps from `cursor` to the end. It does not move the cursor.
 
     Args:
-        draw: draws the epoch's units of (seed, epoch, cycle), alike on all ranks.
+        draw: function that draws the epoch's units by (seed, epoch, cycle), the same on all ranks.
         per_step: units that all ranks together take in a full step.
-        seed: what the order is derived from, alike on all ranks.
+        seed: seed of the order, the same on all ranks.
         rank: this rank.
         world_size: number of ranks that share the data.
-        drop_last: leave out a last step that is not full.
-        even: whether a rank without samples in the last step runs it all the same, with a replay.
+        drop_last: whether to leave out a last step that is not full.
+        even: whether a rank without samples in the last step replays a sample in it.
 
     Attributes:
-        cursor: units of the epoch that were consumed before the pass.
-        limit_steps: use no more than that many steps of an epoch, counted from its start; None for all.
-        stop: use no more than that many units of this epoch; None for all.
+        cursor: units of the epoch that were used before the pass.
+        limit_steps: largest number of steps in an epoch, counted from its start; None for all.
+        stop: largest number of units in this epoch; None for all.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardedSampler(ABC):
 
     @property
     def order(self) -> Sequence[Any] | torch.Tensor:
-        """The epoch's units in the order that all ranks share: a range, an int64 tensor, or a list of other keys."""
+        """Units of the epoch, in the order that all ranks share: a range, an int64 tensor, or a list of other keys."""
         wanted = (self.seed, self.epoch, self.cycle)
         if self._drawn_for != wanted:
             self._order = self._keep(self._draw(*wanted))
@@ -89,7 +89,7 @@ class ShardedSampler(ABC):
         return order
 
     def redraw(self) -> None:
-        """Forget the order: what it is drawn from was changed."""
+        """Forget the order, because what it is drawn from has changed."""
         self._drawn_for: tuple[int, int, int] | None = None
 
     @property
@@ -103,7 +103,7 @@ class ShardedSampler(ABC):
 
         Args:
             epoch: the epoch, from 0.
-            cycle: how often the data was started again within the epoch (`max_size_cycle` does).
+            cycle: how often the data was restarted within the epoch, as with `max_size_cycle`.
         """
         self.epoch = epoch
         self.cycle = cycle
@@ -112,11 +112,11 @@ class ShardedSampler(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps from the cursor to the end, of the rank that has most."""
+        """Steps from the cursor to the end, for the rank that has the most."""
         return self.steps_of(max(0, self.end - self.cursor))
 
     def steps_of(self, units: int) -> int:
-        """Return the steps in which the ranks take so many units."""
+        """Return the number of steps in which the ranks take this number of units."""
         return units // self.per_step if self.drop_last else -(-units // self.per_step)
 
     def __len__(self) -> int:
@@ -127,24 +127,24 @@ class ShardedSampler(ABC):
 
     @property
     def full_steps(self) -> int:
-        """Leading steps from the cursor in which every rank takes everything it can."""
+        """Number of first steps after the cursor that are full on every rank."""
         return max(0, self.end - self.cursor) // self.per_step
 
     @property
     @abstractmethod
     def even_steps(self) -> int:
-        """Leading steps from the cursor that have the same number of samples in every step and on every rank."""
+        """Number of first steps after the cursor that have the same number of samples, on every rank."""
 
     @abstractmethod
     def samples(self, step: int) -> tuple[int, int]:
-        """Return the true sample numbers of a step.
+        """Return the numbers of samples in a step that count.
 
         Args:
-            step: counted from the cursor.
+            step: number of the step, counted from the cursor.
 
         Returns:
-            Those of this rank (0 for a replay) and those of all ranks; (0, 0) past the end. Where the sizes of foreign
-            batches are not known, batches are counted instead (`counted` tells).
+            The number for this rank (0 for a replay) and for all ranks; (0, 0) after the end. If the sizes of batches
+            are not known, batches are counted instead, and `counted` is False.
         """
 
     @property
@@ -154,7 +154,7 @@ class ShardedSampler(ABC):
 
     @abstractmethod
     def indices(self, step: int) -> Any:
-        """Return the indices that this rank loads in a step, counted from the cursor."""
+        """Return the indices that this rank loads in a step, which is counted from the cursor."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -163,19 +163,20 @@ class ShardedSampler(ABC):
 class ShardedBatchSampler(ShardedSampler):
     """Batches of sample indices for this rank, from one order that all ranks share.
 
-    Step t takes the next `world_size * batch_size` samples of the order; rank i gets the i-th slice of `batch_size`.
-    A tail of fewer is spread evenly. The order of a shuffled epoch is a permutation drawn under (seed, epoch, cycle).
+    Step t takes the next `world_size * batch_size` samples of the order; rank i gets the i-th slice of `batch_size`. A
+    shorter last step is divided evenly. The order of a shuffled epoch is a permutation drawn by (seed, epoch, cycle).
 
     Args:
         length: number of samples.
         batch_size: samples per rank and step.
-        shuffle: permute the samples in every epoch.
-        seed: what the order is derived from, alike on all ranks.
+        shuffle: whether to permute the samples in every epoch.
+        seed: seed of the order, the same on all ranks.
         rank: this rank.
         world_size: number of ranks that share the data.
-        drop_last: leave out a last step that is not full on every rank.
-        even: whether a rank without samples in the last step runs it all the same, with a replay.
-        order: draws the order of (seed, epoch, cycle) instead, alike on all ranks; it replaces `length` and `shuffle`.
+        drop_last: whether to leave out a last step that is not full on every rank.
+        even: whether a rank without samples in the last step replays a sample in it.
+        order: function that draws the order by (seed, epoch, cycle), the same on all ranks; it replaces `length` and
+            `shuffle`.
 
     Example:
         >>> sampler = ShardedBatchSampler(7, 2, shuffle=False, seed=0, rank=1, world_size=2)
@@ -215,7 +216,7 @@ class ShardedBatchSampler(ShardedSampler):
         return len(self.order) if self._length is None else self._length
 
     def _slice(self, step: int) -> tuple[int, int]:
-        """Return begin and end of this rank's samples in the order; empty for a replay."""
+        """Return begin and end of this rank's samples in the order; they are equal for a replay."""
         start = self.cursor + step * self.per_step
         have = max(0, min(self.per_step, self.end - start))
         if have == self.per_step:
@@ -234,7 +235,7 @@ class ShardedBatchSampler(ShardedSampler):
 
     def indices(self, step: int) -> list[Any]:
         begin, end = self._slice(step)
-        if begin == end:  # nothing left for this rank: it replays the step's first sample with weight 0
+        if begin == end:  # this rank has no sample in the step, so it replays the first one with weight 0
             begin = self.cursor + step * self.per_step
             end = begin + 1
         return _as_list(self.order[begin:end])
@@ -255,15 +256,15 @@ class ShardedBatchSampler(ShardedSampler):
 
 
 class ShardedBatches(ShardedSampler):
-    """Sampler that spreads whole batches over the ranks, for a user's own `batch_sampler`.
+    """Sampler that divides whole batches over the ranks, for a user's own `batch_sampler`.
 
-    In step t rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, those without one
-    replay the step's first batch with weight 0.
+    In step t, rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, the ranks without
+    a batch replay the step's first one with weight 0.
 
     Args:
-        draw: function of (seed, epoch, cycle) that returns the list of batches, alike on all ranks.
+        draw: function of (seed, epoch, cycle) that returns the list of batches, the same on all ranks.
         seed, rank, world_size, drop_last, even: as in `ShardedBatchSampler`.
-        single: the items are single keys, not batches of keys: their sizes are unknown.
+        single: whether the items are single keys, not batches of keys, so that their sizes are unknown.
 
     Example:
         >>> batches = [[0, 1], [2], [3, 4], [5]]
@@ -322,12 +323,12 @@ class ShardedBatches(ShardedSampler):
 
 
 class SplitBatches(ShardedBatches):
-    """A slice of every batch for this rank, from a list of batches that somebody else made.
+    """Sampler that gives each rank a slice of every batch, for batches that instep did not form.
 
-    A batch is spread evenly; where it is smaller than the number of ranks, those without a sample replay its first.
+    Each batch is divided evenly. If it has fewer samples than there are ranks, the ranks without one replay its first.
 
     Args:
-        draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
+        draw: function that draws the batches by (seed, epoch, cycle), the same on all ranks.
         partitioning: as in `ShardedBatches`.
     """
 
@@ -353,14 +354,14 @@ class SplitBatches(ShardedBatches):
 
 
 def local_slice(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's slice of so many samples: spread evenly, the first ranks have one more."""
+    """Return begin and end of a rank's slice of `size` samples. Slices are even; the first ranks may have one more."""
     part, extra = divmod(size, world_size)
     begin = rank * part + min(rank, extra)
     return begin, begin + part + (rank < extra)
 
 
 def _permuted(length: int, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
-    """Return a sequential order, or a permutation of (seed, epoch, cycle)."""
+    """Return a sequential order, or a permutation by (seed, epoch, cycle)."""
     if not shuffle:
         return range(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch, cycle)))

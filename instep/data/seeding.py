@@ -1,9 +1,10 @@
 """Random augmentation that a resumed run repeats bit for bit.
 
-Three places draw random numbers for data. Workers: each index list carries a seed, and the worker seeds its generators
-with it before the batch. `seed_samples`: the same for every sample, in the main process too, where the generators of
-the training are put aside meanwhile. Loaders that are not instep's: whatever they draw in the main process comes from
-a stream of its own (`RandomStream`), so that it depends neither on the training nor on how far ahead batches are read.
+Random numbers for data are drawn in three places. In workers: each index list carries a seed, with which the worker
+seeds its generators before the batch. With `seed_samples`: the generators are seeded for every sample, also in the main
+process, where the generators of the training are restored afterwards. In loaders that are not instep's: what they draw
+in the main process comes from a separate stream (`RandomStream`), so that it depends neither on the training nor on how
+far ahead batches are read.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from instep.utils.seed import derive_seed
 
 
 def seed_generators(seed: int) -> None:
-    """Seed python's, numpy's (when loaded) and torch's CPU generator.
+    """Seed the CPU generators of Python, of numpy (if it is loaded) and of torch.
 
-    Not `torch.manual_seed`: it seeds accelerators too, and workers must not touch them.
+    This does not call `torch.manual_seed`, which seeds accelerators too; workers must not touch those.
     """
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -31,12 +32,12 @@ def seed_generators(seed: int) -> None:
 
 
 class RandomStream:
-    """Within the block, the process's CPU generators are others than outside.
+    """Context manager in which the process's CPU generators draw from a separate stream.
 
-    Entering seeds them; leaving puts the previous ones back as they were.
+    Entering seeds the generators; leaving restores their previous states.
 
     Args:
-        *parts: what every seed is derived from.
+        *parts: values from which every seed is derived.
 
     Example:
         >>> stream = RandomStream(0, "data")
@@ -60,8 +61,8 @@ class RandomStream:
         """Choose the place in the stream.
 
         Args:
-            *parts: what the seed is derived from, beside the stream's own.
-            watch: find out whether the block draws.
+            *parts: values from which the seed is derived, in addition to those of the stream.
+            watch: whether to find out if the block draws random numbers.
         """
         self._seed = derive_seed(*self.parts, *parts)
         self._watch = watch
@@ -71,7 +72,7 @@ class RandomStream:
         numpy_generator = None
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"].random
-            numpy_generator = numpy.get_bit_generator()  # exchanged: copying its state takes 40 us
+            numpy_generator = numpy.get_bit_generator()  # exchanged, since copying its state takes 40 us
             self._numpy = self._numpy or numpy.MT19937(0)
             numpy.set_bit_generator(self._numpy)
         self._outside = (random.getstate(), torch.get_rng_state(), numpy_generator)
@@ -93,18 +94,18 @@ class RandomStream:
 
 
 def _draw() -> tuple[Any, ...]:
-    """Draw the next number of each generator."""
+    """Draw the next number from each generator."""
     numpy = (sys.modules["numpy"].random.random(),) if "numpy" in sys.modules else ()
     return random.random(), torch.rand((), dtype=torch.float64).item(), *numpy
 
 
 class SeededBatch(list[Any]):
-    """Indices of a batch, with the seed under which it is loaded.
+    """Indices of a batch, with the seed for loading it.
 
     Args:
         indices: the indices.
-        seed: of the batch, or with `per_sample` what each sample's seed is derived from.
-        per_sample: seed each sample by its index.
+        seed: seed of the batch, or with `per_sample` the seed from which that of each sample is derived.
+        per_sample: whether to seed each sample by its index.
     """
 
     __slots__ = ("per_sample", "seed")
@@ -124,11 +125,11 @@ class SeededIndex(NamedTuple):
 
 
 class SeededDataset:
-    """A data set that seeds the random generators as the indices say, and is otherwise the one it wraps.
+    """Wrapper of a data set that seeds the random generators as the indices require.
 
     Args:
         dataset: a map-style data set.
-        restore: put the process's generators back after each batch (in the main process).
+        restore: whether to restore the process's generators after each batch (for the main process).
     """
 
     def __init__(self, dataset: Any, restore: bool) -> None:
@@ -166,14 +167,14 @@ class SeededDataset:
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)  # a worker_init_fn may set attributes of the worker's data set
+        setattr(self._dataset, name, value)  # a worker_init_fn may set attributes of the data set in its worker
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeededDataset, (self._dataset, isinstance(self._block, RandomStream))
 
 
 def load_each(dataset: Any, indices: Any) -> list[Any]:
-    """Load the samples with these indices; an error of the data set's says at which one it was."""
+    """Load the samples with these indices. An error of the data set gets a note with the index."""
     at = None
     try:
         return [dataset[at := index] for index in indices]
@@ -183,12 +184,12 @@ def load_each(dataset: Any, indices: Any) -> list[Any]:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to an error's `__notes__`, with which its traceback ends from Python 3.11 on."""
+    """Add a line to an error's `__notes__`, which Python 3.11 and later show at the end of the traceback."""
     add: Any = getattr(error, "add_note", None)
     if add is not None:
         add(text)
     else:
-        with suppress(AttributeError):  # the class has slots
+        with suppress(AttributeError):  # the class of the error has slots
             error.__notes__ = [*getattr(error, "__notes__", ()), text]  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -197,14 +198,14 @@ def _sample_seed(seed: int, index: Any) -> int:
 
 
 def seeded(batches: Iterator[Any], *parts: int | str, first: int, per_sample: bool, single: bool) -> Iterator[Any]:
-    """Give each batch of indices its seed.
+    """Add a seed to each batch of indices.
 
     Args:
         batches: index lists, or single indices.
-        *parts: what the seeds are derived from.
+        *parts: values from which the seeds are derived.
         first: the number of the first batch in the epoch.
-        per_sample: seed by sample, not by batch.
-        single: the items are single indices.
+        per_sample: whether to seed by sample, not by batch.
+        single: whether the items are single indices.
     """
     whole = derive_seed(*parts)
     for number, indices in enumerate(batches, first):

@@ -1,12 +1,13 @@
-"""A loader that is used as it is: somebody else's order, perhaps without a length.
+"""A loader that is iterated as it is: in an order that instep does not know, perhaps without a length.
 
-How far the data goes is known in one of three ways. A trusted length: no look ahead. One process: one batch is read
-ahead. Several processes: two are, and "I have it" is agreed on for the second while the first is being used, so that
-neither the step nor the reading waits.
+The end of the data is found in one of three ways. With a trusted length, nothing is read ahead. Without one, a single
+process reads one batch ahead. Several processes read two batches ahead: while the first is used, the ranks agree on
+which of them have the second, so that neither the step nor the reading waits.
 
 A state is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of batches to
-read and throw away. Random numbers drawn while a batch is read come from a stream of the batch's own: reading ahead
-and reading again draw the same. A loader that draws none is found out after a few batches, and pays nothing more.
+read and throw away. Random numbers that are drawn while a batch is read come from a separate stream for each batch, so
+they do not change if the batch is read ahead or read again. If a loader draws no random numbers in its first batches,
+this is only checked now and then.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
+# after so many fetches without random numbers only every 64th is watched, since watching costs tens of us
+QUIET_AFTER = 3
 WATCH_EVERY = 64
-COUNT_BATCHES, COUNT_S = 10_000, 2.0  # most batches, and seconds, that are read only to count what is left out
+COUNT_BATCHES, COUNT_S = 10_000, 2.0  # limits of reading only to count what is left out: batches, seconds
 _END = object()
 
 
 class BatchAgreement:
-    """One agreement on one batch: started as soon as this rank knows, read before the batch is used.
+    """Agreement of all ranks on one batch. It starts as soon as this rank knows, and is read before the batch is used.
 
     Every rank must start the agreements of the same batches in the same order.
 
     Args:
-        have: this rank has the batch.
-        size: its samples, None when unknown.
-        world_size: ranks that share the data: of several processes with one rank each counts as a part of it.
+        have: whether this rank has the batch.
+        size: number of samples in the batch; None if unknown.
+        world_size: number of ranks that share the data. If several processes have the same rank, they count as one.
     """
 
     def __init__(self, have: bool, size: int | None, world_size: int) -> None:
         group = step_group()
         assert group is not None
-        self._processes = group.size() // world_size  # processes of each rank
+        self._processes = group.size() // world_size  # number of processes that share a rank
         self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
         self._work: Any = dist.all_reduce(self._numbers, group=group, async_op=True)
         self._read: tuple[int, int | None] | None = None
@@ -76,24 +78,24 @@ class _ReadAhead(NamedTuple):
 
 
 class StreamLoader(PreparedLoader):
-    """Batches of any iterable, each rank iterating its own.
+    """Batches of any iterable; each rank iterates its own.
 
     Args:
         loader: the iterable.
-        shard: whose batches it gives.
-        length: the trusted number of batches, alike on all ranks; None if the data decides.
-        estimate: a number of batches to show where `length` is None.
-        limit: give no more than that many batches an epoch; None for all.
-        uneven: when ranks have different numbers of batches: "stop" at the first exhausted one, with a warning,
-            "join": it replays its last batch, or another rank's where it has none, with weight 0 until all are
-            exhausted, or "error"; `OWN_END`: each has its own number.
-        stateful: whose state says where the data stands; None: batches are counted.
-        frozen: random numbers are the first epoch's in every epoch.
-        rewinds: what is brought to its first state where a pass was left before its end; None: nothing can be.
+        shard: the rank whose batches these are.
+        length: reliable number of batches, the same on all ranks; None if the data decides.
+        estimate: number of batches to show if `length` is None.
+        limit: largest number of batches in an epoch; None for all.
+        uneven: what to do if ranks have different numbers of batches. "stop" ends with the first exhausted rank, with a
+            warning. With "join" that rank replays its last batch (or one of another rank, if it has none) with weight 0
+            until all are exhausted. "error" raises an error. With `OWN_END` each rank has its own number.
+        stateful: object whose state is the position in the data; None if batches are counted.
+        frozen: whether every epoch has the random numbers of the first one.
+        rewinds: object that gets its first state again if a pass was left before its end; None if that is impossible.
 
     Attributes:
-        common: the ranks read one common order, each its own batches of it; so a position is one of all ranks, and the
-            last step may have fewer batches than ranks, which is no fault of the data.
+        common: whether each rank reads its own batches of one common order. Then a position holds for all ranks, and
+            the last step may have fewer batches than ranks without being an error.
     """
 
     def __init__(
@@ -115,18 +117,18 @@ class StreamLoader(PreparedLoader):
         self._rewinds = rewinds
         self._first_state: StateDict | None = None
         self.stateful = stateful
-        self._loaded: StateDict | None = None  # loaded state, until the source reads on
+        self._loaded: StateDict | None = None  # loaded state; None once the source has read on
         self._length = _least(length, limit) if length is not None else None
         self._set_ends(estimate, limit)
         self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
-        self._started: Any = None  # the loader's iterator with workers, if this made it
+        self._started: Any = None  # the loader's iterator with workers, if it was started here
         self._resume: StateDict | None = None
         self._ever_gave = False
-        self._was_over = getattr(loader, "gi_frame", self) is None  # a generator that was used up by others
+        self._was_over = getattr(loader, "gi_frame", self) is None  # the loader is a generator that was used up before
         self._looked_at_sizes = False
         self._counted = False  # whether the batches that uneven="stop" leaves out were counted
-        self._end_is_unread = False  # the last pass gave all that was asked for, or was left
+        self._end_is_unread = False  # whether the last pass did not reach the end of the data
         self._reset()
 
     def _set_ends(self, estimate: int | None, limit: int | None) -> None:
@@ -143,21 +145,22 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _iterated(self) -> Any:
-        """What is iterated: the user's loader."""
+        """Iterable that is read: the user's loader."""
         return self.loader
 
     @property
     def _end(self) -> int:
-        """Batches that the pass has at most."""
+        """Largest number of batches in the pass."""
         end = self._limit if self._length is None else self._length
         return end if self._stop is None else min(end, self._stop)
 
     def _reset(self) -> None:
-        self._stop: int | None = None  # the pass ends before this batch
-        self._given = 0  # batches of the epoch given so far
-        self._pulled = 0  # batches of the epoch asked of the loader, the end counted
+        self._stop: int | None = None  # batch before which the pass ends; None for all
+        self._given = 0  # batches of the epoch that were yielded
+        # batches of the epoch that were requested from the loader, including a request that found the end
+        self._pulled = 0
         self._snapshots: dict[int, StateDict] = {}
-        self._own_end: int | None = None  # this rank's number of batches, once it is exhausted
+        self._own_end: int | None = None  # this rank's number of batches, known once it is exhausted
         self._replay: Any = _END
 
     @property
@@ -223,7 +226,7 @@ class StreamLoader(PreparedLoader):
                 state["state"] = self._state_now()
             elif position in self._snapshots:
                 state["state"] = copy.deepcopy(self._snapshots[position])
-            elif position == self._pulled:  # nothing was read since: the state of now
+            elif position == self._pulled:  # nothing was read since, so the current state is asked for
                 state["state"] = self._state_now()
             else:
                 raise UsageError(
@@ -234,8 +237,9 @@ class StreamLoader(PreparedLoader):
 
     def _state_now(self) -> StateDict | None:
         if self.stateful is None or (self._iterator is None and self.stateful is self._iterated):
-            return None  # a loader that was not started yet has no state but its beginning
-        if self._loaded is not None:  # litdata's data set, asked before it has gone on, spoils what it was told
+            return None  # a loader that has not been started is at its beginning
+        # litdata's data set loses a loaded state if it is asked for its state before it reads on
+        if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         return copy.deepcopy(self.stateful.state_dict())
 
@@ -267,15 +271,17 @@ class StreamLoader(PreparedLoader):
             self._go_to_end(state)
 
     def _go_to_end(self, state: StateDict) -> None:
-        """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
+        """Restore an object with a state that outlasts the epoch to where it stood at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
-        if self.stateful is not self._iterated:  # a data set: its state does not know of an iterator that is at its end
+        # the state of a data set does not include the iterator, which is at its end
+        if self.stateful is not self._iterated:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
             return
-        self._open()  # where the pass has not asked for the end, the next one begins behind an iterator that was left
+        self._open()  # opens the iterator that the saved pass had left open, if it had not read to the end
         ended = any(self._pull() is _END for _ in range(state["ahead"]))
-        if state["ahead"] and not ended:  # the end of an epoch is the next one's beginning: there it is to stand
+        # the state of an epoch's end is where the next epoch begins, so it is loaded again
+        if state["ahead"] and not ended:
             self.stateful.load_state_dict(copy.deepcopy(state["state"]))
         self._iterator = None
 
@@ -286,7 +292,8 @@ class StreamLoader(PreparedLoader):
             return
         alone = self.world_size == 1 or self.uneven == OWN_END
         by_itself = self._length is not None or self._iterated is not self.loader
-        alone = alone or (by_itself and not dist.is_initialized())  # a rank's part, asked for by itself
+        # without torch.distributed, a rank that reads its own part is alone
+        alone = alone or (by_itself and not dist.is_initialized())
         if alone and self._length is not None and isinstance(self.loader, Sequence):
             yield from self._give_sized(self._end, lambda: self.loader[self._given])
             return
@@ -308,7 +315,8 @@ class StreamLoader(PreparedLoader):
                 raise cause from error
             raise
         finally:
-            if self._iterator is not None and self.stateful is self._iterated:  # it may be asked for after the pass
+            # the state may be asked for after the pass
+            if self._iterator is not None and self.stateful is self._iterated:
                 self._snapshots[self._pulled] = self._state_now() or {}
             self._iterator = None
             if not self._keeps_workers:
@@ -316,11 +324,11 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _keeps_workers(self) -> bool:
-        """Whether the loader keeps the iterator after its pass: torchdata's does, and torch's where workers persist."""
+        """Whether the loader keeps its iterator after a pass: torchdata's does, and torch's if workers persist."""
         return self._started is not None and getattr(self._iterated, "_iterator", None) is self._started
 
     def _rewind(self) -> None:
-        """Rewind a source that was left before its end to where it began."""
+        """Rewind a source to its first state, if the last pass was left before the end."""
         if self._end_is_unread and self._rewinds is not None:
             self._rewinds.load_state_dict(copy.deepcopy(self._first_state) or {})
         self._end_is_unread = False
@@ -333,22 +341,22 @@ class StreamLoader(PreparedLoader):
         self._started = None
 
     def _open(self) -> None:
-        """Start the loader and go to where the pass begins."""
+        """Start the loader, and go to the beginning of the pass."""
         resume = self._resume or {}
         batches, own = resume.get("batches", 0), resume.get("own")
         position = batches if own is None else max(own - 1, 0)
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
         self._random = RandomStream(self.seed, "data", self.rank, *place)
-        self._silent: float = 0  # fetches in a row that drew no random numbers
+        self._silent: float = 0  # successive fetches that drew no random numbers
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         self._rewind()
         if self._rewinds is not None and self._first_state is None:
             self._first_state = copy.deepcopy(self._rewinds.state_dict())
         if not getattr(self.loader, "persistent_workers", False):
-            end_workers(self._started)  # a pass that was left, and is still referenced, has workers
+            end_workers(self._started)  # a pass that was left early, and is still referenced, has workers
         self._start(resume, position)
-        if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
+        if own is not None:  # this rank was exhausted before the checkpoint, and needs its last batch to replay it
             if own:
                 self._replay = self._pull()
             else:
@@ -356,7 +364,7 @@ class StreamLoader(PreparedLoader):
             self._own_end, self._pulled = own, batches
 
     def _start(self, resume: StateDict, position: int) -> None:
-        """Start the loader's iterator, and advance it to the batch to resume at."""
+        """Start the loader's iterator, and advance it to the batch at which to resume."""
         state = resume.get("state")
         with self._random.at("start"):
             if state is not None and self.stateful is not None:
@@ -387,13 +395,13 @@ class StreamLoader(PreparedLoader):
             if batch is _END:
                 if self._own_ends:
                     self._own_end = number
-                elif "kind" in (self._resume or {}):  # a state; by `start_at` all of an epoch may be left out
+                elif "kind" in (self._resume or {}):  # a loaded state; `start_at`, however, may skip a whole epoch
                     raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
                 return
             self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
-        """Fetch the loader's next batch, or _END."""
+        """Fetch the loader's next batch, or return _END."""
         assert self._iterator is not None
         number = self._pulled
         if self.stateful is not None:
@@ -407,7 +415,7 @@ class StreamLoader(PreparedLoader):
                 batch = next(self._iterator, _END)
                 if (
                     batch is _END and not number and self._started is None and self._iterated is self.loader
-                ):  # of the pass before? Then it begins again
+                ):  # the iterator may be the old one of the last pass, so ask for a new one
                     self._iterator = iter(self.loader)
                     batch = next(self._iterator, _END)
             self._note_draws(number)
@@ -415,7 +423,7 @@ class StreamLoader(PreparedLoader):
         return batch
 
     def _check_not_used_up(self) -> None:
-        """Raise where a pass that began anew has found no batch, and an earlier one had some."""
+        """Raise DataError if a new pass finds no batch although an earlier one had some."""
         if self._ever_gave or self._was_over:
             raise DataError(
                 f"the {described(self.loader)} gave its batches in an earlier pass and has no more. A generator gives "
@@ -424,7 +432,7 @@ class StreamLoader(PreparedLoader):
             )
 
     def _note_draws(self, number: int) -> None:
-        """Take note of whether the fetch drew random numbers; one that does keeps a stream of its own for each."""
+        """Record whether the fetch drew random numbers. If one does, all later fetches keep streams of their own."""
         if not self._random.drew:
             self._silent += 1
             return
@@ -466,7 +474,10 @@ class StreamLoader(PreparedLoader):
             batch = following
 
     def _give_own(self, batch: Any, last: bool) -> None:
-        """Give a batch whose sizes ranks do not agree on; one process counts the last, or all where it is asked to."""
+        """Yield a batch without an agreement on sizes.
+
+        One process counts the samples of the last batch, or if asked, of all.
+        """
         if self.history > 1 and self.world_size == 1:
             self._give(Share(None, self._size(batch), last))
             return
@@ -475,7 +486,10 @@ class StreamLoader(PreparedLoader):
         self._given += 1
 
     def _size(self, batch: Any) -> int | None:
-        """Count a batch's samples, by which the gradients of ranks and windows are weighed; warn once of a doubt."""
+        """Count a batch's samples, by which gradients of ranks and windows are weighed.
+
+        Warn once if this is uncertain.
+        """
         if not self._looked_at_sizes:
             from instep.distributed.uncounted import doubt_of_size  # late: only the first batch needs it
 
@@ -519,7 +533,7 @@ class StreamLoader(PreparedLoader):
             self._warn_of_rest([slot.batch for slot in slots if slot.batch is not _END])
 
     def _borrow(self, batch: Any) -> None:
-        """Get a batch to replay from another rank, where this one has never had one. Collective."""
+        """Get a batch to replay from another rank, if this rank has never had one. Collective."""
         lacks = batch is _END and (self.common or self._replay is _END)
         everyone = gather_object((batch is not _END, lacks))
         if any(lacking for _, lacking in everyone):
@@ -530,9 +544,10 @@ class StreamLoader(PreparedLoader):
             self._replay = lent[giver][0] if lacks else self._replay
 
     def _warn_of_rest(self, left: list[Any]) -> None:
-        """Warn, on one process, of the batches that uneven="stop" leaves out; `left` were read already. Collective.
+        """Warn, on one process, of the batches that uneven="stop" leaves out. Collective.
 
-        The others are read to be counted, for a short time, where that changes nothing for the next pass.
+        `left` are batches that were read already. Further batches are read and counted for a short time, if that does
+        not change the next pass.
         """
         sizes, is_all, until_s = [find_batch_size(batch) for batch in left], True, time.monotonic() + COUNT_S
         while left and self._own_end is None and self._pulled < self._end:
@@ -560,7 +575,7 @@ class StreamLoader(PreparedLoader):
         )
 
     def _look_ahead(self, number: int) -> _ReadAhead:
-        """Read a batch, if there is one, and start to agree on it."""
+        """Read a batch, if there is one, and start the agreement on it."""
         batch = _END
         if self._own_end is None:
             batch = self._pull()
@@ -574,7 +589,7 @@ class StreamLoader(PreparedLoader):
         return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size, self.world_size))
 
     def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
-        """Return whether the ranks run a batch; an error where `uneven` forbids that some do not."""
+        """Return True if the ranks run a batch. With uneven="error", raise DataError if only some of them have it."""
         ranks, _ = slot.agreed.read()
         if self.uneven == "error" and 0 < ranks < self.world_size:
             raise DataError(
@@ -594,6 +609,6 @@ def _generators(loader: Any) -> list[tuple[torch.Generator, int]]:
     """Return the loader's generators with the seeds that the user gave them."""
     samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     found = {id(generator): generator for part in (*samplers, loader) for generator in generators(part)}
-    # torchdata's sampler makes a generator of its own, seeded by chance, where the loader was given none
+    # torchdata's sampler makes its own generator with a random seed if the loader has none
     own = type(loader).__module__.startswith("torchdata.") and getattr(loader, "generator", None) is None
     return [(generator, 0 if own else generator.initial_seed()) for generator in found.values()]

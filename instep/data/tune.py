@@ -1,4 +1,4 @@
-"""A search for the number of workers, the prefetching and the pinning with which a loader gives batches fastest."""
+"""A search for the workers, the prefetching and the pinning with which a loader is fastest."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from instep.errors import SettingError
 from instep.utils.checks import at_least, is_number, wrong
 
 SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")  # arguments of a `DataLoader`
-_SAME = 0.05  # a difference in speed below this is noise, and fewer workers win
+_SAME = 0.05  # smaller differences in speed are noise, and fewer workers win
 
 
 @dataclass(frozen=True)
 class LoaderTrial:
-    """How fast a loader was with one setting.
+    """Speed of a loader with one setting.
 
     Attributes:
-        num_workers: processes that load; 0 loads in the training process.
-        prefetch_factor: batches that each worker has ready; None without workers.
+        num_workers: number of processes that load; 0 loads in the training process.
+        prefetch_factor: batches that each worker loads ahead; None without workers.
         pin_memory: whether batches are put into pinned memory.
-        first_batch_s: seconds to the first batch, with which workers start.
-        batches_per_s: batches a second after that.
+        first_batch_s: seconds until the first batch, including the start of the workers.
+        batches_per_s: batches per second after the first one.
     """
 
     num_workers: int
@@ -39,7 +39,7 @@ class LoaderTrial:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The arguments of a `DataLoader`."""
+        """Arguments for a `DataLoader`."""
         values = (self.num_workers, self.prefetch_factor, self.pin_memory, self.num_workers > 0)
         return dict(zip(SETTINGS, values, strict=True))
 
@@ -55,26 +55,26 @@ def tune_loader(
 ) -> tuple[LoaderTrial, list[LoaderTrial]]:
     """Measure a loader with several settings, and choose one.
 
-    Each setting is a loader of its own over the same data. Its first batch, with which the workers start, is timed
-    apart; then batches are taken for `seconds`, over the end of the data if need be.
+    Each setting is measured with a new loader over the same data. Its first batch, which includes the start of the
+    workers, is timed separately. Then batches are read for `seconds`, and the data is repeated if necessary.
 
     Args:
-        loader: a plain `DataLoader`; it is left as it is.
-        workers: numbers to try; None: 0 and powers of 2 up to the processors that this process may use.
-        prefetch: batches per worker to try.
-        pin_memory: what to try; None: True on CUDA, where a run pins the batches of a map-style data set whatever the
-            loader says (the copy to the device then overlaps with the steps, which is not measured here), else False.
-        seconds: to measure each setting for.
-        step_s: seconds that a training step takes: a loader that is faster than the steps is fast enough, and fewer
-            workers win then. 0 looks for the fastest.
-        tell: is called with each result.
+        loader: a plain `DataLoader`, which is not changed.
+        workers: numbers of workers to try; None: 0 and powers of 2 up to the number of processors for this process.
+        prefetch: numbers of batches per worker to try.
+        pin_memory: values to try. None: True on CUDA, since a run pins the batches of map-style data sets there in any
+            case (so that copies to the device overlap with the steps, which is not measured here); else False.
+        seconds: seconds to measure each setting.
+        step_s: seconds that a training step takes. A loader that is faster than the steps is fast enough, and then
+            fewer workers win. 0 searches for the fastest.
+        tell: function that is called with each result.
 
     Returns:
         The setting with the fewest workers among those that are fast enough (within 5 % of the fastest, or faster than
-        the steps); and all that were measured.
+        the steps); and all measured settings.
 
     Raises:
-        SettingError: it is no plain `DataLoader`, has no batches, or a setting is wrong.
+        SettingError: the loader is no plain `DataLoader` or has no batches, or a setting is wrong.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -1,16 +1,16 @@
-"""Loader workers that let the main process decide when they end.
+"""Loader workers that ignore signals: the main process decides when they end.
 
-A terminal sends Ctrl-C, torchrun's agent SIGTERM, and SLURM the signal ahead of the time limit, to all processes of the
-group or of the tree. The main process finishes its step and saves; the workers must still serve it until then, and not
-print tracebacks.
+A terminal sends SIGINT, torchrun's agent sends SIGTERM, and SLURM sends a signal before the time limit, each to all
+processes of the group or tree. The main process then finishes its step and saves. Until then the workers must still
+serve it, and must not print tracebacks.
 
-A worker that does not listen to SIGTERM must be ended by other means, whichever way its main process takes: an error
-in the data or in a step, whose traceback keeps the iterator alive, a pass left in the middle, the interpreter's exit.
-So this process ends its workers itself, and never with SIGTERM: `multiprocessing` sends one at exit, and then joins.
+A worker that ignores SIGTERM must be ended by other means, in every case: after an error in the data or in a step,
+whose traceback keeps the iterator alive, after a pass that was left early, and at the interpreter's exit. At exit
+`multiprocessing` would send a SIGTERM and wait. So the main process ends its workers itself, without SIGTERM.
 
-torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting (the worker
-then takes the process that adopted it for its parent) or the worker waits for room to pass on a batch: it then stays
-for ever. So a thread looks after it here.
+torch ends a worker within 5 s after the main process died, except in two cases. If the main process died while the
+worker was starting, the worker takes another process for its parent. If the worker waits for room in its queue, it
+never looks. In both cases it would stay for ever, so a thread in the worker checks for this.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from instep.errors import DataError, LoaderWorkerError
 INIT_RAISED = "The loader's worker_init_fn raised this."
 
 _LOOK_EVERY_S = 1.0
-_TO_END_S = 2.0  # time for all workers of an iterator to end by themselves; one may be in a sample
-_KILLED_S = 5.0  # time for the kernel to end a process that was killed
+_TO_END_S = 2.0  # time for all workers of an iterator to end by themselves; one may be loading a sample
+_KILLED_S = 5.0  # time for the kernel to end a killed process
 
 _DYING_S = 1.0  # time for a worker whose pipe is closed to end
 _WHY_DEAD = {
@@ -52,14 +52,14 @@ _WHY_DEAD = {
 
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Iterators whose workers may still run, with the process that started them: a fork has them too, and must not act."""
-_hooked = 0  # the process whose exit ends the workers
+_hooked = 0  # id of the process whose exit ends the workers
 
 
 class SignalSafeWorkerInit:
-    """A `worker_init_fn`: in the worker SIGINT and the first SIGTERM do nothing; a second SIGTERM ends it.
+    """A `worker_init_fn` that lets the worker ignore SIGINT and the first SIGTERM. A second SIGTERM ends the worker.
 
-    Nor do SIGUSR1 and SIGUSR2 do anything, unless the program has a handler of its own. The main process ends its
-    workers without signals, and those that do not answer with SIGKILL: see `end_workers`.
+    SIGUSR1 and SIGUSR2 are ignored too, unless the program has its own handlers. The main process ends its workers
+    without signals; workers that do not answer get SIGKILL: see `end_workers`.
 
     Args:
         then: the user's own `worker_init_fn`, or None.
@@ -93,7 +93,7 @@ def _end_with_main() -> None:
 def _is_orphan() -> bool:
     main, own = multiprocessing.parent_process(), multiprocessing.current_process()
     method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()
-    # The fork server ends with the main process.
+    # The fork server is the worker's parent then, and ends with the main process.
     return main is not None and method != "forkserver" and main.pid != os.getppid()
 
 
@@ -102,14 +102,15 @@ def _once(number: int, frame: FrameType | None) -> None:
 
 
 def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
-    """Iterate a loader with workers that leave signals alone; the loader is unchanged afterwards.
+    """Iterate a loader with workers that ignore signals. Afterwards the loader is unchanged.
 
     Args:
-        loader: a `DataLoader`, of any subclass; anything else is only iterated.
+        loader: a `DataLoader` or an object of a subclass; anything else is only iterated.
 
     Returns:
-        Its iterator, and what `end_workers` takes: torch's iterator where workers were started for it, else None. The
-        two are not the same where a subclass wraps torch's; a persistent iterator that the user has made is the user's.
+        The loader's iterator, and the argument for `end_workers`: torch's iterator if workers were started for it, else
+        None. The two differ if a subclass wraps torch's iterator. The second is None for a persistent iterator that the
+        user has made.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "_get_iterator"):
         return iter(loader), None
@@ -117,7 +118,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
     get_iterator, init = loader._get_iterator, loader.worker_init_fn
 
     def start() -> Any:
-        del loader._get_iterator  # it could not be pickled, and what the workers get may know the loader
+        del loader._get_iterator  # it cannot be pickled, and the arguments of workers may include the loader
         loader.worker_init_fn = SignalSafeWorkerInit(init)
         try:
             started.append(get_iterator())
@@ -138,7 +139,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
 
 
 def _unpicklable(loader: Any, error: Exception) -> DataError | None:
-    """Make the error for what workers that are not forked cannot get; None where all of it can be pickled."""
+    """Return the error for an object that cannot be pickled for workers; None if all can, or workers are forked."""
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     method = context.get_start_method()
     if method == "fork":
@@ -147,7 +148,7 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
         part = getattr(loader, name, None)
         part = part.then if isinstance(part, SignalSafeWorkerInit) else part
         if type(part).__module__.startswith("instep."):
-            part = getattr(part, "__dict__", {}).get("_dataset", part)  # the part may be a wrapper of ours
+            part = getattr(part, "__dict__", {}).get("_dataset", part)  # the part may be a wrapper of instep
         try:
             ForkingPickler.dumps(part)
         except Exception:  # noqa: BLE001  whatever it is, the workers cannot get it
@@ -163,43 +164,44 @@ def _unpicklable(loader: Any, error: Exception) -> DataError | None:
 def end_workers(started: Any) -> None:
     """End the workers of an iterator, and return when they have ended. May be called twice.
 
-    They are told to, as torch does it; who has not ended after 2 s is killed.
+    The workers are asked to end as torch does it. Those that have not ended after 2 s are killed.
 
     Args:
         started: what `start_workers` returned; with None nothing is done.
     """
     if started is None or _running.pop(started, 0) != os.getpid():
         return
-    if started._worker_pids_set:  # otherwise torch takes a killed worker's end for a failure, and raises anywhere
+    # otherwise torch takes the end of a killed worker for a failure, and raises at any place
+    if started._worker_pids_set:
         started._worker_pids_set = False
         _utils.signal_handling._remove_worker_pids(id(started))
     deadline = time.monotonic() + _TO_END_S
     for worker in started._workers:
-        worker.join = _Join(worker, deadline)  # torch waits for 5 s, for each of them
+        worker.join = _Join(worker, deadline)  # torch waits 5 s for each worker
     started._shutdown_workers()
     for worker in started._workers:
         worker.terminate()
         BaseProcess.join(worker, _KILLED_S)
-        # Without these cycles the pipes are closed now, and not when the garbage collector comes by.
+        # Without these reference cycles the pipes are closed now, and not only by the garbage collector.
         vars(worker).pop("join", None)
         vars(worker._popen).pop("terminate", None)
 
 
 def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
-    """Make the error for a pass that a worker's death has ended; None where no worker has died.
+    """Return the error for a pass that ended because a worker died; None if no worker has died.
 
     Args:
-        error: what the pass was left with: torch's own text, or that of a pipe whose other end is gone.
+        error: error that ended the pass: torch's own, or that of a pipe whose other end is gone.
         started: what `start_workers` returned.
     """
     if started is None or not isinstance(error, OSError | EOFError | RuntimeError) or str(error).startswith("Caught "):
         return None
     for _ in range(1 + len(started._workers)):
-        with suppress(RuntimeError):  # torch's handler of SIGCHLD may raise within this, once for each worker
+        with suppress(RuntimeError):  # torch's handler of SIGCHLD may raise in this block, once for each worker
             ended = wait([worker.sentinel for worker in started._workers], _DYING_S)
             for worker in started._workers:
                 if worker.sentinel in ended:
-                    BaseProcess.join(worker, _DYING_S)  # a worker's pipes are closed before it has an exit code
+                    BaseProcess.join(worker, _DYING_S)  # a worker's pipes are closed before its exit code is known
             break
     dead = {worker.pid: worker.exitcode for worker in started._workers if worker.exitcode}
     if not dead:
@@ -212,16 +214,18 @@ def worker_failure(error: Exception, started: Any) -> LoaderWorkerError | None:
 
 
 def _watch(started: Any) -> None:
-    """Have this process's exit end the workers, and nothing that it does leave one that ignores its end."""
+    """End the workers at this process's exit, also those that ignore the request to end."""
     global _hooked
     for worker in started._workers:
         worker._popen.terminate = worker._popen.kill
     _running[started] = os.getpid()
     atexit.unregister(_end_all)
-    atexit.register(_end_all)  # the last one is called first: torch's own would wait for each worker
+    # handlers run last first, so this one runs before torch's, which would wait for each worker
+    atexit.register(_end_all)
     if _hooked != os.getpid():
         _hooked = os.getpid()
-        Finalize(None, _end_all, exitpriority=100)  # a child of `multiprocessing` calls nothing else at its exit
+        # at its exit, a child of `multiprocessing` calls only these finalizers
+        Finalize(None, _end_all, exitpriority=100)
 
 
 def _end_all() -> None:
@@ -230,7 +234,7 @@ def _end_all() -> None:
 
 
 class _Join:
-    """In place of a worker's `join`: it waits until one deadline for all workers of an iterator."""
+    """Replacement for a worker's `join`, which waits until one deadline for all workers of an iterator."""
 
     def __init__(self, worker: BaseProcess, deadline: float) -> None:
         self._worker, self._deadline = worker, deadline

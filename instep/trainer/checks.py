@@ -31,7 +31,7 @@ def check_epoch(ctx: RunContext) -> None:
 
 
 def warn_of_no_batch(source: BatchSource, what: str, loader_idx: int) -> None:
-    """Warn of a loader that gave no batch, where that was not known before: `Loaders` warns of others."""
+    """Warn of a loader that gave no batch although its length did not say so. `Loaders` warns of a length of 0."""
     if source.num_batches != 0:
         empty = "; ".join(source.empty_parts())
         warn_user(f"loader {loader_idx} of the {what} data ({empty}) gave no batch: nothing was done with it")
@@ -73,7 +73,7 @@ def loss_of(output: Any, ctx: RunContext) -> Tensor | None:
 
 
 def without_graph(ctx: RunContext, what: str) -> HookError:
-    """Make the error for a loss that depends on nothing that is trained."""
+    """Return the error for a loss that depends on no trained parameter."""
     from instep.utils.trainable import why_no_graph  # late: only an error needs it
 
     why = why_no_graph([ctx.module], [p for each in ctx.optimizers for p in parameters_of(each)])
@@ -81,7 +81,7 @@ def without_graph(ctx: RunContext, what: str) -> HookError:
 
 
 def check_losses(ctx: RunContext) -> None:
-    """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
+    """Raise HookError if no batch so far had a loss: such a run has trained nothing, and must not look finished."""
     at, name = ctx.position, type(ctx.module).__name__
     done = at.earlier_batches + at.batch
     needs_loss = ctx.optimizers and ctx.module.automatic_optimization
@@ -94,7 +94,7 @@ def check_losses(ctx: RunContext) -> None:
 
 
 def check_steps(ctx: RunContext) -> None:
-    """Warn at the end of the first epoch where manual optimization has not stepped: such a run trains nothing."""
+    """Warn at the end of the first epoch if manual optimization has not stepped: such a run trains nothing."""
     at, module = ctx.position, ctx.module
     if ctx.optimizers and not module.automatic_optimization and not at.global_step and not at.epoch and ctx.rank == 0:
         warn_user(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class TrainerStatus(Word):
-    """How far a Trainer's last run got; "interrupted" is one that an error or a signal ended."""
+    """Status of a Trainer's last run. It is "interrupted" after an error or a signal."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -87,7 +87,7 @@ class RunningStage(Word):
 
 @dataclass
 class TrainerState:
-    """The entry point and stage that run, and how far the last run got. Each compares equal to its word.
+    """State of a Trainer: its status, entry point and stage. Each value is equal to its string, such as "fit".
 
     Attributes:
         status: "initializing", "running", "finished" or "interrupted".
@@ -106,38 +106,41 @@ class TrainerState:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last run is over, in whatever way."""
+        """Whether the last run is over: finished or interrupted."""
         return self.status in ("finished", "interrupted")
 
     def begin(self, fn: str) -> None:
-        """Record that the Trainer runs "fit", "validate", "test" or "predict"; it calls this itself."""
+        """Record that the Trainer runs "fit", "validate", "test" or "predict". The Trainer calls this itself."""
         self.status, self.fn = TrainerStatus.RUNNING, TrainerFn(fn)
         self.stage = RunningStage("train" if fn == "fit" else fn)
 
 
 @dataclass
 class Position:
-    """Place in the training: a checkpoint holds it. The loop and the step write it, and what skips a step or resumes.
+    """Place in the training, which a checkpoint holds. The loop, the step, a resume and guests of the step write it.
 
     Attributes:
         epoch: from 0.
         batch: batches done in the epoch.
-        window_batch: batches done at the end of the last optimizer window; `batch` but in the middle of a window.
+        window_batch: batches done when the last optimizer window ended; equal to `batch` except in the middle of a
+            window.
         global_step: optimizer steps done.
         earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
-        validation_due: of a position that was saved, whether one was due there: the batches are counted otherwise where
-            the run goes on with other ranks. None: it is to be counted.
+        validation_due: for a position from a checkpoint, whether a validation was due when it was saved. It is stored
+            because another number of ranks counts the batches differently. None: `batch` decides.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
-        part_done: whether samples of the epoch were done, though fewer than a batch of the ranks that go on with it.
-        epoch_over: whether the end hooks have run, in an epoch too that the run's end cuts short; in no checkpoint.
+        part_done: whether some samples of the epoch are done, but fewer than one batch of the ranks that resumed.
+        epoch_over: whether the epoch's end hooks have run, also in an epoch that the run's end cuts short. No
+            checkpoint holds this.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
-        closed_step: the step at which the run's end has ended this epoch early, with the epoch's hooks; -1: it has not.
-        nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
-        had_loss: whether `training_step` has returned a loss, for a batch of any optimizer window so far.
-        loaded_epoch: the epoch in which the loaders were asked for, without `reload_dataloaders_every_n_epochs`.
-        loaded_step: `global_step` then; with reloading, when the training loader was asked for last.
-        val_loaded_epoch: the epoch in which validation's loaders were asked for last, with reloading.
+        closed_step: the step at which the end of a run closed this epoch early and ran its end hooks; -1 if no run did.
+        nonfinite_steps: optimizer steps with a value that was not finite, counted if `Trainer(nonfinite=...)` is set.
+        had_loss: whether any closed optimizer window so far had a loss from `training_step`.
+        loaded_epoch: the epoch in which the loaders were requested, if `reload_dataloaders_every_n_epochs` is not set.
+        loaded_step: `global_step` when the training loader was last requested.
+        val_loaded_epoch: the epoch in which the validation loaders were last requested, if
+            `reload_dataloaders_every_n_epochs` is set.
         val_loaded_step: `global_step` then.
     """
 
@@ -159,7 +162,7 @@ class Position:
     val_loaded_step: int = 0
     val_loaded_epoch: int | None = None
 
-    epoch_over = False  # no field: no checkpoint holds it
+    epoch_over = False  # not annotated, so it is no dataclass field and no checkpoint holds it
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
@@ -176,14 +179,14 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for entry in fields(self):
             setattr(self, entry.name, state_dict.get(entry.name, entry.default))
-        if "closed_step" not in state_dict:  # an earlier instep did not write it
+        if "closed_step" not in state_dict:  # an earlier version of instep did not write it
             self.closed_step = self.global_step
-        self.had_loss = state_dict.get("had_loss", True)  # an earlier instep did not write it: assume one
+        self.had_loss = state_dict.get("had_loss", True)  # an earlier version of instep did not write it: assume a loss
         self.epoch_over = self.epoch_ended
 
     @property
     def reached(self) -> dict[str, Any]:
-        """Position that a checkpoint stands for: where two are equal, one checkpoint does for both."""
+        """Position that a checkpoint holds, for comparison: two equal positions need only one checkpoint."""
         return {**self.state_dict(), "closed_step": None, "validation_due": None}
 
     @property
@@ -193,7 +196,7 @@ class Position:
 
     @property
     def owes_end(self) -> bool:
-        """Whether the epoch, or the run's end within it, is still to come, with its validation and hooks."""
+        """Whether the hooks and the validation of the epoch's end have still to run."""
         return self.inside and self.closed_step != self.global_step
 
 
@@ -202,8 +205,8 @@ class Progress:
 
     Attributes:
         stage: "train", "sanity", "validate", "test", "predict" or None.
-        batch_idx: index in its epoch of the training batch in hand.
-        dataloader_idx: index of the evaluation loader in hand.
+        batch_idx: index of the current training batch in its epoch.
+        dataloader_idx: index of the current evaluation loader.
     """
 
     def __init__(self, position: Position) -> None:
@@ -237,7 +240,7 @@ class Progress:
 
 @dataclass
 class ValidationPlan:
-    """Times of validation within a fit; `loop.plan_validation` sets them at each epoch's start.
+    """Schedule of validation within a fit; `loop.plan_validation` sets it at each epoch's start.
 
     Attributes:
         enabled: whether there is anything to validate.
@@ -245,9 +248,10 @@ class ValidationPlan:
         next_batch: batches done in the epoch when the next one is due; infinity for never.
         at_epoch_end: whether the epoch's end validates.
         has_clock: whether this process looks at the clock: the main one, where the interval is a time.
-        next_time_s: when that is due, on the clock of `time.monotonic`.
-        counted_before: what metric objects had counted before the validation that runs; None where none runs.
-        loggers_before: states of loggers before a validation that was left, for the checkpoints that follow.
+        next_time_s: when the next validation is due, in seconds of `time.monotonic`.
+        counted_before: what the metric objects had counted when the running validation began; None if no validation
+            runs.
+        loggers_before: states of the loggers before a validation that was left early; later checkpoints hold these.
     """
 
     enabled: bool = False
@@ -262,12 +266,14 @@ class ValidationPlan:
 
 @dataclass(eq=False, repr=False)
 class Ending:
-    """End of a fit: what asks for it, and why it came.
+    """End of a fit: what asks the fit to end, and why it has ended.
 
     Attributes:
-        waits: a stop was agreed before the minimum of steps and epochs, where it is asked for again.
-        deferred: triggers agreed on within an evaluation, or by all ranks alike: the loop acts on them after the step.
-        preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
+        waits: whether a stop was agreed before the minimum of steps and epochs was reached. At the minimum the ranks
+            decide again whether to stop.
+        deferred: triggers that the ranks agreed on during an evaluation, or set on all ranks alike. The loop acts on
+            them after the step.
+        preempted: whether the ranks agreed to stop for a signal and have saved what had to be saved.
         reason: why the fit came to its end; empty until it has.
     """
 
@@ -279,16 +285,17 @@ class Ending:
 
 @dataclass(eq=False, repr=False)
 class ResumePlan:
-    """Checkpoint that a run takes up, all of it or parts.
+    """Plan of a resume: the checkpoint that a run loads, and which parts of it.
 
     Attributes:
-        path: its folder, or a file of weights.
+        path: folder of the checkpoint, or a file of weights.
         saved: the opened checkpoint, until all of it is restored; None for a file of weights.
         parts: the parts that are loaded.
         report: what was loaded and what was left out.
         chosen: the parts that the user chose; this run's checkpoints record them.
         resumed_reader: set only for a full resume: position, data, random generators.
-        restore_rest: restores log sums and random generators, once the hooks before the first step have run.
+        restore_rest: function that restores log sums and random generators, called once the hooks before the first step
+            have run.
     """
 
     path: Path
@@ -301,11 +308,11 @@ class ResumePlan:
 
     @property
     def restored(self) -> bool:
-        """Whether nothing of the checkpoint is still to be restored."""
+        """Whether everything that was asked for of the checkpoint is restored."""
         return self.saved is None and self.restore_rest is None
 
     def finish(self) -> None:
-        """Restore the rest, for the last time."""
+        """Call `restore_rest` for the last time, and drop it."""
         if self.restore_rest is not None:
             self.restore_rest()
         self.restore_rest = None
@@ -316,14 +323,16 @@ class StepCounts:
     """Counts of a fit that no checkpoint holds.
 
     Attributes:
-        began: whether the fit has come to its training.
-        steps_at_start: optimizer steps done when it began.
-        batches_at_start: training batches done then, over all epochs.
-        updates_at_start: updates of metric objects then, by their `id`: those are not the training's.
+        began: whether the training of this fit has begun.
+        steps_at_start: optimizer steps done when the training began.
+        batches_at_start: training batches done when the training began, over all epochs.
+        updates_at_start: number of updates that each metric object had when the training began, by its `id`. They do
+            not belong to the training.
         in_window: micro-batches of the open optimizer window that gave gradients.
-        of_batch: optimizer steps of the batch in hand, in manual optimization.
-        handed_over: step whose values were handed to the loggers last; a manual step may take several batches.
-        recompiles: what is compiled anew, where the module is compiled.
+        of_batch: optimizer steps of the current batch, in manual optimization.
+        handed_over: last step whose values were handed to the loggers. In manual optimization a step may take several
+            batches.
+        recompiles: recompilations, counted if the module is compiled.
     """
 
     began: bool = False
@@ -352,14 +361,14 @@ class RunContext:
         module: the user's module.
         datamodule: the user's datamodule, or None.
         ckpt_path: checkpoint or file of weights that was asked for.
-        asked: parts of that checkpoint that were asked for; None for all.
+        asked: parts of the checkpoint that were asked for; None for all.
         is_trial: the run looks for a setting: nothing of it is logged or saved.
         settings: the Trainer's arguments.
         strategy: the Trainer's strategy.
-        clock: where the time of the run goes.
-        exit_stack: what ends the run, in reverse order.
-        rank, world_size, device, triggers, heartbeat, gradient, loaders: set when the processes have met.
-        signals: of fit: the handler of SIGTERM and other signals.
+        clock: measures where the time of the run goes.
+        exit_stack: clean-up of the run, called in reverse order at its end.
+        rank, world_size, device, triggers, heartbeat, gradient, loaders: set when the processes have connected.
+        signals: the handler of SIGTERM and other signals, in fit only.
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
@@ -369,9 +378,9 @@ class RunContext:
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
         log: open sums and step values of training.
         validation: when fit validates.
-        ending: what asks for its end, and why it came.
+        ending: what asks a fit to end, and why it has ended.
         counts: counts of steps and batches that this fit keeps for itself.
-        resume: the checkpoint that is taken up; None without one.
+        resume: the checkpoint that the run resumes from; None without one.
         saver: saves the run, and holds the folders that it saves in.
     """
 
@@ -424,7 +433,7 @@ class RunContext:
 
     @property
     def resumes(self) -> bool:
-        """Whether the same command, started again, goes on by itself."""
+        """Whether the same command, started again, resumes the run."""
         return self.ckpt_path in ("auto", "last")
 
     @property
@@ -434,21 +443,24 @@ class RunContext:
 
     @property
     def resumed_reader(self) -> Reader | None:
-        """Checkpoint whose position this run goes on from; None for a run that begins."""
+        """Reader of the checkpoint whose position this run continues; None for a run that starts at the beginning."""
         return None if self.resume is None else self.resume.resumed_reader
 
     def profiled(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose calls the profiler measures; itself where there is none."""
+        """Return `function` wrapped, so that the profiler measures its calls; unwrapped without a profiler."""
         profiler = self.trainer.profiler
         return function if profiler.off else profiler.wrap(action, function)
 
     def profiled_batches(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return batches for which the profiler measures the waiting; themselves where there is none."""
+        """Return an iterator of the batches in which the profiler measures the wait for each.
+
+        Without one: `batches`.
+        """
         profiler = self.trainer.profiler
         return batches if profiler.off else profiler.batches(action, batches)
 
     def switch_log(self, log: MetricLog | None) -> MetricLog | None:
-        """Set the log that `self.log` writes into (None: nowhere), and return the one before."""
+        """Set the log that `self.log` writes into (None for no log), and return the previous one."""
         before = self.trainer._switch_log(log)
         if log is not None:
             config = self.settings.compile

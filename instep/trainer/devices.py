@@ -1,4 +1,4 @@
-"""Devices of a Trainer: how many processes, who starts them, which device is whose, and torch's switches."""
+"""Devices of a Trainer: the number of processes, their launch, the device of each, and torch's switches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.utils.env import as_variables, from_env
 from instep.utils.warn import warn_user
 
 TORCHRUN_GRACE_S = 25.0
-CHOSEN = "INSTEP_DEVICES"  # variable with the devices that the ranks of a launch were given
+CHOSEN = "INSTEP_DEVICES"  # environment variable: the devices that a launch gave to its ranks
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
@@ -57,7 +57,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """Return the settings with the present number of nodes of an elastic job, which has `num_nodes` at most."""
+    """Return the settings with the current number of nodes, if the job is elastic; `num_nodes` is then its maximum."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -65,7 +65,7 @@ def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Setti
 
 
 def launch(settings: Settings, count: int, command: tuple[str, ...] | None = None) -> NoReturn:
-    """Become the agent of `count` ranks that run this program again, or a command, and exit as they end."""
+    """Become the agent of `count` ranks that run `command` or else this program again, and exit with their code."""
     # Late: only a launch pays for it.
     from instep.launch import hydra
     from instep.launch.command import this_command
@@ -81,7 +81,7 @@ def launch(settings: Settings, count: int, command: tuple[str, ...] | None = Non
 
 
 def grace_period(settings: Settings, rank: int) -> float:
-    """Return the seconds that this process has after a signal; warn where they are fewer than was asked for."""
+    """Return how many seconds this process has after a signal; warn if they are fewer than `grace_period_s`."""
     asked_s = settings.grace_period_s
     if under_plain_torchrun():
         given_s = TORCHRUN_GRACE_S
@@ -126,7 +126,7 @@ def connect(settings: Settings) -> PartialState:
     if read_environment().launcher != "none":
         report_failures()
     wanted = find_device_kind(settings.accelerator).name
-    # Where the state is first built, this choice goes before that of INSTEP_ACCELERATOR.
+    # If this call builds the state, the Trainer's choice takes precedence over INSTEP_ACCELERATOR.
     cpu = True if wanted == "cpu" else None if is_held() else False
     process = PartialState(cpu=cpu, xla=True if wanted == "xla" else None)
     if process.device.type != wanted:
@@ -140,7 +140,10 @@ def connect(settings: Settings) -> PartialState:
 
 
 def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
-    """Make this process's device the current one; `devices=[1]` in a process that nobody launched is the second."""
+    """Make this process's device the current one, and return it.
+
+    Without a launcher, `devices=[1]` means the second one.
+    """
     if isinstance(settings.devices, tuple) and environment.launcher == "none":
         device = torch.device(process.device.type, settings.devices[0])
         make_current(device)
@@ -149,9 +152,11 @@ def device_of(settings: Settings, process: PartialState, environment: ProcessEnv
 
 
 def make_cublas_repeatable(settings: Settings, kind: str) -> None:
-    """Set what torch asks for with deterministic algorithms on CUDA, unless the user has; it stays, as in Lightning.
+    """Set the cuBLAS variable that torch needs for deterministic algorithms on CUDA, unless the user has set it.
 
-    cuBLAS and torch read the variable when the first matrix is multiplied, so it is set as early as there is a Trainer.
+    It stays set after the run, as in Lightning.
+
+    cuBLAS and torch read the variable when the first matrix is multiplied, so the constructor of the Trainer sets it.
     """
     if settings.deterministic and kind == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,7 +1,7 @@
-"""Causes of errors whose own text does not name them, and notes on other errors that passed through a run.
+"""Explanations of errors that pass through a run: their cause, if their text does not name it, or else notes.
 
-A note names the hook, the batch and its shapes, and the layer that was at work. Nothing is kept for this while a run
-goes well: the frames of the traceback have it all.
+A note names the hook, the batch and its shapes, and the layer that was at work. All of it is read from the frames of
+the traceback, so a run without an error stores nothing for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _ITEMS, _DEPTH, _WIDTH = 8, 3, 300
 
 
 def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
-    """Make the error that names the cause of another whose text does not; None for any other error.
+    """Return an error that names the cause of `error`, if its own text does not; else None.
 
     Args:
-        error: on its way out of the run, of the user's code, or of torch below it.
+        error: an error that leaves the run, raised by the user's code or by torch that it called.
         ctx: the run.
     """
     if isinstance(error, InstepError) or not isinstance(error, RuntimeError | TypeError | ValueError | KeyError):
@@ -61,7 +61,7 @@ def explain(error: BaseException, ctx: RunContext) -> InstepError | None:
 
 def _why_twice(ctx: RunContext) -> str:
     at, source = ctx.position, ""
-    with suppress(OSError, TypeError):  # code that is in no file
+    with suppress(OSError, TypeError):  # the source of code that is in no file cannot be read
         source = inspect.getsource(type(ctx.module).training_step)
     if "backward(" in source or at.earlier_batches + at.batch == ctx.counts.batches_at_start:
         return (
@@ -76,7 +76,7 @@ def _why_twice(ctx: RunContext) -> str:
 
 
 def _misread_batch(frame: FrameType, error: BaseException) -> DataError | None:
-    """Make the error for a hook's line that does not fit the batch: `x, y = batch`, or a key that it does not have."""
+    """Return the error for a hook that misreads its batch: `x, y = batch` of another length, or a missing key."""
     code, name = frame.f_code, next(iter(frame.f_code.co_varnames[1:2]), "")
     if not code.co_name.endswith(_OF_BATCHES) or name not in frame.f_locals:
         return None
@@ -102,11 +102,11 @@ def _is_step_of_schedule(frame: FrameType) -> bool:
 
 
 def add_notes(error: BaseException, ctx: RunContext) -> None:
-    """Add to an error of the user's code, or of torch below it, where in the run it came from.
+    """Add notes to an error that say where in the run it was raised.
 
     Args:
-        error: on its way out of the run. Errors of this package and of other ranks say enough; after one for memory
-            or of the device nothing is looked at, since reading a frame's variables keeps them alive.
+        error: an error that leaves the run. Errors of this package and of other ranks get no note. Neither do
+            out-of-memory and device errors, since reading the variables of a frame keeps them alive.
         ctx: the run.
     """
     if isinstance(error, InstepError) or not isinstance(error, Exception) or is_remote(error):
@@ -131,7 +131,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _where(frames: list[FrameType], ctx: RunContext) -> str:
-    """Describe the hook, and the batch where it is one that is called for a batch."""
+    """Describe the hook that raised, and its batch if the hook is called for one."""
     owners = (ctx.module, ctx.datamodule, *ctx.callbacks)
     hook = next((frame for frame in reversed(frames) if _is_hook(frame, owners)), None)
     if hook is not None:
@@ -168,7 +168,7 @@ def _self_of(frame: FrameType) -> Any:
 
 
 def _layer(frames: list[FrameType], module: nn.Module) -> str:
-    """Describe the innermost layer or function of torch that was at work, with what it was given."""
+    """Describe the innermost layer or torch function that was running, and its inputs."""
     names = {id(part): name for name, part in module.named_modules()}
     for frame in reversed(frames):
         code = frame.f_code

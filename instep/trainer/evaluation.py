@@ -48,18 +48,18 @@ def evaluate(
         on_validation_end()
         on_validation_model_train()
 
-    In fit, triggers are agreed on after every batch, as in training. Where the ranks agreed to stop for a signal, the
-    rest is left; the other triggers are `ctx.ending.deferred`.
+    In fit, the ranks agree on triggers after every batch, as in training, and keep them in `ctx.ending.deferred`. If
+    they agree to stop for a signal, the evaluation ends at once.
 
     Args:
         ctx: the run.
         stage: `sanity_check`, `validate` or `test`; the sanity check's hooks are validation's.
         sources: the prepared loaders.
-        limit: batches of each loader, for the sanity check.
+        limit: maximum number of batches of each loader, for the sanity check.
 
     Returns:
-        For each loader its metrics, with the names that the loggers see; None where it was left. Without a loader,
-        which is by a limit of 0, no hook runs.
+        One dict of metrics per loader, with the names that the loggers see; None if the evaluation was left early. With
+        no loader (a limit of 0 batches) the list is empty, and no hook runs.
     """
     if not sources:
         return []
@@ -84,12 +84,12 @@ def evaluate(
         outer_counts.put_back_unused()
         log.batch = log.weight = None
         arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
-        trainer.metrics.keep(log)  # the bar's step values that are in no row
+        trainer.metrics.keep(log)  # values of the last steps, which callbacks and the bar show
         trainer.metrics.put_epoch(epoch_metrics, final=False)
         hooks.call(f"on_{name}_epoch_end")
         outer_counts.note_logged()
         more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
-        outer_counts.put_back()  # now, since a hook may save
+        outer_counts.put_back()  # before the next hooks, which may save
         if stage != "sanity_check":
             trainer.metrics.log_steps([*arrived, *more])
         trainer.metrics.put_epoch(epoch_metrics, final=stage != "sanity_check")
@@ -100,7 +100,7 @@ def evaluate(
 
 @contextmanager
 def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
-    """Enter an evaluation stage, and restore what it changed: what it interrupts goes on as it was."""
+    """Enter an evaluation stage, and restore the interrupted stage when it ends."""
     trainer, progress, gradient = ctx.trainer, ctx.trainer.progress, ctx.gradient
     outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
@@ -126,7 +126,10 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
 def _batch_loop(
     ctx: RunContext, name: str, log: MetricLog, sources: Sequence[BatchSource], limit: int | None
 ) -> Callable[[], bool]:
-    """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
+    """Return a function that loops over all batches of all loaders.
+
+    It returns False if the ranks agreed to stop early.
+    """
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
     step, guests = _evaluation_step(ctx, f"{name}_step", sources), ctx.guests
     batch_start, batch_end = _batch_hooks(ctx, name, sources)
@@ -181,7 +184,7 @@ def _batch_loop(
 
 
 def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource]) -> Step:
-    """Resolve a step method; with one loader it gets a `dataloader_idx` only where it cannot do without."""
+    """Resolve a step method. With one loader it gets a `dataloader_idx` only if it requires that argument."""
     only = int(len(sources) < 2)
     return resolve_step(ctx, name, "batch", "batch_idx", "dataloader_idx", needed_only=only)
 
@@ -189,7 +192,7 @@ def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource])
 def _batch_hooks(
     ctx: RunContext, name: str, sources: Sequence[BatchSource]
 ) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
-    """Return the hooks before and after a batch, each given a `dataloader_idx` as a step is."""
+    """Return the hooks before and after a batch; they get a `dataloader_idx` by the same rule as a step method."""
     only = int(len(sources) < 2)
 
     def taking(hook: Hook, *offered: str) -> Hook:
@@ -204,14 +207,14 @@ def _batch_hooks(
 
 
 def _call_own(module: TrainModule, name: str) -> None:
-    """Call a hook that does something by default, unless the module has None in its place."""
+    """Call a hook of the module that has a default body, unless the module has set it to None."""
     hook = getattr(module, name)
     if hook is not None:
         hook()
 
 
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
-    """Run `predict_step` over all batches; a batch that was replayed to keep ranks in step is left out.
+    """Run `predict_step` over all batches. Batches that were only replayed to keep ranks in step are left out.
 
     Args:
         ctx: the run.
@@ -284,7 +287,7 @@ def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
 
 
 def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
-    """Keep triggers for after an evaluation; True where that is to be left at once."""
+    """Keep triggers until after the evaluation; return True if the evaluation must end at once."""
     ctx.ending.deferred += agreed
     return any(trigger.name == "preempted" for trigger in agreed)
 
@@ -295,7 +298,7 @@ def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:
-    """Sort metrics into one dict per loader; what belongs to no loader is in all of them."""
+    """Sort metrics into one dict per loader. A metric that belongs to no loader is in every dict."""
     results: list[dict[str, float]] = [{} for _ in range(max(loaders, 1))]
     for metric in metrics:
         _, mark, index = metric.name.rpartition("/dataloader_idx_")
@@ -313,13 +316,14 @@ def _to_cpu(outputs: Any) -> Any:
 
 
 def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any]) -> None:
-    """Run `training_step` over the training data without gradients, beside the training. Collective.
+    """Run `training_step` over the training data without gradients, apart from the training. Collective.
 
-    What it logs is dropped; the place in the data, random generators and metric objects stay as they are.
+    Logged values are dropped. The place in the data, random generators and metric objects keep their state.
 
     Args:
         trainer: in a fit, in automatic optimization.
-        before_batch: called before each batch: whether the batch counts, or is replayed to keep ranks in step.
+        before_batch: called before each batch, with True if the batch counts and False if it is replayed to keep ranks
+            in step.
     """
     ctx = trainer._run
     log = MetricLog("sanity_check", ctx.world_size)  # nobody gets the values of a sanity check

@@ -34,7 +34,7 @@ class ModuleHooks:
     # ---- set-up
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks of the module's own; one of a type that the Trainer has too replaces the Trainer's."""
+        """Return the module's own callbacks. Each one replaces a callback of the Trainer of the same type."""
         return []
 
     def configure_model(self) -> None:
@@ -110,7 +110,7 @@ class ModuleHooks:
         """After each validation batch."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before a validation inside fit: free gradients here, for their memory. By default they stay."""
+        """Before a validation inside fit: free gradients here to save memory. By default they stay."""
 
     def on_validation_model_eval(self) -> None:
         """Set the module to eval mode for validation."""
@@ -187,7 +187,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Move a batch of a type that instep does not know to the device."""
+        """Move a batch to the device. Override this for types of batches that instep does not know."""
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -203,13 +203,14 @@ class ModuleHooks:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Before weights are loaded: read back what `on_save_checkpoint` added, or change the state dict.
 
-        Where a strategy shards the weights, the state dict has no tensors but what reads them: `value.read()`.
+        If a strategy shards the weights, the state dict has no tensors but lazy values: `value.read()` returns the
+        tensor.
         """
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_ALIKE = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
+_ALIKE = 0.8  # least difflib ratio of a suggestion: on_train_epoch_finish and on_train_epoch_end have 0.82
 
 
 def nearest(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
@@ -220,19 +221,22 @@ def nearest(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | Non
 
 
 def own_methods(owner: object, base: type) -> dict[str, Any]:
-    """Collect the methods that the user's classes and the object itself add to or override of `base`."""
+    """Collect the methods that the user's classes, and the object itself, add to `base` or override."""
     theirs = [cls for cls in type(owner).__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
     members = {name: value for cls in reversed(theirs) for name, value in vars(cls).items()} | vars(owner)
     return {name: value for name, value in members.items() if callable(value)}
 
 
 def misspelt(owner: object, name: str, base: type) -> str | None:
-    """Find a method of `owner` that was probably meant as its missing `name`."""
+    """Return a method of `owner` whose name is probably a misspelling of `name`; None if there is none."""
     return next((own for own in own_methods(owner, base) if not hasattr(base, own) and nearest(own, [name])), None)
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:
-    """Return whether `owner` has a `name` of its own, by subclass or by instance attribute; None turns it off."""
+    """Return True if `owner` overrides `name`, in a subclass or as an instance attribute.
+
+    An attribute of None does not.
+    """
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name] is not None
@@ -241,14 +245,15 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 
 def with_stage(hook: Hook) -> Hook:
-    """Return a `setup` or `teardown` that is given the stage by its keyword, where it has one of that name."""
+    """Return a `setup` or `teardown` that gets the stage as a keyword, if the hook has a parameter of that name."""
     return (lambda stage: hook(stage=stage)) if "stage" in inspect.signature(hook).parameters else hook
 
 
 class HookTable:
     """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables.
 
-    Callbacks' come before the module's, but for the `on_..._end` hooks of callbacks with `runs_last`.
+    Hooks of callbacks come before the module's hook. Only the `on_..._end` hooks of callbacks with `runs_last` come
+    after it.
 
     Args:
         trainer: passed to callbacks' hooks.
@@ -276,17 +281,17 @@ class HookTable:
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
         if not name.endswith("_end"):
             return self.of_callbacks(name) + self.of_module(name)
-        # A checkpoint must hold what the module's hook has done.
+        # Callbacks with `runs_last` save, and a checkpoint must hold what the module's hook has done.
         others = self.of_callbacks(name, lambda callback: not callback.runs_last)
         return others + self.of_module(name) + self.of_callbacks(name, lambda callback: callback.runs_last)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call the hooks of a name in order; for places outside the step loop."""
+        """Call the hooks named `name` in order. Used only outside the step loop."""
         for hook in self[name]:
             hook(*args)
 
     def _logged(self, name: str, hook: Hook, action: str) -> Hook:
-        """Wrap a hook, so that the log knows where a `self.log` is made and collects what it logged; profile it."""
+        """Wrap a hook, so that the log knows which hook calls `self.log`, and the profiler measures the hook."""
         if name in ("setup", "teardown"):
             hook = with_stage(hook)
 

@@ -1,4 +1,4 @@
-"""The lifecycle of a run: what is resolved and opened before its first step, and undone after its last, or an error."""
+"""The lifecycle of a run: what is set up before its first step, and undone after its last step or an error."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume
     from instep.loggers.base import Logger
 
-_WORDS = ("last", "best", "auto")  # for `ckpt_path`, in place of a path
+_WORDS = ("last", "best", "auto")  # values of `ckpt_path` that are not paths
 LAST_SAVE_S = 30.0  # time for a background save to end after an error
-_TOGETHER_S = 86400.0  # without a limit to the grace period: torch takes no infinite one
+_TOGETHER_S = 86400.0  # limit of a wait if the grace period has none: torch takes no infinite timeout
 
 
 @contextmanager
@@ -68,17 +68,18 @@ def open_run(
     asked: Resume | None = None,
     is_trial: bool = False,
 ) -> Iterator[RunContext]:
-    """Set up a run, give its context to the block, and undo everything after it, on an error too.
+    """Set up a run, yield its context, and undo everything afterwards, also after an error.
 
     Args:
-        trainer: whose arguments hold.
+        trainer: the Trainer that runs.
         fn: `fit`, `validate`, `test` or `predict`.
         module: the user's module; in the block it is on its device, with the checkpoint's weights.
-        datamodule: or None.
+        datamodule: the user's datamodule, or None.
         loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
-        asked: which parts of it are loaded; None for all.
-        is_trial: it looks for a setting, so that nothing of it is logged, saved or taken up after a restart.
+        asked: parts of that checkpoint to load; None for all.
+        is_trial: whether the run only looks for a setting. Nothing of such a run is logged, saved or resumed after a
+            restart.
     """
     from instep.trainer.run_state import TrainerSaver  # late: only a run needs it
 
@@ -103,7 +104,7 @@ def open_run(
 
 
 def _explained(error: BaseException, ctx: RunContext) -> BaseException:
-    """Return an error that names the cause where the text of this one does not; else the same error."""
+    """Return an error that names the cause, if the text of `error` does not; else `error`."""
     if isinstance(error, InstepError) or not isinstance(error, Exception):
         return error
     from instep.trainer.error_notes import explain  # late: only an error needs it
@@ -115,7 +116,7 @@ def _explained(error: BaseException, ctx: RunContext) -> BaseException:
 
 
 def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
-    """Meet the other processes, and make this the Trainer's run and the process's active one."""
+    """Connect to the other processes, and make this run the active one of the Trainer and of the process."""
     trainer, settings = ctx.trainer, ctx.settings
     process = connect(settings)
     trainer._set_seed()
@@ -148,7 +149,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 
 
 def _set_up(ctx: RunContext) -> None:
-    """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
+    """Run configure_callbacks › prepare_data › setup › configure_model › weights. Then the module is on its device."""
     from instep.trainer import run_state  # late: only a run pays for it
 
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
@@ -163,7 +164,7 @@ def _set_up(ctx: RunContext) -> None:
 
         ctx.saver.newest = newest_state(ctx)
     ctx.hooks = HookTable(trainer, module, [*ctx.callbacks, *([] if ctx.saver.newest is None else [ctx.saver.newest])])
-    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit's come with the optimizers
+    ctx.guests = [] if ctx.fn == "fit" else find_guests(ctx)  # a fit makes its guests with its optimizers
     check_hooks(ctx)
     restarted = run_folder.find_of_restarted_job(ctx) if ctx.fn == "fit" and not ctx.is_trial else None
     folder = trainer.run_folder.path
@@ -185,7 +186,7 @@ def _set_up(ctx: RunContext) -> None:
         ctx.exit_stack.push(partial(_forget_folder, ctx))
     if not ctx.is_trial:
         start_loggers(ctx, module, ctx.datamodule)
-    _lease_folders(ctx)  # the run folder's, which is chosen now
+    _lease_folders(ctx)  # now the run folder too, which has been chosen
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
@@ -194,7 +195,7 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if not ctx.is_trial:
-        draw_graphs(ctx)  # while it is one plain module
+        draw_graphs(ctx)  # the strategy has not changed the module yet
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     _compile(ctx, module)
@@ -204,7 +205,7 @@ def _set_up(ctx: RunContext) -> None:
         change(module)
     ctx.strategy.prepare_module(module)
     if ctx.fn != "fit" and not ctx.is_trial:
-        module.zero_grad()  # an evaluation has no use for what an earlier training has left in memory
+        module.zero_grad()  # an evaluation does not need the gradients that an earlier training left in memory
     if ctx.resume is not None:
         run_state.load_weights(ctx, ctx.resume, awaited)
         if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
@@ -212,7 +213,7 @@ def _set_up(ctx: RunContext) -> None:
 
 
 class _UnknownPosition:
-    """Stand-in for the position of a fit whose checkpoint is not found yet: nothing can be read of it."""
+    """Stand-in for the position of a fit before its checkpoint is found. Reading from it raises UsageError."""
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
@@ -223,7 +224,7 @@ class _UnknownPosition:
 
 @contextmanager
 def _unknown_position(ctx: RunContext) -> Iterator[None]:
-    """Refuse to read the position where a checkpoint may set another one, at this start or once a launcher restarts."""
+    """Refuse reads of the position in the block, if a checkpoint may change it, now or after a launcher's restart."""
     trainer, position = ctx.trainer, ctx.trainer.position
     if ctx.fn == "fit" and (ctx.ckpt_path is not None or (read_job() is not None and not ctx.is_trial)):
         trainer.position = cast("Position", _UnknownPosition())
@@ -234,7 +235,7 @@ def _unknown_position(ctx: RunContext) -> Iterator[None]:
 
 
 def _compile(ctx: RunContext, module: TrainModule) -> None:
-    """Compile the module as the settings say; count what is compiled anew, also where it came compiled."""
+    """Compile the module as the settings say, and count recompilations, also of a module that the user compiled."""
     config = ctx.settings.compile
     if config is None and module._compiled_call_impl is None:
         return
@@ -267,7 +268,7 @@ def _prepare_data(ctx: RunContext) -> None:
     process = PartialState()
     per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
     mine = process.is_local_main_process if per_node else process.is_main_process
-    # An error there is raised on all ranks.
+    # An error in this block is raised on all ranks.
     with process.local_main_process_first() if per_node else process.main_process_first():
         if mine and ctx.datamodule is not None:
             ctx.datamodule.prepare_data()
@@ -279,7 +280,7 @@ def _prepare_data(ctx: RunContext) -> None:
 
 
 def _close(ctx: RunContext, error: BaseException | None) -> None:
-    """Undo everything, each thing even if another fails; where the run had no error, the first of these is raised."""
+    """Undo everything, each part even if another fails. If the run had no error, the first failure is raised."""
     first = error
 
     def finalize(logger: Logger) -> None:
@@ -310,7 +311,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: _close_loaders(ctx),
         lambda: _detach(ctx),
         lambda: _wait_for_all(ctx, first),
-        # Its generators leave the error with the traceback that they are given.
+        # Pass the traceback on: generators on the stack set it on the error that they raise again.
         _warns(
             "what ends the run",
             lambda: ctx.exit_stack.__exit__(
@@ -326,7 +327,8 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
             if first is None:
                 first = another
-            elif another is not first and not (failed and is_device_error(another)):  # it only says the same
+            # other errors of a failed device only repeat the first
+            elif another is not first and not (failed and is_device_error(another)):
                 with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
                     sys.stderr.write(clean("".join(format_exception(another))))
     if first is not None and error is None:
@@ -334,7 +336,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
 
 
 def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
-    """Turn an OSError of what is written after the last step into a warning: the training is done, and is saved."""
+    """Return a `write` that turns an OSError into a warning: the training is done and saved by then."""
 
     def write_or_warn() -> None:
         try:
@@ -350,7 +352,7 @@ def _warns(what: str, write: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _about_device(ctx: RunContext) -> str:
-    """Return what a person must know of a device that has failed, beside its error."""
+    """Return the note that tells the user what follows from a failed device."""
     last = ctx.trainer.run_folder.last_saved
     saved = f"The last checkpoint is {last}." if last else "There is no checkpoint."
     return (
@@ -366,24 +368,25 @@ def _best_checkpoint(ctx: RunContext) -> str:
 
 
 def _abandon(ctx: RunContext, error: BaseException) -> None:
-    """Wait for nobody from here on: the other ranks may never come."""
-    if hasattr(ctx, "triggers"):  # not yet, if the processes never met
+    """Stop all waiting for other ranks: after an error they may never come."""
+    if hasattr(ctx, "triggers"):  # missing if the processes never connected
         ctx.triggers.abandon()
     if hasattr(ctx, "heartbeat"):
-        ctx.trainer.run_folder.leave_failure(ctx, error)  # before it is behind the others, which may end it
+        # first, since other ranks may end this one once it falls behind
+        ctx.trainer.run_folder.leave_failure(ctx, error)
         ctx.heartbeat.end()
     if ctx.trainer._log is not None:
         ctx.trainer._log.buffer.clear()  # the entry that raised is not collected a second time
-        ctx.trainer._log.step_values.clear()  # nor is a device asked that may have failed
+        ctx.trainer._log.step_values.clear()  # reading them could ask a device that has failed
 
 
 def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
-    """Wait for the save that is under way; not for long after an error, since other ranks may be gone."""
+    """Wait for a running background save. After an error the wait is short, since other ranks may be gone."""
     ctx.saver.close(None if error is None else 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE_S)
 
 
 def _exception_hooks(ctx: RunContext) -> list[Callable[[BaseException], Any]]:
-    """List the hooks that are told of an error, each even if another fails: the callbacks', then the datamodule's."""
+    """List the `on_exception` hooks: those of the callbacks, then the datamodule's."""
     hooks = HookTable(ctx.trainer, ctx.module, ctx.callbacks).of_callbacks("on_exception")
     return [*hooks, *([] if ctx.datamodule is None else [ctx.datamodule.on_exception])]
 
@@ -396,7 +399,7 @@ def _call_teardown(ctx: RunContext) -> None:
 
 
 def _note_status(ctx: RunContext, error: BaseException | None) -> None:
-    """Record how the run ended, a fit in `status.json` too."""
+    """Record how the run ended; for a fit, in `status.json` too."""
     ctx.trainer.state.status = TrainerStatus.FINISHED if error is None else TrainerStatus.INTERRUPTED
     if ctx.fn == "fit":
         ctx.trainer.run_summary = _summarize(ctx, error)
@@ -435,7 +438,7 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
 
 
 def _close_loaders(ctx: RunContext) -> None:
-    if hasattr(ctx, "loaders"):  # not yet, if the processes never met
+    if hasattr(ctx, "loaders"):  # missing if the processes never connected
         ctx.loaders.close()
 
 
@@ -449,24 +452,24 @@ def _detach(ctx: RunContext) -> None:
 
 
 def _wait_for_all(ctx: RunContext, error: BaseException | None) -> None:
-    """Wait for the other ranks of a preempted run, which may close their loggers still.
+    """Wait for the other ranks of a preempted run, which may still be closing their loggers.
 
     Once the first rank has ended with a code other than 0, torchrun, mpirun and `srun -K` kill the others.
     """
     if isinstance(error, Preempted) and ctx.world_size > 1:
-        with suppress(RuntimeError):  # one is gone, or takes too long: this one has saved, and can end
+        with suppress(RuntimeError):  # another rank is gone or takes too long: this rank has saved, and can end
             seconds = min(ctx.settings.grace_period_s, _TOGETHER_S)
             dist.monitored_barrier(PartialState().control_group, timedelta(seconds=seconds))
 
 
 def _report_overdue(ctx: RunContext, name: str) -> int:
-    """Write into `status.json` that the grace period is over. Called in a thread, while the main one may be stuck.
+    """Write into `status.json` that the grace period is over. Called in a thread, since the main one may be stuck.
 
     Returns:
         The exit code.
     """
     if ctx.ending.preempted:
-        return EXIT_PREEMPTED  # only what comes after the save takes too long, and the status is written
+        return EXIT_PREEMPTED  # the save is done and the status written: only what follows takes too long
     text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
     ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)
     return EXIT_FAILED
@@ -475,7 +478,7 @@ def _report_overdue(ctx: RunContext, name: str) -> int:
 def _report_killed(ctx: RunContext, name: str) -> None:
     """Report, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
     trainer = ctx.trainer
-    with suppress(Exception):  # whatever it came into, the signal must end the process
+    with suppress(Exception):  # the signal must end the process, whatever it interrupted
         if ctx.ending.preempted or not trainer.is_global_zero:
             return
         last = trainer.run_folder.last_saved

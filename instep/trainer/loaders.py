@@ -34,9 +34,9 @@ class StageData:
 
     Attributes:
         loaders: what the user gave: a loader, or loaders in a list, dict or tuple; None where there are none.
-        batches: of each loader, on this rank; infinity while unknown. Training has one number.
+        batches: number of batches of each loader on this rank; infinity while unknown. Training has one entry.
         accumulate: micro-batches per optimizer step.
-        phases: these by the optimizer step from which they hold, where they change over the run.
+        phases: `accumulate` by the optimizer step from which it holds; None if it does not change over the run.
     """
 
     loaders: Any = None
@@ -46,9 +46,9 @@ class StageData:
 
 
 def data_of(trainer: Trainer, stage: str) -> StageData:
-    """Return the data of `train`, `val`, `test` or `predict`: of the running call, else of the last that had some.
+    """Return the data of `train`, `val`, `test` or `predict`: of the running call, else of the last call that had some.
 
-    Loaders of the running call that nobody has asked for yet are asked for now.
+    If the running call has not requested its loaders yet, they are requested now.
     """
     ctx = trainer._ctx
     if ctx is not None and ctx.loaders.has(stage):
@@ -57,7 +57,7 @@ def data_of(trainer: Trainer, stage: str) -> StageData:
 
 
 def users_loaders(trainer: Trainer, stage: str) -> Any:
-    """Return the user's loaders of a stage, as `data_of` does; None where they were not asked for yet."""
+    """Return the user's loaders of a stage, as `data_of` does; None if they were not requested yet."""
     ctx = trainer._ctx
     if ctx is not None and ctx.loaders.has(stage):
         return ctx.loaders.users(stage)
@@ -65,7 +65,7 @@ def users_loaders(trainer: Trainer, stage: str) -> Any:
 
 
 def sanity_batches(trainer: Trainer) -> list[int | float]:
-    """Return the batches of each validation loader that the sanity check of fit takes."""
+    """Return, for each validation loader, how many batches the sanity check of fit takes."""
     limit = trainer.settings.num_sanity_val_steps
     runs = trainer._ctx is not None and trainer._ctx.fn == "fit"
     batches = data_of(trainer, "val" if runs else "sanity").batches
@@ -95,29 +95,29 @@ def accumulation(trainer: Trainer) -> int:
 
 
 def accumulation_scheduler(trainer: Trainer) -> Any:
-    """Return the callback that sets the accumulation of each epoch; None where there is none."""
+    """Return the callback that sets the accumulation of each epoch; None if the Trainer has none."""
     return next((callback for callback in trainer.callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
 
 
 class Loaders:
-    """The loaders of one run, prepared when they are first asked for.
+    """Loaders of one run. They are prepared when they are first requested.
 
     Args:
-        trainer: has the settings, the strategy and the seed.
-        module: its loader methods and transfer hooks are used.
-        datamodule: goes before the module; or None.
+        trainer: the Trainer, which has the settings, the strategy and the seed.
+        module: the user's module, whose loader methods and transfer hooks are used.
+        datamodule: the user's datamodule, which takes precedence over the module; or None.
         given: loaders that the user passed to the Trainer's method, by stage.
-        device: where batches go.
-        gradient: learns the number of micro-batches per optimizer step.
+        device: device that batches are moved to.
+        gradient: gradient state, which gets the number of micro-batches per optimizer step.
 
     Attributes:
         accumulate: micro-batches per optimizer step; `global_batch_size` decides it when the training data is prepared.
-        phases: these by the optimizer step from which they hold, where `global_batch_size` changes over the run.
-        window_origin: the batch of the epoch that optimizer windows are counted from.
-        in_epoch: the training step was made for the accumulation as it is.
-        prepared_train: the training data, where it is prepared already.
-        given: loaders that the user passed to the Trainer's method, by stage; None where a method gives them.
-        settings: the Trainer's, of which the limits of batches may be exchanged before data is prepared.
+        phases: `accumulate` by the optimizer step from which it holds, if `global_batch_size` changes over the run.
+        window_origin: batch of the epoch from which optimizer windows are counted.
+        in_epoch: whether an epoch runs, whose step was made for the current accumulation.
+        prepared_train: the training data; None before it is prepared.
+        given: loaders that the user passed to the Trainer's method, by stage; None where a loader method returns them.
+            settings: settings of the Trainer; a trial may change the limits of batches in them before data is prepared.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Loaders:
         self._users: dict[str, Any] = {}
 
     def raw(self, stage: str) -> Any:
-        """Return the user's loaders unprepared; ask the user's code for them unless that was done."""
+        """Return the user's loaders unprepared, from an earlier request if there was one."""
         users = self._users.get(stage)
         return self._ask(stage) if users is None else users
 
@@ -159,12 +159,12 @@ class Loaders:
         return StageData(self.users(stage), counts, self.accumulate, self.phases)
 
     def users(self, stage: str) -> Any:
-        """Return the user's loaders, where they were asked for already."""
+        """Return the user's loaders; None if they were not requested yet."""
         users = self._users.get(stage)
         return users.iterables if isinstance(users, room.CombinedLoader) else users
 
     def _raw(self, stage: str) -> Any:
-        """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
+        """Request the user's loader or loaders of a stage: passed in, from the datamodule, or from the module."""
         self._users[stage] = users = self._ask(stage)
         return users
 
@@ -177,7 +177,7 @@ class Loaders:
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
 
     def how_to_give(self, stage: str) -> str:
-        """Return how to give the data that is missing, with the method that was probably meant to."""
+        """Return a text that says how to provide the missing data, with the user's method that may be a misspelling."""
         owner, base = (self._module, ModuleHooks) if self._datamodule is None else (self._datamodule, DataModule)
         name, wanted = type(owner).__name__, f"{stage}_dataloader"
         if (own := misspelt(owner, wanted, base)) is not None:
@@ -198,10 +198,10 @@ class Loaders:
         return self.prepared_train
 
     def prepare_train(self, raw: Any = None) -> BatchSource:
-        """Prepare the training data, also once more, to be read from its start while the training keeps its place.
+        """Prepare the training data. May be called again, to read it from its start while the training keeps its place.
 
         Args:
-            raw: what the user gave; None for what was given when the training began.
+            raw: the user's loaders; None takes those that the training began with.
         """
         raw = self._users["train"] if raw is None else raw
         settings = self.settings
@@ -223,7 +223,8 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
-        source.history = self.most_accumulated  # a state is taken at the end of the window, wherever in it we are
+        # states are taken at a window's end, so the source must remember the positions of a whole window
+        source.history = self.most_accumulated
         if source.num_batches == 0 and limit != 0:
             raise DataError(
                 f"the training loader gives no batch ({'; '.join(source.empty_parts())}). Is the dataset empty, or has "
@@ -233,18 +234,18 @@ class Loaders:
 
     @property
     def most_accumulated(self) -> int:
-        """The most micro-batches that any optimizer step of the run has, as far as that is known."""
+        """Largest number of micro-batches that an optimizer step of the run has, as far as that is known."""
         scheduler = accumulation_scheduler(self._trainer) if self._module.automatic_optimization else None
         scheduled = () if scheduler is None else scheduler.scheduling.values()
         return max((self.accumulate, *(self.phases or {}).values(), *scheduled))
 
     def begin_windows(self, step: int, batch: int, accumulate: int | None = None) -> None:
-        """Count optimizer windows from a batch of the epoch, by the phase that holds at this optimizer step.
+        """Count optimizer windows from this batch of the epoch on, with the accumulation of this optimizer step.
 
         Args:
             step: optimizer steps done.
             batch: batches of the epoch done.
-            accumulate: micro-batches per optimizer step from here on, where there are no phases.
+            accumulate: micro-batches per optimizer step from now on, used only without phases.
         """
         if self.phases is not None:
             accumulate = phase_at(self.phases, step)[0]
@@ -252,11 +253,11 @@ class Loaders:
         self.window_origin = batch
 
     def next_change(self, step: int) -> int | float:
-        """Return the optimizer step at which the phase after this one begins; infinity without one."""
+        """Return the optimizer step at which the next phase begins; infinity if there is none."""
         return math.inf if self.phases is None else phase_at(self.phases, step)[1]
 
     def change_accumulation(self, accumulate: int, step: int, batch: int) -> None:
-        """Set the micro-batches per optimizer step of the epochs from here on: `trainer.accumulate_grad_batches = n`.
+        """Set the micro-batches per optimizer step for later epochs: `trainer.accumulate_grad_batches = n`.
 
         Raises:
             UsageError: an epoch runs, or `global_batch_size` decides.
@@ -276,7 +277,7 @@ class Loaders:
             self.prepared_train.history = max(self.prepared_train.history, accumulate)
 
     def reload_train(self) -> None:
-        """Ask the user for the training loader again, when it is needed next."""
+        """Drop the training loader, so that the user's code is asked for it again when it is next needed."""
         self._close_train()
         self._trainer.position.loaded_step = self._trainer.position.global_step
         self.prepared_train = None
@@ -284,7 +285,7 @@ class Loaders:
     # ---- evaluation
 
     def evaluation(self, stage: str) -> list[BatchSource]:
-        """Return the loaders of `val`, `test` or `predict`; empty where there are none, or they are limited to none."""
+        """Return the loaders of `val`, `test` or `predict`; empty if there are none or their limit is 0."""
         if stage not in self._eval:
             self._eval[stage] = self._prepare_evaluation(stage)
         return self._eval[stage]
@@ -309,7 +310,10 @@ class Loaders:
         return [self._prepare(loader, stage, limit, None) for loader in loaders]
 
     def reload_evaluation(self) -> None:
-        """Ask the user for the evaluation loaders again; who holds the list of the old ones has the new ones then."""
+        """Request the evaluation loaders again.
+
+        They replace the old ones in the same lists, for whoever holds such a list.
+        """
         for stage, sources in list(self._eval.items()):
             for source in sources:
                 source.close()
@@ -317,9 +321,10 @@ class Loaders:
 
     @property
     def validates(self) -> bool:
-        """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
+        """Whether fit has a validation to run. Warn if there is a loader but no `validation_step`."""
         module = self._module
-        # With reloading a method is asked by the epochs that validate, and not before; what is given is there.
+        # With reloading, the loader method is called in epochs that validate and not before. Loaders passed in exist
+        # already.
         asked = self.given.get("val") is None and self.settings.reload_dataloaders_every_n_epochs
         later = asked and self.settings.val_limit != 0
         if not (self._has("val") if later else self.evaluation("val")):
@@ -334,19 +339,20 @@ class Loaders:
         return True
 
     def _has(self, stage: str) -> bool:
-        """Return whether there are loaders, as far as can be said without asking for them."""
+        """Return True if there are loaders, as far as is known without requesting them."""
         name, owner = f"{stage}_dataloader", self._datamodule or self._module
         base = ModuleHooks if self._datamodule is None else DataModule
         return self.given.get(stage) is not None or is_overridden(owner, name, base)
 
     def validation(self, epoch: int) -> list[BatchSource]:
-        """Return validation's loaders for this epoch, asked for again as `reload_dataloaders_every_n_epochs` says.
+        """Return the validation loaders of this epoch, requested anew as `reload_dataloaders_every_n_epochs` says.
 
-        That is in the first epoch that validates, and then in each that validates and is so many epochs after the last
-        that did. A resumed run asks as that one did. A sanity check before the first one asks for its own.
+        They are requested in the first epoch that validates, and again in an epoch that validates so many epochs after
+        the last request. A resumed run requests them as the interrupted run did. A sanity check before the first epoch
+        has a request of its own.
         """
         every, step = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch or 1
-        if not every or self.given.get("val") is not None:  # loaders that were passed in are not asked for
+        if not every or self.given.get("val") is not None:  # loaders that were passed in are never requested
             return self.evaluation("val")
         at = self._trainer.position
         if (epoch + 1) % step == 0 and (at.val_loaded_epoch is None or epoch - at.val_loaded_epoch >= every):
@@ -361,7 +367,7 @@ class Loaders:
     # ---- both
 
     def _as_first_asked(self) -> AbstractContextManager[None]:
-        """Ask for loaders as a run that never stopped: at the last reloading epoch, or at the start."""
+        """Show loader methods the position at which an uninterrupted run requested the loaders."""
         at, ctx, every = self._trainer.position, self._trainer._ctx, self.settings.reload_dataloaders_every_n_epochs
         if every:
             return self._as_of(at.epoch - at.epoch % every, at.loaded_step)
@@ -372,7 +378,7 @@ class Loaders:
 
     @contextmanager
     def _as_of(self, epoch: int, global_step: int) -> Iterator[None]:
-        """Show the user's loader methods the epoch and step at which a run that never stopped asked for the loaders."""
+        """Show loader methods the epoch and step at which an uninterrupted run requested the loaders."""
         at = self._trainer.position
         now = at.epoch, at.global_step, at.epoch_over
         at.epoch, at.global_step, at.epoch_over = epoch, global_step, False
@@ -407,7 +413,7 @@ class Loaders:
         return source
 
     def on_device(self, source: BatchSource, dataloader_idx: int = 0, what: str | None = None) -> Iterator[Any]:
-        """Yield the source's batches, each on the device. On CUDA a copy overlaps with the step before.
+        """Yield the source's batches, each on the device. On CUDA the copy of a batch overlaps with the step before it.
 
         The module's transfer hooks run unless the datamodule overrides one of the three.
 
@@ -428,7 +434,7 @@ class Loaders:
         if before is not None:
             stages.append(lambda batch: before(batch, dataloader_idx))
         convert = self._strategy.precision.input_converter()
-        if move is None and device.type != "cpu":  # before the cast, which would leave pinned memory
+        if move is None and device.type != "cpu":  # before the cast, whose result would no longer be in pinned memory
             stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         if convert is not None:
             stages.append(convert)
@@ -443,7 +449,7 @@ class Loaders:
             self.prepared_train.close()
 
     def close(self) -> None:
-        """End loader workers. The Trainer keeps the user's loaders, and how many batches each had."""
+        """End loader workers. The Trainer keeps the user's loaders, and the number of batches of each."""
         known = {stage: self.data(stage) for stage in (*(["train"] if self.prepared_train else []), *self._eval)}
         self._trainer._data |= known
         if "train" in self.given and "val" in known:
@@ -456,7 +462,7 @@ class Loaders:
 
 
 def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
-    """Yield the batches; an error in reading one names the data."""
+    """Yield the batches. An error in reading a batch gets a note that names the data."""
     batch_idx = 0
     try:
         for batch in source:
@@ -473,7 +479,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
 def _is_batches(raw: Any) -> bool:
     """Return True if a list is itself the data (numbers, tensors or lists of tensors), not a list of loaders."""
     if isinstance(raw, (dict, room.CombinedLoader)) or not raw or any(item is None for item in raw):
-        return False  # None is a loader that is missing: it is refused where it is prepared
+        return False  # None stands for a missing loader, and is refused when the loaders are prepared
     return not all(_is_loader(item) for item in raw)
 
 

@@ -1,10 +1,10 @@
-"""Logging of metrics: the way of a value from `self.log` to the host, over the ranks, and to the loggers.
+"""Logging of metrics: how a value gets from `self.log` to the host, is reduced over ranks, and reaches the loggers.
 
 `TrainModule.log` only copies its value into `MetricLog.buffer`. The loop drains that list outside any compiled region
-into accumulators, one for each name and hook; values stay where they are (on the device) until `hand_over`, which packs
-all of them into one `ScalarTransfer`. Sums are kept in float64 and added in the order of the batches, so that a mean is
-exact, the same for every world size, and bit-identical after a resume. `Metrics` has the last value of each name, for
-callbacks and the progress bar, and sends values to the loggers.
+into accumulators, one for each name and hook. Values stay on their device until `hand_over` packs all of them into one
+`ScalarTransfer`. Sums are kept in float64 and added in the order of the batches, so that a mean is exact, the same for
+every world size, and bit-identical after a resume. `Metrics` has the last value of each name, for callbacks and the
+progress bar, and sends values to the loggers.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} 
 
 
 class ScalarTransfer:
-    """Transfer of scalars to the host: one stacked copy per dtype and device, not waited for on a GPU.
+    """Transfer of scalars to the host: one stacked copy per dtype and device. On a GPU nothing waits for it.
 
     Args:
-        values: 0-dim tensors, and numbers, which pass through.
+        values: 0-dim tensors; numbers are returned unchanged.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -76,7 +76,7 @@ class ScalarTransfer:
                     value = self.values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
-        self._events: list[torch.cuda.Event] = []  # one per dtype and device
+        self._events: list[torch.cuda.Event] = []  # one per CUDA copy
         for (_, device), places in groups.items():
             packed = torch.stack([self.values[i] for i in places])
             if device.type == "cuda":
@@ -103,7 +103,7 @@ class ScalarTransfer:
 
 
 class Options(NamedTuple):
-    """The arguments of one `self.log` call, less name, value and batch size; they must not change for a name."""
+    """Arguments of one `self.log` call, without name, value and batch size. For one name they must not change."""
 
     prog_bar: bool = False
     logger: bool | None = None
@@ -113,7 +113,7 @@ class Options(NamedTuple):
     sync_dist: bool | None = None
     add_dataloader_idx: bool = True
     rank_zero_only: bool = False
-    group: tuple[int, ...] | None = None  # ranks that the value is reduced over, where not all
+    group: tuple[int, ...] | None = None  # ranks that the value is reduced over; None for all
 
 
 Entry = tuple[str, Any, Options, "int | None"]
@@ -130,7 +130,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 def reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of a `reduce_fx`, which may be given as `"mean"`, `"AVG"`, `torch.mean` or Python's `max`."""
+    """Return the name of a `reduce_fx`: of a text such as `"mean"` or `"AVG"`, or of a function such as `max`."""
     try:
         return _REDUCTIONS[reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx]
     except (KeyError, TypeError):
@@ -142,7 +142,7 @@ def reduction(name: str, reduce_fx: Any) -> str:
 
 @dataclass
 class Accumulator:
-    """Sum in float64 of one name that one hook logs, with its arguments and the values not yet added."""
+    """Sum in float64 of the values that one hook logs under one name, with its arguments and values not yet added."""
 
     name: str
     options: Options
@@ -153,14 +153,14 @@ class Accumulator:
     hook: str
     suffix: str = ""
     metric: Any = None
-    counts: Counts | None = None  # counts of the metric object for one loader of several
+    counts: Counts | None = None  # counts of the metric object for one loader, if there are several
     last: Any = None
     fresh: bool = False
     values: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     total: float | None = None
     weight: float = 0.0
-    from_checkpoint: bool = False  # its arguments are those of the program that saved it
+    from_checkpoint: bool = False  # whether its arguments are from the program that saved the checkpoint
 
     @property
     def full_name(self) -> str:
@@ -168,17 +168,17 @@ class Accumulator:
 
     @property
     def epoch_key(self) -> tuple[str, str]:
-        """Name and hook of the epoch value, by which ranks match their sums."""
+        """Name of the epoch value and its hook, by which ranks match their sums."""
         return self.epoch_name, self.hook
 
     @property
     def shared(self) -> bool:
-        """Whether the sums of all ranks are reduced to one epoch value; metric objects do that themselves."""
+        """Whether the sums of all ranks are reduced to one epoch value. Metric objects reduce theirs themselves."""
         return self.metric is None and self.options.sync_dist is not False and not self.options.rank_zero_only
 
     @property
     def computes_together(self) -> bool:
-        """Whether the metric object is computed over all ranks, which each must take part in."""
+        """Whether the metric object is computed over all ranks, so that each rank must take part."""
         return not self.options.rank_zero_only and bool(metric_states_module().with_parts(self.metric))
 
     @property
@@ -191,7 +191,7 @@ class Accumulator:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The names under which callbacks see a step value; the plain one until the epoch's value takes its place."""
+        """Names under which callbacks see a step value; the plain one only until the epoch's value replaces it."""
         return (self.step_name, self.full_name) if self.on_epoch else (self.full_name,)
 
     @property
@@ -204,11 +204,11 @@ class Accumulator:
         self.weight += weight
 
     def held(self) -> AbstractContextManager[None]:
-        """Give the metric object the counts of this name, in a `with` block."""
+        """Let the metric object hold the counts of this name in a `with` block."""
         return nullcontext() if self.counts is None else self.counts.held()
 
     def computed(self, shapes: Mapping[str, Any]) -> float:
-        """Compute the metric object over all ranks, a collective; `shapes` are those of other ranks' list states."""
+        """Compute the metric object over all ranks. Collective; `shapes` are those of other ranks' list states."""
         with self.held(), metric_states_module().able_to_compute(self.metric, shapes):
             value = self.metric.compute()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -240,14 +240,14 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
 
 
 def combine(op: str, total: float | None, amount: float | None) -> float | None:
-    """Add an amount to a total by the reduction; either may be None, for nothing."""
+    """Add an amount to a total by the reduction. None for either of them means nothing so far."""
     if total is None or amount is None:
         return amount if total is None else total
     return _COMBINE[op](total, amount)
 
 
 def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
-    """Reduce the (reduction, total, weight) of several ranks to one value; None where no rank has one."""
+    """Reduce the (reduction, total, weight) of several ranks to one value; None if no rank has one."""
     op = parts[0][0]
     total: float | None = None
     for _, amount, _ in parts:
@@ -256,7 +256,7 @@ def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
 
 
 def final(op: str, total: float | None, weight: float) -> float | None:
-    """Compute the value of a total and a weight, by the reduction."""
+    """Compute the reduced value of a total and a weight."""
     if total is None:
         return None
     if op == "mean":
@@ -265,7 +265,7 @@ def final(op: str, total: float | None, weight: float) -> float | None:
 
 
 def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the log states of several ranks: sums are added up, last values are the first rank's."""
+    """Merge the log states of several ranks: sums are combined, and last values are those of the first rank."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for state in by_rank:
         for saved in state:
@@ -292,7 +292,7 @@ class StepMetrics(NamedTuple):
 
 
 class _Outstanding(NamedTuple):
-    """Values on their way to the host: those held, with their weights, then the fresh step values."""
+    """Values on their way to the host: held values with their weights, then fresh step values."""
 
     transfer: ScalarTransfer
     held: list[tuple[Accumulator, list[float]]]
@@ -304,7 +304,7 @@ class _Outstanding(NamedTuple):
 def _naming(
     values: Sequence[Any], held: Sequence[tuple[Accumulator, list[float]]], fresh: Sequence[Accumulator]
 ) -> Iterator[None]:
-    """Name the value that cannot be brought to the host, where one of a name is of another kind than its first one."""
+    """If values cannot be brought to the host, raise an error that names the value at fault."""
     try:
         yield
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -315,7 +315,7 @@ def _naming(
 
 
 def _check_alike(by_rank: Sequence[Collection[str]], what: str) -> None:
-    """Raise a `LogError`, on all ranks, where names that all ranks compute together are not logged on all of them."""
+    """Raise a `LogError` on all ranks if a name that all ranks compute together is missing on one of them."""
     for name in sorted(set().union(*by_rank)):
         having = [rank for rank, names in enumerate(by_rank) if name in names]
         if len(having) < len(by_rank):
@@ -335,10 +335,10 @@ class MetricLog:
     Args:
         stage: `train`, `validate`, `sanity_check`, `test`.
         world_size: processes that the epoch values are reduced over.
-        num_loaders: with more than one, names get `/dataloader_idx_<i>`.
-        counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
-        module: has the metric objects.
-        warned: hooks whose first batch was looked at, each of which warns once; None: there are no warnings.
+        num_loaders: with more than one, names end with `/dataloader_idx_<i>`.
+        counts: whether this rank's values are reduced: of several ranks with the same data, only one counts.
+        module: the module with the metric objects.
+        warned: hooks whose first batch was checked, so that each warns at most once; None for no warnings.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
-        self._of_loaders: dict[tuple[int, str], float] = {}  # computed already, by metric object and suffix
+        self._of_loaders: dict[tuple[int, str], float] = {}  # values computed already, by metric object and suffix
         self._outstanding: _Outstanding | None = None
         self._averages: bool | None = None  # whether any rank averages step values over ranks; None until it is agreed
         self.step_values: dict[str, Any] = {}
@@ -395,10 +395,11 @@ class MetricLog:
         self._select()
 
     def set_loader(self, index: int | None) -> None:
-        """Set the index of the evaluation loader that batches come from; None outside of them.
+        """Set the index of the evaluation loader that batches come from; None outside of loaders.
 
-        What a metric object has counted for the loader before is taken out of it where its name says which loader.
-        Outside of loaders it holds the sum of them, for names and hooks that are about all.
+        If the logged name has the loader's index, the counts of a metric object are taken out at the end of each
+        loader, and kept apart. After the last loader the metric object gets the sum of them, for names and hooks that
+        concern all loaders.
         """
         if self._num_loaders > 1:
             ended = [one for one in self._objects() if one.suffix and one.counts is None]
@@ -416,7 +417,7 @@ class MetricLog:
             self._select()
 
     def _objects(self) -> list[Accumulator]:
-        """Return the names under which a metric object was logged in this epoch."""
+        """Return the accumulators whose metric object was logged in this epoch."""
         return [one for one in self._all() if one.metric is not None and one.weight]
 
     @property
@@ -431,7 +432,7 @@ class MetricLog:
     # ---- from the buffer into accumulators
 
     def drain(self) -> None:
-        """Move the buffer's entries into their accumulators. Nothing is computed and the device is not asked."""
+        """Move the buffer's entries into their accumulators, without computing anything or waiting for the device."""
         current, weight = self._current, self.weight
         for name, value, options, batch_size in _copies(self.buffer) if self.copies else self.buffer:
             accumulator = current.get(name)
@@ -440,7 +441,7 @@ class MetricLog:
             if accumulator.metric is not None:
                 if value is not accumulator.metric:
                     self._replace(accumulator, value)
-                accumulator.weight = 1.0  # it has something to compute in this epoch, on every rank
+                accumulator.weight = 1.0  # the metric object has something to compute in this epoch, on every rank
             if weight == 0:
                 continue
             if accumulator.metric is not None:
@@ -521,7 +522,7 @@ class MetricLog:
         return accumulator
 
     def _check_names(self, new: Accumulator) -> None:
-        """Raise where a value with `_step` or `_epoch` in its name would take the place of another's."""
+        """Raise LogError if two names become the same by the endings `_step` and `_epoch`."""
         for one in self._all():
             alike = one.names & new.names if one.name != new.name and not one.from_checkpoint else ()
             for name in alike:
@@ -531,7 +532,7 @@ class MetricLog:
                 )
 
     def _checked(self, name: str, metric: Any, suffix: str) -> Any:
-        """Return the metric object; raise if it counts elsewhere too, and cannot keep both counts apart."""
+        """Return the metric object. Raise LogError if it counts elsewhere too and cannot keep the two counts apart."""
         elsewhere = id(metric) in self.not_here
         others = [one for one in self._objects() if one.metric is metric and one.suffix != suffix] if suffix else []
         if elsewhere or (others and not metric_states_module().can_take(metric)):
@@ -539,7 +540,7 @@ class MetricLog:
         return metric
 
     def _replace(self, accumulator: Accumulator, value: Any) -> None:
-        """Replace the metric object under a name; raise where the one before has counted for it in this epoch."""
+        """Replace the metric object under a name. Raise LogError if the old one has counted in this epoch."""
         before, name = accumulator.metric, accumulator.name
         # A composition such as `self.a + self.b` is made anew in each step, and counts in its parts.
         if not is_metric(value) or (accumulator.weight and getattr(before, "_update_count", 0)):
@@ -547,7 +548,7 @@ class MetricLog:
         accumulator.metric = self._checked(name, value, accumulator.suffix)
 
     def _with_arguments(self, known: Accumulator, options: Options) -> Accumulator:
-        """Set the program's arguments on a sum of a checkpoint; by another reduction it begins anew."""
+        """Set the program's arguments on a sum from a checkpoint. If the reduction changed, the sum begins anew."""
         op = reduction(known.name, options.reduce_fx)
         if op != known.op:
             known.clear()
@@ -588,15 +589,15 @@ class MetricLog:
 
     @property
     def callback_values(self) -> dict[str, Any]:
-        """The step values that callbacks may watch: those of training. Evaluation is watched as a whole."""
+        """Step values that callbacks may watch: those of training. Of an evaluation they watch the final values."""
         return self.step_values if self.stage == "train" else {}
 
     def bar_values(self, on_device: bool = False) -> dict[str, Any]:
         """Return the last step values that were logged with `prog_bar=True`.
 
         Args:
-            on_device: with those on a device. The progress bar's thread, which must not make the device wait, leaves
-                them out; they arrive by `hand_over`.
+            on_device: whether to include values on a device. The progress bar's thread leaves them out, since it must
+                not wait for the device; it gets them after `hand_over`.
         """
         return {
             one.step_name: one.last
@@ -608,20 +609,21 @@ class MetricLog:
     # ---- out of the accumulators
 
     def _all(self) -> Iterable[Accumulator]:
-        # By identity: without add_dataloader_idx one accumulator stands for several loaders.
+        # Unique by identity, since without add_dataloader_idx one accumulator stands for several loaders.
         return {
             id(one): one for of_hook in list(self._accumulators.values()) for one in list(of_hook.values())
         }.values()
 
     def hand_over(self, step: int, wait: bool = False, step_values: bool = True) -> list[StepMetrics]:
-        """Start the transfer of all that is held, and return the step values of transfers that arrived.
+        """Start the transfer of all held values, and return the step values of transfers that have arrived.
 
-        On a CPU that is this one; on a GPU the one before, so that the host does not wait, unless `wait` asks for all.
+        On a CPU the new transfer arrives at once. On a GPU usually the previous one is returned, so that the host does
+        not wait, unless `wait` asks for all.
 
         Args:
             step: the step that the step values belong to.
             wait: return only when everything has arrived.
-            step_values: False leaves them where they are.
+            step_values: whether to transfer step values too; if not, they stay for a later call.
         """
         arrived = self._arrive()
         held: list[tuple[Accumulator, list[float]]] = []
@@ -637,8 +639,9 @@ class MetricLog:
                 fresh.append(accumulator)
                 values.append(accumulator.last)
             accumulator.fresh = False
-        # Values synced over ranks: a collective, by what all ranks know of, not by who has a fresh value (a rank that
-        # replayed a batch has none) nor by when the device is ready.
+        # Averaging over ranks is a collective. All ranks must agree whether to enter it, so it depends on what all of
+        # them know, not on who has a fresh value (a rank that replayed a batch has none) or on when the device is
+        # ready.
         synced = step_values and self._world_size > 1 and self._any_syncs()
         if values or synced:
             with _naming(values, held, fresh):
@@ -652,11 +655,14 @@ class MetricLog:
         return (s for s in self._all() if s.on_step and s.options.sync_dist and not s.options.rank_zero_only)
 
     def _synced_names(self) -> list[str]:
-        """Return the names whose step values all ranks average; those of a group of ranks are left out."""
+        """Return the names whose step values all ranks average, without those that only a group of ranks averages."""
         return [one.full_name for one in self._syncs() if one.options.group is None]
 
     def _any_syncs(self) -> bool:
-        """Return whether a rank averages step values over ranks. Collective the first time, so that all know."""
+        """Return True if any rank averages step values over ranks.
+
+        Collective in the first call, so that all ranks know.
+        """
         mine = any(True for _ in self._syncs())
         if self._averages is None:
             pairs = gather_object((mine, self._synced_names()))
@@ -689,12 +695,13 @@ class MetricLog:
             for name, values in _by_name(by_rank).items():
                 if (group := groups.get(name)) is not None:
                     values = [by_rank[rank][name] for rank in group if name in by_rank[rank]]
-                if name in ours:  # a name that is not ours belongs to a group of ranks without this one
-                    # The mean is shown and saved from now on.
+                if name in ours:  # other names belong to a group without this rank
+                    # From now on the mean is shown and saved.
                     metrics[name] = ours[name].last = sum(values) / len(values)
         if not metrics:
             return []
-        for key, value in metrics.items():  # a value sent late leaves the epoch's; a mean of ranks is always shown
+        # a late step value does not replace the epoch's value; a mean over ranks is always shown
+        for key, value in metrics.items():
             names = [name for name in ours[key].shown if name in self.step_values or ours[key].options.sync_dist]
             self.step_values.update(dict.fromkeys(names, value))
         logged = {name: value for name, value in metrics.items() if ours[name].options.logger is not False}
@@ -708,7 +715,7 @@ class MetricLog:
             reset: begin a new epoch afterwards.
 
         Returns:
-            Step values that were on their way, and the epoch values in the order of their first `self.log`.
+            Step values that have arrived, and the epoch values in the order of their first `self.log`.
         """
         arrived = self.bring_to_host(step)
         accumulators = sorted((one for one in self._all() if one.on_epoch), key=lambda one: one.order)
@@ -716,7 +723,7 @@ class MetricLog:
         local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = [local]
         counted = [metric_states_module().counted(accumulators)]
-        if self._world_size > 1:  # a rank without a sample learns here of the others' metric objects
+        if self._world_size > 1:  # a rank without a sample learns of the other ranks' metric objects
             objects = [
                 one.full_name for one in accumulators if one.metric is not None and one.weight and one.computes_together
             ]
@@ -742,14 +749,14 @@ class MetricLog:
             if value is not None:
                 result.append(EpochMetric(one.epoch_name, value, one.options, one.full_name, self._loaders_of(one)))
         if reset:
-            # Those without an epoch value too: what they count is of this epoch. All are computed by now, since one may
-            # be a part of another.
+            # Also reset the objects without an epoch value, since they have counted in this epoch. By now all are
+            # computed, which matters because one may be a part of another.
             if objects := self.metric_objects:
                 metric_states_module().reset_metrics(objects)
             self._of_loaders.clear()
             for one in self._all():
                 one.clear()
-        # Names that only other ranks logged come too: all ranks decide by the same values.
+        # Include names that only other ranks logged, so that all ranks decide by the same values.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
@@ -758,7 +765,10 @@ class MetricLog:
     def _computed(
         self, accumulators: list[Accumulator], shapes: Mapping[str, Any], empty: Collection[str]
     ) -> dict[tuple[str, str], float]:
-        """Compute the metric objects, each once for all its names of one loader; no rank has updated `empty` ones."""
+        """Compute the metric objects, each once for all names of a loader.
+
+        No rank has updated those named in `empty`.
+        """
         values: dict[tuple[int, str], float] = dict(self._of_loaders)
         result: dict[tuple[str, str], float] = {}
         for one in accumulators:
@@ -768,13 +778,13 @@ class MetricLog:
                 values[key] = one.computed(shapes.get(one.epoch_name, {}))
                 if one.epoch_name in empty and math.isnan(values[key]):
                     metric_states_module().warn_of_none(one.metric, one.epoch_name)
-            if of_loader:  # the metric object counts no more for this loader
+            if of_loader:  # the metric object's counts for this loader are final
                 self._of_loaders[key] = values[key]
             result[one.epoch_key] = values[key]
         return result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
-        """Return the loaders whose batches a value was logged with; None where that is all, or its name says which."""
+        """Return the loaders whose batches a value was logged with; None if these are all, or the name says which."""
         if accumulator.options.add_dataloader_idx:
             return None
         places = self._accumulators.items()
@@ -787,7 +797,7 @@ class MetricLog:
         """Return this rank's open sums and last step values; call it after `bring_to_host`.
 
         Args:
-            metrics: the module's metric objects by name; what they have counted is not part of this state.
+            metrics: the module's metric objects by name; their counts are not part of this state.
         """
         names = {id(metric): name for name, metric in metrics.items()}
         return [
@@ -813,7 +823,7 @@ class MetricLog:
         """Restore the sums of an epoch that was interrupted.
 
         Args:
-            state_dict: of a log of the same stage.
+            state_dict: state of a log of the same stage.
             metrics: the module's metric objects by name.
         """
         for saved in state_dict:
@@ -826,7 +836,7 @@ class MetricLog:
             options = Options(*given)
             accumulator = known or self._accumulator(saved["key"], 0.0, options)
             accumulator.from_checkpoint = known is None or known.from_checkpoint
-            accumulator.clear()  # the restored sums have what was logged since the start
+            accumulator.clear()  # the restored sums include what was logged since the start
             accumulator.total, accumulator.weight = saved["total"], saved["weight"]
             accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
@@ -839,8 +849,8 @@ class MetricLog:
 class EpochMetric(NamedTuple):
     """One reduced epoch value.
 
-    `plain` is its name without the "_epoch" that parts it from a step value; `loaders` are those whose value it is,
-    None where that is all of them, or the one in the name.
+    `plain` is the name without the ending "_epoch", which separates it from step values. `loaders` are the loaders that
+    the value is for; None if it is for all of them, or for the one in the name.
     """
 
     name: str
@@ -855,7 +865,7 @@ def _on_device(value: Any) -> bool:
 
 
 def metric_states_module() -> ModuleType:
-    """Return the module that knows the states of metric objects; it loads when used: only a run pays for it."""
+    """Return the module that knows the states of metric objects. It is imported here, since only a run pays for it."""
     from instep.distributed import metric_states
 
     return metric_states

@@ -1,4 +1,4 @@
-"""Arguments of `self.log`: what it takes, and errors that name what it was given and the way out."""
+"""Arguments of `self.log`: the checks of what it accepts, and errors that name the wrong value and a remedy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ def is_metric(value: Any) -> bool:
 
 
 def items_to_log(given: Any) -> Iterable[tuple[str, Any]]:
-    """Return names and values of a dict, or of a collection of metrics: these as they are, with no copy of a state."""
+    """Return the names and values of a dict or of a collection of metrics. Metrics are returned without a copy."""
     if not hasattr(given, "items"):
         raise LogError(
             f"self.log_dict got {type(given).__name__}; it takes a dict of names and values, or a collection"
         )
     if hasattr(given, "compute_groups"):
-        # Without groups there is nothing to copy, and torchmetrics is told the same as by Lightning.
+        # Without groups nothing is shared, so nothing must be copied, and torchmetrics gets the same argument as from
+        # Lightning.
         return given.items(keep_base=False, copy_state=not getattr(given, "_enable_compute_groups", True))
     return given.items()
 
 
 def text_of(name: Any) -> str:
-    """Return a name of a class of its own, such as an Enum of texts, as a plain text.
+    """Return a name as a plain str, also if its class is a subclass of str, such as an Enum of texts.
 
     Raises:
-        LogError: it is no text.
+        LogError: the name is no text.
     """
     if isinstance(name, str):
         return str.__str__(name)
@@ -44,7 +45,7 @@ def text_of(name: Any) -> str:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise a `LogError` for a number, or a tensor of one element, that no float holds."""
+    """Raise a `LogError` for a number, or a tensor of one element, that cannot be converted to a float."""
     if isinstance(value, Tensor):
         problem = (
             "complex; log its parts: .real and .imag, or .abs()"
@@ -108,7 +109,7 @@ def ranks_of(name: str, group: Any) -> tuple[int, ...]:
 
 
 def check_attribute(name: str, value: Any, attribute: str, module: nn.Module) -> None:
-    """Raise a `LogError` where the module has another object, or none, under the name that `self.log` was told."""
+    """Raise a `LogError` if `metric_attribute` does not name this metric object in the module."""
     if dict(module.named_modules()).get(attribute) is not value:
         raise LogError(
             f"self.log({name!r}, metric_attribute={attribute!r}): Could not find the `{type(module).__name__}` "

@@ -62,7 +62,7 @@ def fit(ctx: RunContext) -> None:
                 complete = at.skipped_rest = True
                 break
             output = step(batch, batch_idx)
-            if buffer:  # values logged after the forward
+            if buffer:  # values logged after `training_step`
                 log.drain()
             beats[BATCH], beats[STEP] = batch_idx, at.global_step
             if batch_end:
@@ -88,7 +88,7 @@ def fit(ctx: RunContext) -> None:
             check_epoch(ctx)
         end_epoch(ctx, complete)
 
-    at.epoch_over |= at.closed_step == at.global_step  # also where a resumed run has no epoch left to end
+    at.epoch_over |= at.closed_step == at.global_step  # also if a resumed run has no epoch left to end
     ctx.strategy.average_replicas()
     hooks.call("on_train_end")
     hooks.call("on_fit_end")
@@ -102,7 +102,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
     module, strategy = ctx.module, ctx.strategy
     with without_collections():
-        import_module("torch._dynamo")  # a second of work; the first optimizer and DDP load it in any case
+        import_module("torch._dynamo")  # takes a second, and the first optimizer and DDP load it in any case
     ctx.optimizers, ctx.schedulers = configure(_call_configure(module), module)
     ctx.guests = find_guests(ctx)
     wrap_optimizers(ctx)
@@ -111,7 +111,7 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 
 def wrap_optimizers(ctx: RunContext) -> None:
-    """Set what `self.optimizers()` returns: optimizers whose steps are the run's."""
+    """Set the optimizers that `self.optimizers()` returns, whose `step` is the run's optimizer step."""
     module, no_sync = ctx.module, ctx.strategy.no_sync
     on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
     ctx.wrapped_optimizers = [
@@ -129,7 +129,7 @@ def make_step(ctx: RunContext) -> Step:
 
 
 def _call_configure(module: TrainModule) -> Any:
-    """Call `configure_optimizers`; where an optimizer refuses its arguments, raise an error that names them."""
+    """Call `configure_optimizers`. If an optimizer refuses its arguments, raise an error that names them."""
     try:
         return module.configure_optimizers()
     except (TypeError, ValueError) as error:
@@ -152,13 +152,16 @@ def prepare_training(ctx: RunContext) -> None:
         guest.check()
     ctx.validation.enabled = ctx.loaders.validates
     if ctx.validation.enabled and ctx.settings.train_limit != 0:
-        validation_interval(ctx)  # an error of it comes now, and not in the first epoch that validates
+        validation_interval(ctx)  # raises a wrong interval now, and not in the first epoch that validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
 
 
 def resume(ctx: RunContext) -> None:
-    """Load a checkpoint's optimizers, schedulers and data; random generators wait for the epoch that goes on."""
+    """Load a checkpoint's optimizers, schedulers and data.
+
+    Random generators are restored later, when the epoch begins.
+    """
     from instep.trainer.run_state import resume_training  # late: only a run needs it
 
     plan, trainer, at = ctx.resume, ctx.trainer, ctx.position
@@ -207,11 +210,11 @@ def check_sanity(ctx: RunContext) -> None:
             ctx.hooks.call("on_sanity_check_end")
     ctx.trainer.metrics.forget()
     ctx.trainer.state.stage = RunningStage.TRAINING
-    set_rng_state(rng)  # training does not depend on whether it ran
+    set_rng_state(rng)  # training must not depend on whether the sanity check ran
 
 
 def start_training(ctx: RunContext) -> None:
-    """Enter the training stage: from here on the position is the loop's."""
+    """Enter the training stage: from now on the loop moves the position."""
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
     ctx.clock.start_loop()
     trainer.progress.stage = "train"
@@ -233,7 +236,7 @@ def start_training(ctx: RunContext) -> None:
 
 
 def check_saving(ctx: RunContext) -> None:
-    """Find state that cannot be saved before the first step.
+    """Raise an error before the first step if some state cannot be saved.
 
     The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
     """
@@ -251,38 +254,40 @@ def is_finished(ctx: RunContext) -> bool:
         return True
     resumes = ctx.resume is not None and not ctx.resume.restored
     if resumes and at.owes_end and (at.global_step <= s.max_steps or s.max_steps == -1):
-        return False  # resumed behind the last step, but before the validation and the hooks that follow it
+        # the checkpoint is from after the last step, but from before the validation and the hooks that follow it
+        return False
     return (s.max_steps != -1 and at.global_step >= s.max_steps) or is_stopping(ctx)
 
 
 def ends_here(ctx: RunContext) -> bool:
-    """Return whether a run that is resumed within an epoch has no step left to do, but only the epoch's end."""
+    """Return True if a run that was resumed within an epoch has no step left to do, but only the epoch's end."""
     at = ctx.position
     return at.inside and (at.global_step == ctx.settings.max_steps or is_stopping(ctx))
 
 
 def is_last_batch(ctx: RunContext) -> bool:
-    """Return whether the epoch's data ends behind the position; nothing more is read from it than to know that."""
+    """Return True if the epoch has no batch left after the position. At most one batch is read to find out."""
     return ctx.position.skipped_rest or next(iter(ctx.source), None) is None
 
 
 def is_stopping(ctx: RunContext) -> bool:
-    """Return whether a stop was agreed and the minimum of steps and epochs is reached."""
+    """Return True if the ranks agreed to stop, and the minimum of steps and epochs is reached."""
     if not ctx.trainer._stop_agreed or is_below_minimum(ctx):
         return False
     return not ctx.ending.waits or still_stops(ctx)
 
 
 def is_below_minimum(ctx: RunContext) -> bool:
-    """Return whether `min_steps` or `min_epochs` holds a stop up."""
+    """Return True if `min_steps` or `min_epochs` delays a stop."""
     at, s = ctx.position, ctx.settings
     return at.global_step < (s.min_steps or 0) or at.epoch + at.epoch_ended < (s.min_epochs or 0)
 
 
 def still_stops(ctx: RunContext) -> bool:
-    """Ask, once the minimum is reached, whether a stop that has waited for it is still wanted. Collective.
+    """Decide, once the minimum is reached, whether a stop that has waited for it is still wanted. Collective.
 
-    The metric that EarlyStopping watches may be better by now; its last verdict counts. Any other stop stands.
+    The metric that EarlyStopping watches may have become better since then, so the last verdict of EarlyStopping
+    counts. A stop for any other reason remains.
     """
     from instep.callbacks.early_stopping import WORD  # late: few runs have a minimum to wait for
 
@@ -296,7 +301,7 @@ def still_stops(ctx: RunContext) -> bool:
 
 
 def begin_epoch(ctx: RunContext) -> None:
-    """Enter the next epoch, or continue the one that a checkpoint was in."""
+    """Enter the next epoch, or continue the epoch in which the checkpoint was saved."""
     at, plan = ctx.position, ctx.resume
     inside = plan is not None and not plan.restored and at.inside
     if plan is not None and not inside:
@@ -311,7 +316,7 @@ def begin_epoch(ctx: RunContext) -> None:
         ctx.source = ctx.loaders.train
     ctx.source.set_epoch(at.epoch)
     if at.batch and not inside:
-        ctx.source.start_at(at.batch)  # a second fit of this Trainer goes on where the first one stopped
+        ctx.source.start_at(at.batch)  # a second fit of this Trainer continues where the first one stopped
     ctx.loaders.begin_windows(at.global_step, at.batch)
     ctx.trainer.progress.outer_total = ctx.source.num_batches
     ctx.gradient.active_dataloader = ctx.source
@@ -320,11 +325,11 @@ def begin_epoch(ctx: RunContext) -> None:
     with ctx.strategy.changing_trainable():
         ctx.hooks.call("on_train_epoch_start")
     if plan is not None and inside:
-        plan.finish()  # the hook ran at this epoch's true start already
+        plan.finish()  # on_train_epoch_start already ran when this epoch really began
     ctx.log.enter("training_step")
     ctx.heartbeat.enter("train")
     note_samples(ctx)
-    if inside:  # the step that the checkpoint was saved at had yet to hand over its values and to validate
+    if inside:  # at the step of the checkpoint, values had still to be handed over and the validation to run
         every = ctx.settings.log_every_n_steps
         if every and at.global_step % every == 0:
             hand_over_metrics(ctx)
@@ -335,7 +340,7 @@ def begin_epoch(ctx: RunContext) -> None:
 def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
     """Yield the rest of the epoch's batches, on the device."""
     if ctx.position.skipped_rest:
-        return iter(())  # resumed after on_train_batch_start had left them out
+        return iter(())  # resumed after on_train_batch_start has skipped them
     batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
     for guest in ctx.guests:
         batches = guest.batches("training_step", batches, ctx.source, log=ctx.log, first=ctx.position.batch)
@@ -351,7 +356,7 @@ def after_batch(ctx: RunContext) -> tuple[Hook, ...]:
 
 
 def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
-    """Call `on_train_batch_start`; True when one of them returned -1."""
+    """Call `on_train_batch_start`; return True if a hook returned -1."""
     if -1 not in [hook(batch, batch_idx) for hook in hooks]:
         return False
     if ctx.world_size > 1:
@@ -363,7 +368,7 @@ def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: 
 
 
 def end_epoch(ctx: RunContext, complete: bool) -> None:
-    """Validate where that waits for the epoch's end; reduce metrics, call hooks, step schedulers, agree on triggers.
+    """Run the validation that is due, reduce metrics, call hooks, step schedulers and agree on triggers.
 
     Args:
         ctx: the run.
@@ -377,7 +382,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     settle(ctx)
     stopped = not complete and is_stopping(ctx)
     if ctx.validation.enabled and not at.validated and (stopped or (complete and waits_for_end(ctx))):
-        validate(ctx)  # also when a stop was asked for in the middle: its metrics are what the run ends with
+        validate(ctx)  # also when a stop came in the middle of the epoch: the run ends with this validation's metrics
     log.leave("")
     log.batch = log.weight = None
     arrived, metrics = log.reduce(at.global_step, reset=False)
@@ -405,19 +410,20 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     else:
         at.closed_step = at.global_step
         if not getattr(trainer.checkpoint_callback, "saves_nothing", False):
-            save_now(ctx, "the run ended within an epoch")  # there are no metrics yet to rank this save by
+            # no final metrics of the epoch exist yet to rank this save by
+            save_now(ctx, "the run ended within an epoch")
     at.epoch_over = True
     agree_on_triggers(ctx)
 
 
 def settle(ctx: RunContext) -> None:
-    """Make the step's guests finish their waiting work, before anything uses the steps so far."""
+    """Make the guests of the step finish what is pending, before anything uses the result of the steps so far."""
     for guest in ctx.guests:
         guest.settle()
 
 
 def hand_over_metrics(ctx: RunContext) -> None:
-    """Hand over the values that were logged since the last time; step values once for a step that is due."""
+    """Hand over the values logged since the last call. Step values are included once for each step that is due."""
     step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
     due = bool(every) and step % every == 0 and step != ctx.counts.handed_over
     ctx.counts.handed_over = step
@@ -432,7 +438,7 @@ def learning_rates(ctx: RunContext) -> str:
 
 
 def print_why_it_ended(ctx: RunContext) -> None:
-    """Record and print which limit was reached, or who asked for the stop; print which steps no checkpoint has."""
+    """Record and print why the fit ended: a limit, or a stop. Print which steps are in no checkpoint."""
     at, s, trainer = ctx.position, ctx.settings, ctx.trainer
     if trainer._stop_agreed:
         why = trainer.stop_reason or "a stop was asked for"
@@ -461,7 +467,7 @@ def print_why_it_ended(ctx: RunContext) -> None:
 
 
 def validation_interval(ctx: RunContext) -> int | None:
-    """Return the training batches from one validation to the next; None where it waits for an epoch's end.
+    """Return the number of training batches between validations; None if they run at an epoch's end or by time.
 
     Raises:
         SettingError: the interval does not fit the training data.
@@ -503,9 +509,9 @@ def plan_validation(ctx: RunContext) -> None:
 
 
 def waits_for_end(ctx: RunContext) -> bool:
-    """Return whether a validation runs at this epoch's end: it is planned there, or the data ended before its batch.
+    """Return True if a validation runs at this epoch's end: it is planned there, or the data ended before its batch.
 
-    Data without a trusted length may end before the number of batches that it has claimed.
+    Data whose length is not trusted may end before its claimed number of batches.
     """
     plan, batches = ctx.validation, ctx.source.epoch_batches
     if plan.every is None or batches is None or ctx.settings.check_val_every_n_epoch is None:
@@ -514,17 +520,17 @@ def waits_for_end(ctx: RunContext) -> bool:
 
 
 def validates_now(ctx: RunContext) -> bool:
-    """Return whether a planned validation runs at this very step: after its batch, or at the end of its epoch."""
+    """Return True if a planned validation runs right after the current step."""
     plan = ctx.validation
     return plan.enabled and (ctx.position.batch >= plan.next_batch or (ctx.source.share.last and waits_for_end(ctx)))
 
 
 def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
-    """Set the batch after which the next validation is due: where batches are counted, or a callback has asked for one.
+    """Set the batch after which the next validation is due.
 
     Args:
         ctx: the run.
-        due: whether the checkpoint that it goes on from says that one is due at once; None: see by the batches.
+        due: whether a validation is due at once, as the resumed checkpoint says; None: count the batches.
     """
     every, at = ctx.validation.every, ctx.position
     before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
@@ -535,7 +541,7 @@ def plan_next_validation(ctx: RunContext, due: bool | None = None) -> None:
 
 
 def check_clock(ctx: RunContext) -> None:
-    """On the main process: ask for the validation that is due by time."""
+    """On the main process: ask all ranks for a validation once `val_check_interval` as a time has passed."""
     if time.monotonic() >= ctx.validation.next_time_s:
         assert isinstance(ctx.settings.val_check_interval, timedelta)
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
@@ -543,14 +549,14 @@ def check_clock(ctx: RunContext) -> None:
 
 
 def validation_sources(ctx: RunContext) -> Sequence[BatchSource]:
-    """Return the loaders of this epoch's validation. Where a loader method gives none, the run goes on without one."""
+    """Return the validation loaders of this epoch. Without any, the run goes on and does not validate."""
     sources = ctx.loaders.validation(ctx.position.epoch)
-    ctx.validation.enabled = bool(sources)  # callbacks that wait for a validation must know
+    ctx.validation.enabled = bool(sources)  # callbacks that wait for a validation must know that there is none
     return sources
 
 
 def validate(ctx: RunContext) -> None:
-    """Run the validation loaders, then agree on what was asked for in the meantime."""
+    """Run the validation, then agree on the triggers that were set meanwhile."""
     at = ctx.position
     settle(ctx)
     ctx.strategy.average_replicas()
@@ -561,7 +567,7 @@ def validate(ctx: RunContext) -> None:
         ctx.validation.counted_before = before.counted
         sources = validation_sources(ctx)
         if sources and evaluate(ctx, "validate", sources) is None:
-            at.validated = False  # a resumed run validates again, from its start: it stays due
+            at.validated = False  # the validation stays due: a resumed run runs it again from its start
             before.restore()
         else:
             plan_next_validation(ctx)
@@ -570,9 +576,10 @@ def validate(ctx: RunContext) -> None:
 
 
 class BeforeValidation:
-    """State of a run that a validation changes, to be restored where the validation is left in the middle.
+    """State of a run that a validation changes. It is restored if the validation is left before its end.
 
-    Weights and optimizers it does not change. What callbacks count of it is theirs.
+    A validation does not change weights and optimizers, so they are not kept. Callbacks that count validations keep
+    their counts.
 
     Args:
         ctx: the run.
@@ -586,7 +593,10 @@ class BeforeValidation:
         self._loggers = {key: logger.state_dict() for key, logger in by_class(ctx.trainer.loggers).items()}
 
     def restore(self) -> None:
-        """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
+        """Restore the state from before the validation.
+
+        Checkpoints then ignore what loggers wrote during the validation.
+        """
         metric_states_module().restore_metric_states(self._ctx.module, self.counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.validation.loggers_before = self._loggers
@@ -597,14 +607,14 @@ class BeforeValidation:
 
 
 def agree_on_triggers(ctx: RunContext) -> None:
-    """Blocking: agree with all ranks on what was set so far, and act."""
+    """Wait for all ranks to agree on the triggers set so far, and act on them."""
     act_on(ctx, ctx.triggers.sync())
 
 
 def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
-    """Act on the triggers that the ranks agreed on, now and in `Ending.deferred`, all at the same step."""
+    """Act on the triggers that the ranks agreed on, now and earlier (`Ending.deferred`), all at the same step."""
     deferred, ctx.ending.deferred = ctx.ending.deferred, []
-    # A validation comes last: the others do not wait for its end.
+    # A validation comes last, since the other triggers must not wait for its end.
     for trigger in sorted((*deferred, *agreed), key=lambda one: one.name == "validate"):
         if trigger.name == "stop":
             ctx.ending.waits = is_below_minimum(ctx)
@@ -618,7 +628,7 @@ def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
 
 
 def save_now(ctx: RunContext, reason: str, final: bool = True) -> Any:
-    """Save through the ModelCheckpoint whose `state_key` is the reason, else through the first."""
+    """Save through the ModelCheckpoint whose `state_key` equals `reason`, else through the first one."""
     savers: dict[str, Any] = {callback.state_key: callback for callback in ctx.callbacks if saves(callback)}
     saver = savers.get(reason, ctx.trainer.checkpoint_callback)
     return None if saver is None else saver.save_now(ctx.trainer, reason, final)
@@ -628,16 +638,17 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
     """Save and end the run; it can be resumed.
 
     Raises:
-        Preempted: always, but where nothing can be saved: then what the signal would have raised.
+        Preempted: always, if there is a ModelCheckpoint. Without one, KeyboardInterrupt or SystemExit is raised, as the
+            signal would have done.
     """
     trainer = ctx.trainer
     if trainer.checkpoint_callback is None:
-        # Nothing can be saved, so nothing can be resumed: end as the signal would have.
+        # Nothing can be saved, so nothing can be resumed: end as the signal would have done.
         if trigger.reason == "SIGINT":
             raise KeyboardInterrupt
         raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
     began = ctx.position.global_step > 0 or ctx.resumed_reader is not None
-    # Before the first step there is nothing to lose, and what hooks drew and logged at the start comes again.
+    # Before the first step there is nothing to save: a new start repeats what hooks drew and logged.
     path = save_now(ctx, trigger.reason) if began else None
     at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches
     epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"
@@ -648,9 +659,9 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
     )
     trainer._print(message)
     error = Preempted(message, path)
-    # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
+    # Write the status now, since torchrun sends SIGTERM to the remaining ranks once the first one has ended.
     trainer.stop_reason = trigger.reason
-    with suppress(OSError):  # it is written again at the run's end, and what is wrong is raised then
+    with suppress(OSError):  # the status is written again at the run's end, and an error is raised then
         trainer.run_folder.write_status(trainer, error)
     ctx.ending.preempted = True
     raise error

@@ -1,4 +1,4 @@
-"""Manual optimization: the module calls backward and steps itself, and the Trainer adds hooks and counts to each."""
+"""Manual optimization: the module calls backward and steps itself; the Trainer adds hooks and counts the steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instep.trainer.step import finished, make_parts, no_gradients_from, optimiz
 
 
 def manual_step(ctx: RunContext) -> Step:
-    """Make the step of manual optimization: the module optimizes, and a batch that stepped an optimizer counts."""
+    """Make the step of manual optimization: a batch counts as a step if the module stepped an optimizer in it."""
     at, source, log, gradient, counts = ctx.position, ctx.source, ctx.log, ctx.gradient, ctx.counts
     parts = make_parts(ctx)
     parts.around.append("the module optimizes by itself (automatic_optimization=False)")

@@ -1,4 +1,4 @@
-"""Values of a run as they are shown: the last ones of all logged names, and what goes to the loggers."""
+"""Values of a run for display and logging: the last value of each logged name, and what goes to the loggers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ENDS, _MOST_NAN = ("_step", "_epoch"), 8
 
 
 class Metrics:
-    """Last values of all logged names; new ones are sent to the loggers.
+    """Last values of all logged names. New values are sent to the loggers.
 
     Args:
-        trainer: whose loggers they are.
+        trainer: the Trainer, whose loggers get the values.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -53,14 +53,14 @@ class Metrics:
                 self._send(metrics, step)
 
     def keep(self, log: MetricLog) -> None:
-        """Keep the step values of a log that another one replaces: callbacks may watch them."""
+        """Keep the step values of a log before another log replaces it, since callbacks may watch them."""
         values = {name: float(value) for name, value in log.callback_values.items()}
         self.callback.update(values)
         self._look_for_nan(values, self._trainer.global_step)
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
-        """Record epoch values; the final ones go to the loggers. They replace older step values of the same name."""
+        """Record epoch values, which replace older step values of the same name. Final ones are sent to the loggers."""
         to_log: dict[str, float] = {}
         ctx, stage = self._trainer._ctx, self._trainer.state.stage
         logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
@@ -82,7 +82,7 @@ class Metrics:
             self._send(to_log, self._trainer.global_step)
 
     def warn_of_training(self, name: str, reader: str) -> None:
-        """Warn once where a name that validation has logged has training's value now, and something decides by it.
+        """Warn once if training's value has replaced validation's under one name, and something decides by this value.
 
         Args:
             name: the metric.
@@ -90,7 +90,7 @@ class Metrics:
         """
         replaced = self._of_validation.get(name)
         if replaced is False and self._trainer._log is not None:
-            replaced = name in self._trainer._log.callback_values  # a step value, which is newer
+            replaced = name in self._trainer._log.callback_values  # whether a step value, which is newer, has the name
         if replaced and reader not in self.warned and self._trainer.is_global_zero:
             self.warned.add(reader)
             warn_user(
@@ -107,7 +107,7 @@ class Metrics:
                 self.nan_since.pop(name, None)
 
     def describe_nan(self) -> str:
-        """Return in words which values are nan and since when; "" where none is. Its step values must be kept first."""
+        """Describe which values are nan and since when; "" if none is. Call `keep` for the log before."""
         since = self.nan_since
         plain = [name for name in since if not any(name == f"{other}{end}" for other in since for end in _ENDS)]
         by_step: dict[int, list[str]] = {}
@@ -121,7 +121,7 @@ class Metrics:
         return "; ".join(parts)
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
-        """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
+        """Send metrics to the loggers, together with the epoch. A metric named "step" is the user's own x-axis."""
         own_step = metrics.get("step", math.nan)
         if math.isfinite(own_step):
             metrics, step = {name: value for name, value in metrics.items() if name != "step"}, int(own_step)
@@ -130,12 +130,12 @@ class Metrics:
             logger.log_metrics(metrics, step)
 
     def next_eval_step(self, stage: str) -> int:
-        """Count a step value of an evaluation: the x-axis of these has a count of its own."""
+        """Count a step value of an evaluation, for its x-axis: each stage has its own count."""
         self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
         return self._eval_steps[stage]
 
     def forget(self) -> None:
-        """Drop all values: those of the sanity check are no metrics of the run."""
+        """Drop all values, after the sanity check: its metrics are no metrics of the run."""
         self.callback.clear()
         self.logged.clear()
         self.bar.clear()
@@ -159,7 +159,7 @@ class Metrics:
 
 
 def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
-    """Return metrics as users of Lightning read them: 0-dim tensors, float64 unless they are tensors already."""
+    """Return metrics as in Lightning: as 0-dim tensors, in float64 unless they are tensors already."""
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
@@ -167,7 +167,7 @@ def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
-    """Print what validate or test measured, as a table on a terminal and in a notebook, and as JSON lines elsewhere."""
+    """Print the metrics of validate or test: as a table on a terminal or in a notebook, elsewhere as JSON lines."""
     if not (sys.stdout.isatty() or "ipykernel" in sys.modules):
         for index, metrics in enumerate(results):
             print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
@@ -183,4 +183,4 @@ def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     for name in dict.fromkeys(name for metrics in results for name in metrics):
         values = [f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results]
         table.add_row(Text(clean(name, "")), *values)
-    Console(force_jupyter=False).print(table)  # as text: a rank that a notebook has forked can display no HTML
+    Console(force_jupyter=False).print(table)  # as text, since a rank that a notebook has forked can display no HTML

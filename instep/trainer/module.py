@@ -40,8 +40,8 @@ _ALGORITHM = choice("norm", "value")
 class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     """A model with its training: an `nn.Module` with step hooks.
 
-    Override `training_step` and `configure_optimizers`, and of the rest what you need. Names and meaning are those of
-    a LightningModule.
+    Override `training_step` and `configure_optimizers`, and any other hooks that you need. Names and meaning are those
+    of a LightningModule.
 
     Example:
         >>> class Classifier(TrainModule):
@@ -84,7 +84,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Plain attributes of the instance: nn.Module's own look-ups are slow, and `log` reads this in every step.
+        # Plain attributes of the instance, since nn.Module's look-ups are slow and `log` reads this one in every step.
         self._log_buffer: list[Entry] | None = None
         self._trainer: Trainer | None = None
 
@@ -93,8 +93,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of one batch: `training_step(self, batch, batch_idx)`.
 
-        As `training_step(self, dataloader_iter)` it takes its batches itself, one or more:
-        `batch, batch_idx, dataloader_idx = next(dataloader_iter)`. So do the steps of evaluation, loader by loader.
+        Defined as `training_step(self, dataloader_iter)`, it takes one or more batches itself: `batch, batch_idx,
+        dataloader_idx = next(dataloader_iter)`. The evaluation steps can do the same, one loader after another.
 
         Args:
             batch: what the training loader gave, on the module's device.
@@ -107,9 +107,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         raise HookError(f"{type(self).__name__} has no training_step; fit needs one")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one validation batch: `(batch, batch_idx, dataloader_idx)`, of which the last may be left out.
+        """Evaluate one validation batch.
 
-        What is returned goes to `on_validation_batch_end`.
+        The arguments are `(batch, batch_idx, dataloader_idx)`; the last may be left out.
+
+        The return value is passed to `on_validation_batch_end`.
         """
         raise HookError(f"{type(self).__name__} has no validation_step; validate needs one")
 
@@ -118,7 +120,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         raise HookError(f"{type(self).__name__} has no test_step; test needs one")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict one batch, with the arguments of `validation_step`; by default the module's `forward`."""
+        """Predict one batch.
+
+        The arguments are those of `validation_step`; by default the module's `forward` is called.
+        """
         return self(args[0])
 
     # ---- tensor, context and pipeline parallelism
@@ -128,15 +133,15 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     key or index. Context parallelism cuts batches along it."""
 
     def parallelize(self, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
-        """Return how tensor parallelism cuts the module up.
+        """Return how tensor parallelism splits the module.
 
         Args:
-            mesh: with a dimension "tp".
+            mesh: device mesh with a dimension "tp".
 
         Returns:
-            Styles of `torch.distributed.tensor.parallel` by the names of submodules, in which `*` stands for any one
-            part; or None, where this method has cut them up itself by `parallelize_module(..., mesh["tp"], ...)`, or
-            where the plan of a transformers model is to be used.
+            A dict from names of submodules to styles of `torch.distributed.tensor.parallel`; in a name, `*` stands for
+            any one part. Or None, if this method has split them itself by `parallelize_module(..., mesh["tp"], ...)`,
+            or if the plan of a transformers model should be used.
 
         Example:
             >>> class Model(TrainModule):
@@ -146,12 +151,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return None
 
     def pipeline_stages(self) -> Sequence[Any]:
-        """Return the parts of `forward` in their order, of which a pipeline makes its stages.
+        """Return the parts of `forward` in their order. A pipeline makes its stages of them.
 
         Returns:
-            Submodules, each called with what the one before returned: tensors, alone or in a tuple, whose first
-            dimension is the batch. Where a part is more than a call of one submodule: a tuple of a function (a method)
-            and the submodules whose weights it uses. Calling all of them in turn is what `forward` does.
+            Submodules, each of which is called with the output of the one before: a tensor or a tuple of tensors, whose
+                first dimension is the batch. If a part is more than a call of one submodule, return a tuple of a
+                function (a method) and the submodules whose weights it uses. `forward` must be the same as calling all
+                parts in turn.
 
         Example:
             >>> class Model(TrainModule):
@@ -161,13 +167,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         raise HookError(f"{type(self).__name__} has no pipeline_stages, which a pipeline needs: define it")
 
     def pipeline_loss(self, output: Any, target: Any) -> Any:
-        """Compute the mean loss over samples of what `forward` returned; a pipeline does it for each micro-batch.
+        """Compute the mean loss over samples from the output of `forward`; a pipeline calls this for each micro-batch.
 
         `training_step` calls it as `self.pipeline_loss(self(inputs), target)`, with any strategy.
 
         Args:
-            output: of `forward`, for some samples of the batch.
-            target: anything; of its tensors that have a row per sample those samples' rows.
+            output: output of `forward` for some samples of the batch.
+            target: the target. Its tensors with one row per sample have only the rows of those samples.
 
         Returns:
             A 0-dim tensor; or a dict of them with the loss under "loss", each a mean over samples.
@@ -180,10 +186,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Return the optimizers and schedulers.
 
         Returns:
-            An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and,
-            if wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
-            "strict", "name"); a list of such dicts; or None to train without one. In automatic optimization several
-            optimizers step in every optimizer window, from the one loss.
+            An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and, if
+            wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
+            "strict", "name"); a list of such dicts; or None to train without one. In automatic optimization, several
+            optimizers all step in every optimizer window, with the gradients of the same loss.
         """
         raise HookError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
 
@@ -196,7 +202,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backpropagate `loss`, already weighted (and scaled) by the Trainer."""
+        """Backpropagate `loss`, which the Trainer has already weighted and scaled."""
         loss.backward(*args, **kwargs)
 
     def configure_gradient_clipping(
@@ -211,8 +217,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Clip the gradients of an optimizer through the strategy.
 
         Args:
-            optimizer: whose gradients.
-            gradient_clip_val: largest norm or value; None takes the Trainer's. Where that is None too, and with 0,
+            optimizer: the optimizer whose gradients are clipped.
+            gradient_clip_val: largest norm or value; None takes the Trainer's. If that is None too, or if it is 0,
                 nothing is clipped.
             gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's.
 
@@ -235,7 +241,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         limit = asked.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         if limit is not None and limit > 0:
             gradients, bare = self.trainer.strategy.gradients, _bare(optimizer)
-            gradients.unscale(bare)  # in manual optimization nothing has done so yet
+            gradients.unscale(bare)  # in manual optimization the gradients are not yet unscaled
             gradients.clip(parameters_of(bare), limit, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -249,13 +255,14 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Return the optimizer, or the list of them, for manual optimization.
 
         Args:
-            use_pl_optimizer: False gives the bare optimizers, whose `step` the Trainer does not see.
+            use_pl_optimizer: whether to return the wrapped optimizers. False returns the bare ones; the Trainer does
+                not see their `step`.
         """
         wrapped = self.trainer._wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
         return wrapped[0] if len(wrapped) == 1 else list(wrapped)
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them, or None, for manual optimization."""
+        """Return the scheduler, the list of schedulers, or None, for manual optimization."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
@@ -266,8 +273,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         self.trainer._manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Restrict gradients to this optimizer's parameters, until `untoggle_optimizer`."""
-        self.untoggle_optimizer(optimizer)  # whichever is toggled still: what that has frozen is not to stay so
+        """Restrict gradients to this optimizer's parameters, until `untoggle_optimizer` is called."""
+        # another optimizer may still be toggled, and its frozen parameters must not stay frozen
+        self.untoggle_optimizer(optimizer)
         mine = set(parameters_of(_bare(optimizer)))
         every = {p for other in self.trainer.optimizers for p in parameters_of(other)}
         self._toggled: dict[Tensor, bool] = {p: p.requires_grad for p in every}
@@ -282,7 +290,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """`toggle_optimizer` for the length of a with block."""
+        """Toggle an optimizer for the length of a `with` block."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -310,7 +318,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Log one value. It is copied and stays on its device; nothing waits.
 
         Args:
-            name: keys with a "/" group in dashboards.
+            name: name of the metric. A part before a "/" forms a group in dashboards.
             value: a number, a tensor with one element, or a metric object with `compute()`.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers; default yes.
@@ -325,11 +333,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             rank_zero_only: the call is made on the main process only, so nothing is reduced.
             sync_dist_group: a process group of torch: values are reduced over its ranks alone. Metric objects have a
                 `process_group` of their own.
-            metric_attribute: name of the metric object in this module; it is found without.
+            metric_attribute: name of the metric object in this module; by default it is searched for.
 
         Raises:
-            LogError: a wrong value. Also a hook where nothing can be logged, or contradicting arguments for one name:
-                raised when the loop collects the value, right after the step or hook.
+            LogError: a wrong value. Also raised for a hook in which nothing can be logged, or for contradicting
+                arguments for one name; then it is raised when the loop collects the value, right after the step or
+                hook.
         """
         buffer = self._log_buffer
         if buffer is None:
@@ -366,7 +375,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self.log(name, value, **kwargs)
 
     def _log_into(self, buffer: list[Entry] | None) -> None:
-        """Set where `log` writes, also that of modules within this one; None: nowhere."""
+        """Set the list that `log` writes into, also for TrainModules within this one; None for nowhere."""
         for module in self.modules():
             if isinstance(module, TrainModule):
                 module._log_buffer = buffer
@@ -395,12 +404,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         for module in self.modules():
-            if isinstance(module, TrainModule):  # a backbone within this one, too
+            if isinstance(module, TrainModule):  # including a TrainModule within this one, such as a backbone
                 module._trainer = trainer
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed, which is the number of the running one, from 0."""
+        """Number of completed epochs, which is the index of the running one, from 0."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
@@ -430,9 +439,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def batch_weight(self) -> float:
-        """Factor for this batch's mean loss in manual optimization: n_rank * world / n_global.
+        """Factor by which to multiply this batch's mean loss in manual optimization: n_rank * world / n_global.
 
-        The average over ranks is then the mean over all samples. 1.0 but in the tail of an epoch.
+        With it, the average over ranks is the mean over all samples. It is 1.0 except in the tail of an epoch.
         """
         return self.trainer._batch_weight()
 
@@ -448,7 +457,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Mesh of the devices that a strategy shards the module over; None where there is none, or no run yet."""
+        """Mesh of the devices that a strategy shards the module over; None without a mesh or outside of a run."""
         return None if self._trainer is None else getattr(self._trainer.strategy, "mesh", None)
 
     @property
@@ -457,19 +466,21 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the main process only, above the progress bar."""
+        """Print on the main process only, above the progress bar."""
         if self._trainer is None:
             print(*args, **kwargs)  # noqa: T201  it is a print
         else:
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks, stacked in a new first dimension; one process gets its data back. Collective.
+        """Gather tensors of all ranks, stacked in a new first dimension. One process gets its data unchanged.
+
+        Collective.
 
         Args:
-            data: a tensor, or a nest of them, alike in shape on all ranks.
-            group: a process group, of which all ranks call it; None: of all processes.
-            sync_grads: let gradients flow back to the ranks the tensors came from.
+            data: a tensor, or nested tensors, with the same shapes on all ranks.
+            group: a process group, all of whose ranks must call this method; None for all processes.
+            sync_grads: whether gradients flow back to the ranks that the tensors came from.
         """
         if self.trainer.world_size == 1:
             return data
@@ -492,7 +503,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return self.requires_grad_(False).eval()
 
     def unfreeze(self: M) -> M:
-        """Undo `freeze`; returns the module."""
+        """Undo `freeze`, and return the module."""
         self.requires_grad_(True)
         return self.train()
 
@@ -506,20 +517,22 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         which_weights: str | None = None,
         **kwargs: Any,
     ) -> M:
-        """Make a module from a checkpoint: `__init__` gets the saved hyperparameters, then the weights are loaded.
+        """Make a module from a checkpoint: pass the saved hyperparameters to `__init__`, then load the weights.
 
         Args:
             checkpoint_path: a checkpoint folder.
             map_location: device to move the module to; also in the other forms that `torch.load` takes.
-            hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
+            hparams_file: a JSON or YAML file of hyperparameters that replace the saved ones.
             strict: whether names must match exactly; default the module's `strict_loading`.
-            which_weights: "live" or "averaged", of a run with WeightAveraging; None: the checkpoint's plain weights.
-            **kwargs: arguments of `__init__`, before the saved ones. What a checkpoint does not hold is given here: an
-                argument that was ignored, a class or function that the class does not name for it, or an object that
-                no checkpoint makes, such as a pydantic model or a container of OmegaConf.
+            which_weights: "live" or "averaged", for a run with WeightAveraging; None for the checkpoint's plain
+                weights.
+            **kwargs: arguments of `__init__`, which take precedence over the saved ones. Pass here what a checkpoint
+                does not hold: an ignored argument, a class or function that the module's class does not name for it, or
+                an object that no checkpoint can make, such as a pydantic model or a container of OmegaConf.
 
         Raises:
-            CheckpointError: it is not a checkpoint, does not verify, lacks an argument, or names what it may not.
+            CheckpointError: the folder is not a checkpoint, does not verify, lacks an argument, or names a class or
+                function that is not allowed.
         """
         from instep.trainer.weights import load_module  # late: the checkpoint room is loaded when used
 
@@ -534,10 +547,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         self.compile_by(lambda method: torch.compile(method, *args, **kwargs))
 
     def compile_by(self, compiler: Callable[[Any], Any]) -> None:
-        """Compile `forward` and the step methods in place, those that are not compiled yet.
+        """Compile `forward` and the step methods in place, except those that are compiled already.
 
         Args:
-            compiler: takes a method and returns it compiled.
+            compiler: function that takes a method and returns it compiled.
         """
         if self._compiled_call_impl is None:
             self._compiled_call_impl = compiler(self._call_impl)
@@ -560,10 +573,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Write the weights as safetensors, and the hyperparameters as `config.json`. Collective: on all ranks.
 
         Args:
-            save_directory: the folder; made if it is not there. A model in it is replaced, file by file.
-            push_to_hub: send it to the Hugging Face hub too, by `push_to_hub`.
-            repo_id: where on the hub; default: the folder's name.
-            max_shard_size: bytes of a file, or a text such as "5GB": a larger model is several files with an index.
+            save_directory: the folder, which is created if necessary. A model in it is replaced, file by file.
+            push_to_hub: whether to send the model to the Hugging Face hub too, by `push_to_hub`.
+            repo_id: repository on the hub; default: the folder's name.
+            max_shard_size: largest size of a file in bytes, or a text such as "5GB". A larger model is split into
+                several files with an index.
             **push_to_hub_kwargs: for `push_to_hub`.
 
         Returns:
@@ -580,8 +594,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Send the weights and hyperparameters to the Hugging Face hub, in one commit. Collective: on all ranks.
 
         Args:
-            repo_id: such as "user/model"; made if it is not there.
-            max_shard_size: as of `save_pretrained`.
+            repo_id: repository such as "user/model", which is created if necessary.
+            max_shard_size: as in `save_pretrained`.
             **push_to_hub_kwargs: `commit_message`, `private`, `token`, `branch` (which must exist), `create_pr`, and
                 patterns for `huggingface_hub.HfApi.upload_folder`.
 
@@ -610,21 +624,22 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         strict: bool | None = None,
         **model_kwargs: Any,
     ) -> M:
-        """Make a module of a folder that `save_pretrained` wrote, or of a repository on the Hugging Face hub.
+        """Make a module from a folder that `save_pretrained` wrote, or from a repository on the Hugging Face hub.
 
         `__init__` gets the hyperparameters of `config.json`, then the weights are loaded. Only JSON and safetensors
-        are read, whoever wrote them: nothing runs their code. It also takes a checkpoint folder of a run.
+        files are read, so a repository of an unknown author cannot run code. A checkpoint folder of a run can be loaded
+        as well.
 
         Args:
-            pretrained_model_name_or_path: the folder; or "user/model", where there is no such folder.
-            force_download: download also what the hub's cache has.
-            token: of the hub; None: the one that `hf auth login` has saved, or `HF_TOKEN`.
-            cache_dir: of the hub; default: its own.
-            local_files_only: take what the cache has, and ask nobody.
+            pretrained_model_name_or_path: the folder; if there is no such folder, the repository "user/model".
+            force_download: download files again that the hub's cache already has.
+            token: access token of the hub; None: the one that `hf auth login` has saved, or `HF_TOKEN`.
+            cache_dir: folder for downloads; default: the hub's own.
+            local_files_only: use only files in the cache, without a network.
             revision: branch, tag or commit of the repository.
             map_location: device to move the module to.
             strict: whether names must match exactly; default the module's `strict_loading`.
-            **model_kwargs: arguments of `__init__`, before the saved ones.
+            **model_kwargs: arguments of `__init__`, which take precedence over the saved ones.
 
         Returns:
             The module, in training mode as `__init__` made it.
@@ -632,8 +647,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             CheckpointNotFoundError: there is neither such a folder nor such a repository, or no safetensors in it.
             CorruptCheckpointError: a file is damaged.
-            CheckpointError: it does not fit the class, or the hub refuses or cannot be reached.
-            MissingPackageError: it is not on this machine, and huggingface_hub is not installed.
+            CheckpointError: the model does not fit the class, or the hub refuses or cannot be reached.
+            MissingPackageError: the model is not on this machine, and huggingface_hub is not installed.
         """
         from instep.trainer.weights import load_pretrained  # late: the checkpoint room is loaded when used
 
@@ -656,7 +671,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Write `forward` in ONNX format, in eval mode. On several ranks all call it, and the main process writes.
 
         Args:
-            file_path: of the file, or a buffer; None writes nothing. Large weights lie in a file beside it.
+            file_path: path of the file, or a buffer; None writes nothing. Large weights are written to a second file
+                beside it.
             input_sample: input of `forward` in a form of `example_input_array`, which is the default.
             **kwargs: for `torch.onnx.export`.
 
@@ -678,7 +694,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Export `forward` by `torch.export`, in eval mode. On several ranks all call it, and the main process writes.
 
         Args:
-            file_path: of the file (".pt2"), for `torch.export.load`; None writes nothing.
+            file_path: path of the file (".pt2"), for `torch.export.load`; None writes nothing.
             input_sample: input of `forward` in a form of `example_input_array`, which is the default.
             **kwargs: for `torch.export.export`, such as `dynamic_shapes`.
 
@@ -698,7 +714,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Make TorchScript of `forward`, in eval mode. Torch deprecates it, and warns: see `to_exported_program`.
 
         Args:
-            file_path: of the file, for `torch.jit.load`; None writes nothing.
+            file_path: path of the file, for `torch.jit.load`; None writes nothing.
             method: "script" or "trace".
             example_inputs: inputs to trace with, in a form of `example_input_array`, which is the default.
             **kwargs: for `torch.jit.script` or `torch.jit.trace`.
@@ -726,10 +742,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Compile `forward` by torch_tensorrt, in eval mode.
 
         Args:
-            file_path: of the file; None writes nothing.
+            file_path: path of the file; None writes nothing.
             input_sample: input of `forward` in a form of `example_input_array`, which is the default.
-            ir: what torch_tensorrt compiles by; "ts" is TorchScript.
-            output_format: of the file; with `ir="ts"` it must be "torchscript".
+            ir: intermediate representation that torch_tensorrt compiles from; "ts" is TorchScript.
+            output_format: format of the file; with `ir="ts"` it must be "torchscript".
             retrace: for `torch_tensorrt.save`.
             default_device: CUDA device to compile on where the module is on another kind of device.
             **compile_kwargs: for `torch_tensorrt.compile`.
@@ -747,7 +763,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def __getstate__(self) -> Any:
         # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
-        state = super().__getstate__()  # without the compiled forward
+        state = super().__getstate__()  # this leaves the compiled forward out
         left_out = {"_trainer": None, "_log_buffer": None}
         return {key: left_out.get(key, value) for key, value in state.items() if key not in STEPS}
 
@@ -755,7 +771,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 TrainModule.__jit_unused_properties__ = [
     name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
 ]
-# `torch.jit.script` takes them for TorchScript's types, and those of the next base where a class has none.
+# `torch.jit.script` takes annotations for TorchScript types, and reads those of the next base if a class has none.
 TrainModule.__annotations__ = {"training": bool}
 
 

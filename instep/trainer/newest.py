@@ -1,7 +1,8 @@
 """The newest full state of a run, kept beside what the policies of its ModelCheckpoints keep. Loads late.
 
-A policy such as "the best two" has a crash throw away all since the best. A run that goes on by itself, by
-`ckpt_path="auto"` or "last" or under a launcher that starts it again, therefore has one state more: the newest one.
+With a policy such as "the best two", a crash would lose all steps since the best checkpoint. A run that resumes by
+itself (by `ckpt_path="auto"` or "last", or under a launcher that restarts it) therefore keeps one more state: the
+newest one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class NewestState(ModelCheckpoint):
-    """Saver of a run's newest full state; its hooks run after those of all ModelCheckpoints.
+    """Saver of a run's newest full state. Its hooks run after those of all ModelCheckpoints.
 
-    Where one of these has judged a step, and none has left a full state of it, this one saves the state, in the folder
-    of the first of them. It keeps one, and that one goes once a newer full state has verified, whoever saved it.
+    If a ModelCheckpoint has judged a step, but none has saved a full state of this step, `NewestState` saves one, in
+    the folder of the first ModelCheckpoint. It keeps one state, and deletes that one once a newer full state of any
+    saver has verified.
 
     Args:
         beside: the ModelCheckpoints of the run.
@@ -35,7 +37,7 @@ class NewestState(ModelCheckpoint):
         first, self._at = beside[0], at
         super().__init__(first.own_folder, every_n_epochs=0, background=first.background, on_error=first.on_error)
         self._beside = beside
-        self.due = False  # a ModelCheckpoint has judged since the last look
+        self.due = False  # whether a ModelCheckpoint has judged a step since the last `settle`
         self._holder: ModelCheckpoint = self  # the callback that saved the newest full state, at this step and position
         self._step = -1
         self._position: dict[str, Any] | None = None
@@ -57,19 +59,19 @@ class NewestState(ModelCheckpoint):
         self.settle(trainer)
 
     def settle(self, trainer: Trainer) -> None:
-        """Save the state where one was due, and no full one of this step is there or under way. Collective."""
+        """Save the state if one is due, unless a full one of this step is there or being saved. Collective."""
         if self.due:
             self.due = False
             if self._step != trainer.global_step:
                 self._save(trainer, last=True)
 
     def take(self, trainer: Trainer, at_once: bool, must: bool) -> Path:
-        """Save the state as it is now, unless it is there. Collective.
+        """Save the current state, unless a checkpoint has it already. Collective.
 
         Args:
             trainer: the Trainer.
-            at_once: do not save in the background.
-            must: a failure is an error in any case.
+            at_once: whether to save at once, not in the background.
+            must: whether a failure is an error whatever `on_error` says.
 
         Returns:
             The newest full checkpoint.
@@ -82,7 +84,8 @@ class NewestState(ModelCheckpoint):
 
     @property
     def _folders(self) -> list[Path | None]:
-        return list(dict.fromkeys(each.own_folder for each in self._beside))  # another may have been the first
+        # after a restart another ModelCheckpoint may be the first
+        return list(dict.fromkeys(each.own_folder for each in self._beside))
 
     @property
     def path(self) -> Path:
@@ -90,20 +93,20 @@ class NewestState(ModelCheckpoint):
         return self._path(self._holder.last_model_path)
 
     def _want_newest(self, trainer: Trainer) -> None:
-        return None  # it is the one that is asked
+        return None  # this saver itself is the one that is asked
 
     def note(self, holder: ModelCheckpoint | None) -> None:
-        """Record that the full state of this step is there, or under way; or, with None, that it was not saved."""
+        """Record that a full state of this step is saved or being saved; with None, that saving it failed."""
         self._holder = holder or self
         self._step = -1 if holder is None else self._at.global_step
         self._position = None if holder is None else self._at.reached
 
     def superseded(self, by: ModelCheckpoint, step: int) -> list[str]:
-        """Return what a newer full state replaces: the last of this saver, and what others kept as the newest alone.
+        """Return the checkpoints that a newer full state replaces: this saver's own, and those kept only as newest.
 
         Args:
-            by: who saves it. In the background it deletes in its own folder only.
-            step: of the newer one.
+            by: saver of the newer state. If it saves in the background, it deletes only in its own folder.
+            step: step of the newer state.
         """
         found = [saved.key for saved in self.saved]
         for each in self._beside:
@@ -113,7 +116,10 @@ class NewestState(ModelCheckpoint):
         return [key for key in found if not by.background or str(self._path(key).parent) == here]
 
     def forget(self, deleted: Sequence[str], by: ModelCheckpoint) -> None:
-        """Remove what was deleted from the lists of all savers; a last one that is gone is now the newest one."""
+        """Remove deleted checkpoints from the lists of all savers.
+
+        A deleted last checkpoint is replaced by that of `by`.
+        """
         gone = {self._path(key) for key in deleted}
         for each in (self, *self._beside):
             each.saved = [saved for saved in each.saved if saved.key not in deleted]
@@ -122,7 +128,10 @@ class NewestState(ModelCheckpoint):
 
 
 def newest_state(ctx: RunContext) -> NewestState | None:
-    """Make the saver of a fit's newest state; None, with a line that says why, where its savers want none."""
+    """Make the saver of a fit's newest state.
+
+    If no ModelCheckpoint wants one, return None, and print why if it matters.
+    """
     savers = [each for each in ctx.callbacks if isinstance(each, ModelCheckpoint)]
     wanting = [each for each in savers if each.keeps_newest]
     if wanting:

@@ -27,7 +27,7 @@ _SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "str
 
 
 class OptimizerSetup(NamedTuple):
-    """The optimizers and schedulers of a run."""
+    """Optimizers and schedulers of a run."""
 
     optimizers: list[Optimizer]
     schedulers: list[LRSchedulerConfig]
@@ -41,9 +41,9 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
     Args:
         result: an optimizer; a list of optimizers; `([optimizers], [schedulers])`; a dict with `optimizer` and perhaps
-            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`) and `monitor`; a list of
-            such dicts; or None to train nothing. In automatic optimization several optimizers step together, from one
-            loss.
+            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`) and `monitor`; a list of such
+            dicts; or None to train nothing. In automatic optimization, several optimizers step together, with the
+            gradients of one loss.
         module: the module, placed on its device.
 
     Raises:
@@ -80,7 +80,7 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
 
 def _refuse_turns(result: Any, several: bool) -> None:
-    """Raise where optimizers are given a frequency, by which Lightning 1 let them take turns; one alone has none."""
+    """Raise HookError if several optimizers have a frequency (in Lightning 1 they took turns by it); for one, warn."""
     items = [result] if isinstance(result, Mapping | Optimizer) else result
     if all(not isinstance(item, Mapping) or item.get("frequency") is None for item in items):
         return
@@ -94,7 +94,7 @@ def _refuse_turns(result: Any, several: bool) -> None:
 
 
 def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Raise where several optimizers cannot step together from one loss."""
+    """Raise HookError if several optimizers cannot step together from one loss."""
     for optimizer in optimizers:
         if wants_closure(optimizer):
             raise HookError(
@@ -116,14 +116,14 @@ def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
 
 
 def wants_closure(optimizer: Optimizer | None) -> bool:
-    """Return whether the optimizer evaluates the loss itself, as L-BFGS: its `step` cannot do without a closure."""
+    """Return True if the optimizer evaluates the loss itself, as L-BFGS does: its `step` requires a closure."""
     step = getattr(type(optimizer), "step", None)
     asked = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
     return asked is not None and asked.default is inspect.Parameter.empty
 
 
 def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
-    """Return the optimizers, and each scheduler with its monitor, if its optimizer's dict has one."""
+    """Return the optimizers, and each scheduler with the monitor that the dict of its optimizer names."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):
@@ -265,8 +265,8 @@ def step_schedulers(
 
     Args:
         configs: the run's schedulers.
-        interval: what has just ended: `step` (an optimizer step) or `epoch`.
-        count: how many of them have ended, this one included.
+        interval: `step` after an optimizer step, `epoch` after an epoch.
+        count: number of such steps or epochs so far, with the one that just ended.
         metrics: the logged metrics, for plateau schedulers.
         module_hook: the module's `lr_scheduler_step(scheduler, metric)` where it is overridden.
 
@@ -309,7 +309,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
 
 
 class TrainOptimizer(OptimizerProxy):
-    """Optimizer of manual optimization, as `self.optimizers()` returns it: the Trainer counts its steps.
+    """Optimizer of manual optimization, as `self.optimizers()` returns it. The Trainer counts its steps.
 
     Everything else is the optimizer's own: attributes are forwarded, and `isinstance(opt, torch.optim.Adam)` holds.
 
@@ -334,10 +334,10 @@ class TrainOptimizer(OptimizerProxy):
         self._no_sync = no_sync
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step through the strategy and the precision; the Trainer's `global_step` goes up.
+        """Step through the strategy and the precision, and count the step in the Trainer's `global_step`.
 
         Args:
-            closure: runs the model again and returns the loss, for optimizers that need it.
+            closure: function that runs the model again and returns the loss, for optimizers that need it.
             kwargs: passed to the optimizer's step.
         """
         if self.on_step is None:
@@ -346,7 +346,7 @@ class TrainOptimizer(OptimizerProxy):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Inside, only this optimizer's parameters require gradients.
+        """Let only this optimizer's parameters require gradients in a `with` block.
 
         Args:
             sync_grad: whether gradients are reduced over processes; False while accumulating.

@@ -10,13 +10,13 @@ from instep.utils.warn import warn_user
 
 
 class OuterCounts:
-    """Counts of the training's metric objects, kept apart from what they count in an evaluation.
+    """Counts of the training's metric objects, kept while the same objects count in an evaluation.
 
-    Without a fit around the evaluation it is what the same Trainer's last fit has left in the middle of an epoch.
+    In an evaluation outside of fit, these are the counts that the Trainer's last fit left in the middle of an epoch.
 
     Args:
         ctx: the run.
-        log: the evaluation's.
+        log: log of the evaluation.
     """
 
     def __init__(self, ctx: RunContext, log: MetricLog) -> None:
@@ -38,24 +38,28 @@ class OuterCounts:
         self._counts.put_back(self._counts.objects)
 
     def take_out(self) -> None:
-        """Reset the objects: hooks at the start may still read them, the loaders' batches count apart."""
+        """Reset the objects before the loaders' batches. Until then, the start hooks can read the training's counts."""
         self._counts = self._room.Counts(self._objects)
 
     def put_back_unused(self) -> None:
-        """Restore the objects that the batches neither counted into nor logged, for hooks at the end.
+        """Restore the objects that the evaluation neither updated nor logged, before its end hooks.
 
-        One that is logged and has counted nothing is a rank's without a sample: other ranks have counted.
+        An object that is logged but has counted nothing belongs to a rank without a sample. It is not restored, since
+        other ranks have counted.
         """
         self.note_logged()
         unused = [one for one in self._counts.objects if not one._update_count and id(one) not in self._logged]
         self._counts.put_back(unused)
 
     def note_logged(self) -> None:
-        """Record the objects that the evaluation has logged: it resets them."""
+        """Record the objects that the evaluation has logged, since the log resets these."""
         self._logged = {id(part) for one in self._log.metric_objects for _, part in self._room.with_parts(one)}
 
     def put_back(self) -> None:
-        """Restore what the objects had counted; with what was added by hand, where nothing of it was logged."""
+        """Restore the training's counts.
+
+        Counts of the evaluation are added for an object that it has updated but not logged.
+        """
         counts, self._counts = self._counts, self._room.Counts([])
         counts.put_back([one for one in counts.objects if id(one) in self._logged or not one._update_count])
         left = counts.add_up()

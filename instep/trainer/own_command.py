@@ -18,13 +18,13 @@ def _folder() -> str | None:
         return None
 
 
-_STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
+_STARTED_IN = _folder()  # folder of the program's relative arguments, before the program may change it
 
 
 def own_command(settings: Settings) -> dict[str, Any] | None:
     """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
 
-    Secrets among its arguments are left out. The mark says that it is this user's own.
+    Secrets among its arguments are left out. A mark shows that this user wrote the command.
     """
     from instep.launch import hydra  # late: only who saves pays for it
     from instep.launch.command import this_command

@@ -1,4 +1,4 @@
-"""Callbacks, loggers and hooks that the user plugs into a run: completed, ordered and checked before it starts."""
+"""Callbacks, loggers and hooks that the user plugs into a run: completed, sorted and checked before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.utils.warn import warn_user
 
 _warned: set[tuple[type, str]] = set()
 
-_A_LOADER = 0.92  # a helper such as get_predict_dataloader is 0.9 of predict_dataloader
+_A_LOADER = 0.92  # difflib ratio of a likely loader method; a helper get_predict_dataloader has only 0.9
 _LOADER_OF = {"fit": "train", "validate": "val"}
 _NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
 
@@ -31,10 +31,10 @@ _NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("valid
 
 
 def check_module(model: Any) -> TrainModule:
-    """Return the user's module; of a compiled one the module itself, whose steps are compiled as it was.
+    """Return the user's module. For a compiled module, return the original one with its steps compiled the same way.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the model is something else.
     """
     inner = getattr(model, "_orig_mod", None)  # attribute of torch's OptimizedModule, whose import takes a second
     if isinstance(inner, TrainModule):
@@ -53,7 +53,7 @@ def check_module(model: Any) -> TrainModule:
 
 
 def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[DataModule | None, Any]:
-    """Return the datamodule and the loaders, of which a DataModule may stand in the loaders' place.
+    """Return the datamodule and the loaders. A DataModule may be passed in the place of loaders.
 
     Raises:
         UsageError: both were passed, or something that is neither.
@@ -78,7 +78,7 @@ def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[
 
 
 def need_loaders(ctx: RunContext, sources: Sequence[Any]) -> None:
-    """Raise a UsageError where an evaluation has no data, but by its limit of batches."""
+    """Raise a UsageError if an evaluation has no data, unless its limit of batches is 0."""
     stage = "val" if ctx.fn == "validate" else ctx.fn
     if not sources and getattr(ctx.settings, f"limit_{stage}_batches") != 0:
         raise UsageError(f"{ctx.fn} needs data: {ctx.loaders.how_to_give(stage)}")
@@ -88,19 +88,20 @@ def need_loaders(ctx: RunContext, sources: Sequence[Any]) -> None:
 
 
 def saves(callback: Callback) -> bool:
-    """Return whether a callback is a ModelCheckpoint, or acts as one: it can save now."""
+    """Return True if a callback can save now: a ModelCheckpoint, or a callback that acts as one."""
     return hasattr(callback, "save_now")
 
 
 def writes_checkpoints(callback: Callback) -> bool:
-    """Return whether a callback writes checkpoints: a ModelCheckpoint, or one that does so after an error."""
+    """Return True if a callback writes checkpoints: a ModelCheckpoint, or a callback that saves after an error."""
     return saves(callback) or hasattr(callback, "own_folder")
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Sort callbacks as they run: what sets the run up first, what writes checkpoints last, since it saves the others.
+    """Sort callbacks as they run: those with `runs_first`, then all others, then those that write checkpoints.
 
-    A checkpoint for an exception stands behind all others, whose `on_exception` it must not forestall.
+    Savers come late, since a checkpoint holds the state of the others. A saver for exceptions comes last, so that the
+    `on_exception` of all others runs before it.
     """
 
     def place(callback: Callback) -> int:
@@ -112,30 +113,30 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 class SilentLogger(NoExperiment):
-    """Stands for a logger where nothing is logged: while steps are tried, and with `fast_dev_run`."""
+    """Stand-in for a logger if nothing is logged: while steps are tried, and with `fast_dev_run`."""
 
     experiment = NoExperiment()
     """Stand-in for a tracker's object: every method does nothing."""
 
 
 def first_logger(loggers: Sequence[Any], settings: Settings) -> Any:
-    """Return the first logger; one that does nothing where `fast_dev_run` has turned loggers off; else None."""
+    """Return the first logger, a silent one if `fast_dev_run` has turned loggers off, or None."""
     if not loggers and settings.fast_dev_run and settings.logger == ():
         return SilentLogger()
     return loggers[0] if loggers else None
 
 
 def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Callback]:
-    """Add the default callbacks to the user's, and those of installed packages, in the order in which they run.
+    """Add the default callbacks and those of installed packages to the user's, and sort all as they run.
 
     Args:
-        settings: the Trainer's.
-        given: its arguments as the user gave them.
+        settings: settings of the Trainer.
+        given: the Trainer's arguments as the user passed them.
 
     Raises:
-        SettingError: there are two progress bars, or something was given although it is turned off.
+        SettingError: there are two progress bars, or a callback was passed although an argument turns it off.
     """
-    from instep import callbacks as room  # its names load when used: each default only when it is on
+    from instep import callbacks as room  # its names load when used, so only defaults that are on are loaded
 
     callbacks = list(settings.callbacks)
     bar = _check_bars(callbacks)
@@ -178,10 +179,10 @@ def progress_bars(callbacks: Iterable[Callback]) -> list[Any]:
 
 
 def _check_bars(callbacks: Iterable[Callback]) -> Any:
-    """Return the progress bar; None where there is none.
+    """Return the progress bar; None if there is none.
 
     Raises:
-        SettingError: there are two.
+        SettingError: there are two progress bars.
     """
     bars = progress_bars(callbacks)
     if len(bars) > 1:
@@ -196,14 +197,15 @@ def _check_bars(callbacks: Iterable[Callback]) -> Any:
 def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list[Callback]:
     """Merge the Trainer's callbacks with those of `configure_callbacks`.
 
-    One of the module's replaces the Trainer's of its class and of its base classes; its progress bar replaces any.
+    A callback of the module replaces those of the Trainer that have the same class or one of its base classes. A
+    progress bar of the module replaces any other.
 
     Raises:
         SettingError: two of them keep their state under the same key, or there are two progress bars.
     """
     given = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
     own = list(check_callbacks("configure_callbacks()", given or ()))
-    check_callbacks("trainer.callbacks", callbacks)  # a list that anything can be appended to
+    check_callbacks("trainer.callbacks", callbacks)  # checked again, since anything can be appended to this list
     kinds = tuple({type(callback) for callback in own})
     bars = progress_bars(callbacks) if _check_bars(own) is not None else []
     for callback in own:
@@ -216,7 +218,7 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     merged = in_order([*(callback for callback in callbacks if not is_replaced(callback)), *own])
     _check_bars(merged)
     keys = [callback.state_key for callback in merged]
-    alike = [callback for callback in merged if keys.count(callback.state_key) > 1]  # only they are asked for a state
+    alike = [callback for callback in merged if keys.count(callback.state_key) > 1]  # only these are asked for a state
     keys = [callback.state_key for callback in alike if callback.state_dict()]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
@@ -229,7 +231,7 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
 
 
 def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule | None) -> None:
-    """Choose the run folder, where anything will be written, and open the loggers in it."""
+    """Choose the run folder, if anything will be written, and open the loggers in it."""
     trainer = ctx.trainer
     if trainer.loggers or trainer.checkpoint_callback is not None:
         begins, folder = trainer.run_folder.choose(ctx), Path(str(trainer.log_dir))
@@ -255,7 +257,7 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
 
 
 def _check_files(loggers: Sequence[Any]) -> None:
-    """Raise where two loggers would write one file: which folder a logger has is known when it has started."""
+    """Raise SettingError if two loggers would write one file. Their folders are known only once they have started."""
     taken: dict[Any, str] = {}
     for logger in loggers:
         path, kind = getattr(logger, "path", None), type(logger).__name__
@@ -272,14 +274,14 @@ def _check_files(loggers: Sequence[Any]) -> None:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return bool(one is other or plain_values(one) == plain_values(other))
-    except (RuntimeError, ValueError):  # tensors and arrays do not compare to one bool
+    except (RuntimeError, ValueError):  # comparing tensors or arrays does not result in one bool
         return True
 
 
 def draw_graphs(ctx: RunContext) -> None:
-    """Draw the module in the loggers that were asked to; it runs once for that, and no random stream moves on.
+    """Draw the module in the loggers that were asked to. For this the module runs once, without moving random streams.
 
-    An earlier fit may have left the module cut up: running it would be collective, so it is not drawn.
+    A module that an earlier fit has left sharded is not drawn, since running it would be collective.
     """
     loggers = [logger for logger in ctx.trainer.loggers if logger._draws_graph]
     if ctx.fn != "fit" or not loggers or ctx.rank != 0:
@@ -297,10 +299,10 @@ def draw_graphs(ctx: RunContext) -> None:
 
 
 def check_hooks(ctx: RunContext) -> None:
-    """Raise where the module's hooks do not fit the run.
+    """Raise an error if the module's hooks do not fit the run.
 
     Raises:
-        HookError: one is missing, or of Lightning 1.x; the text names its successor.
+        HookError: a hook is missing, or comes from Lightning 1.x; then the text names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
     from instep.utils.porting import HOOKS_GONE  # late: importing the Trainer does not pay for the tables
@@ -342,10 +344,10 @@ def check_hooks(ctx: RunContext) -> None:
 
 
 def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
-    """Set a Trainer's argument while a run is under way.
+    """Set an argument of the Trainer during a run.
 
     Raises:
-        UsageError: it is not the accumulation, or that cannot change here.
+        UsageError: the argument is not accumulate_grad_batches, or that cannot change now.
     """
     if name != "accumulate_grad_batches" or ctx.fn != "fit":
         raise UsageError(f"trainer.{name} = {value!r}: the running {ctx.fn} has read it; set it between runs")
@@ -353,9 +355,9 @@ def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
 
 
 def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
-    """Warn once of each method that nothing calls and that was probably meant as a hook or a loader's method.
+    """Warn once of each method that nothing calls and that was probably meant as a hook or a loader method.
 
-    Without its own loader `fn` cannot go on: then an error names the method.
+    The loader method that `fn` itself needs is not warned of: without it, an error names the similar method.
     """
     kind = type(owner)
     theirs = [cls for cls in kind.__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
@@ -395,6 +397,9 @@ def _names_in_code(classes: list[type]) -> Iterator[str]:
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Sort loggers by class and number in it, so that one more of another class disturbs nobody's state."""
+    """Return loggers by class and number within the class.
+
+    So a further logger of another class disturbs no saved state.
+    """
     names = [type(logger).__name__ for logger in loggers]
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}

@@ -1,7 +1,7 @@
 """The run folder: `<default_root_dir>/instep_runs/version_<n>/`, with logs, `checkpoints/` and `status.json`.
 
-Where a logger has a `save_dir`, it is that logger's folder, `<save_dir>/<name>/<version>/`. A restarted job finds its
-folder, and the checkpoint of its own that it goes on from.
+If a logger has a `save_dir`, the run folder is that logger's folder, `<save_dir>/<name>/<version>/`. A restarted job
+finds its own folder, and in it the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _fits = itertools.count(1)
 
 
 class RunFolder:
-    """Folder that one Trainer writes into. Chosen once, by the main process, at the first run that writes or resumes.
+    """Folder that one Trainer writes into. The main process chooses it once, in the first run that writes or resumes.
 
     Args:
         root: the Trainer's `default_root_dir`.
@@ -79,21 +79,22 @@ class RunFolder:
         self.path: Path | None = None
         # Delivery of the first logger with a `save_dir`, whose folders are the run folders.
         self._decider: Delivery | None = None
-        self._visits = False  # an evaluation logs into the folder of a run that may be another's
-        self._made = False  # the folder is new
-        self._evaluated = False  # evaluations have taken it, and no fit
+        self._visits = False  # whether an evaluation logs into the folder of a run that may be another's
+        self._made = False  # whether the folder is new
+        self._evaluated = False  # whether only evaluations have used the folder, and no fit
         self._status: dict[str, Any] = {}  # content of `status.json`
-        self._facts: dict[str, Any] = {}  # its part about the start
-        self._claimed: Path | None = None  # made for a logger that was used before the run
-        self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
+        self._facts: dict[str, Any] = {}  # the part of it that is known at the start
+        self._claimed: Path | None = None  # folder made for a logger that was used before the run
+        # folders of configurations; the first that is a run folder is searched for checkpoints
+        self.given: Sequence[Path] = ()
 
     @property
     def checkpoints(self) -> Path | None:
-        """Folder of checkpoints unless ModelCheckpoint has a `dirpath`; None before the run folder is chosen."""
+        """Folder of checkpoints, unless ModelCheckpoint has a `dirpath`. None before the run folder is chosen."""
         return None if self.path is None else self.path / "checkpoints"
 
     def follow(self, loggers: Sequence[Logger]) -> None:
-        """Put run folders where the first logger with a `save_dir` has its folders, and attach all loggers."""
+        """Put run folders into the folder of the first logger with a `save_dir`, and attach all loggers."""
         decider = next((logger for logger in loggers if logger.runs_dir is not None), None)
         self._decider = None if decider is None else decider.delivery
         runs = None if decider is None else decider.runs_dir
@@ -103,26 +104,27 @@ class RunFolder:
             logger.delivery.attach(self.claim, logger is decider, kinds[:i].count(kinds[i]))
 
     def leave_visited(self) -> None:
-        """Leave the folder that evaluations alone have written into: a fit looks for a run to go on with first."""
+        """Leave a folder that only evaluations have written into, since a fit first looks for a run to resume."""
         if self._evaluated:
-            self._claimed = self._claimed if self._visits else self.path  # for a run that begins
+            self._claimed = self._claimed if self._visits else self.path  # a new run may use the folder
             self.path, self._visits, self._evaluated = None, False, False
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
     def find_checkpoint(self, ctx: RunContext, ckpt_path: Any) -> tuple[Path | None, SavedRun | None]:
-        """Open the checkpoint that `ckpt_path` means, once all of it has verified.
+        """Open the checkpoint that `ckpt_path` means, after all of it was verified.
 
         Args:
             ctx: the run.
             ckpt_path: a path, "last", "best", "auto" or None.
 
         Returns:
-            Its folder or file, and the opened folder; None for None, and for "auto" where there is nothing to resume.
+            The checkpoint's folder or file, and the opened folder (None for a file). Two times None if `ckpt_path` is
+            None, or if it is "auto" and there is nothing to resume.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: nothing of what is there verifies.
+            CheckpointNotFoundError: there is no such checkpoint.
+            CorruptCheckpointError: no checkpoint that is there verifies.
         """
         if ckpt_path is None:
             return None, None
@@ -143,13 +145,14 @@ class RunFolder:
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
-        """Open what a keyword means among the folders of all callbacks that save; "best" is the first one's."""
+        """Open the checkpoint that a keyword means, among those of all savers; "best" is that of the first one."""
         apart = list(dict.fromkeys(own_folders(ctx, ctx.trainer.checkpoint_callback)))
         if ckpt_path == "best" or not apart:
             return self._resolve_regular(ctx, ckpt_path, False)
         kind = None if ctx.fn != "fit" or (ctx.asked is not None and ctx.asked.weights_only) else "full"
         found = None
-        with suppress(CheckpointNotFoundError, CorruptCheckpointError):  # the regular folder has one, or raises
+        # the regular folder has a checkpoint, or raises
+        with suppress(CheckpointNotFoundError, CorruptCheckpointError):
             found = checkpoint.CheckpointStore(apart[0]).resolve(
                 "last", kind=kind, line=own_line(ctx.trainer), also=apart[1:]
             )
@@ -162,7 +165,8 @@ class RunFolder:
         if regular is None or found is None:
             return regular or found
         both = regular, found
-        # The numbers of two runs that saved in folders of their own cannot be compared: who held one last goes first.
+        # The serial numbers of two runs in two folders cannot be compared. The run that last held its folder is
+        # preferred.
         held = [checkpoint.CheckpointStore(reader.path.parent).last_run() for reader in both]
         return max(both, key=lambda reader: (reader.manifest.run_id in held, reader.manifest.order))
 
@@ -174,7 +178,7 @@ class RunFolder:
         monitor, mode = (None, None) if callback is None or ckpt_path != "best" else (callback.monitor, callback.mode)
         asked = ckpt_path
         if ckpt_path == "best" and callback is not None and monitor is None:
-            ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
+            ckpt_path = "last"  # without a metric the newest is the best, as in callback.best_model_path
         if callback is not None and callback.own_folder is not None:
             store = checkpoint.CheckpointStore(callback.own_folder)
             found = store.resolve(ckpt_path, kind=kind, monitor=monitor, mode=mode, line=line)
@@ -188,7 +192,7 @@ class RunFolder:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
-                ctx.saver.own(store.root)  # an error where the same command runs already, before its first save too
+                ctx.saver.own(store.root)  # raises before the first save if the same command runs already
             try:
                 found = store.resolve(keyword, kind=kind, monitor=monitor, mode=mode, line=line)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
@@ -200,7 +204,7 @@ class RunFolder:
                     ctx.saver.release(store.root)
                 continue
             if goes_on:
-                self.path = version  # the same command goes on in the same folder
+                self.path = version  # the same command continues in the same folder
             return found
         if broken is not None:
             raise broken
@@ -216,7 +220,7 @@ class RunFolder:
 
     @staticmethod
     def _has_other(store: CheckpointStore, kind: str | None) -> bool:
-        """Return whether a run's folder has a checkpoint that verifies, although none is the best."""
+        """Return True if a run's folder has a checkpoint that verifies, although none of them is the best."""
         try:
             return store.resolve("last", kind=kind) is not None
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -228,7 +232,7 @@ class RunFolder:
             ctx.trainer._print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
 
     def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
-        """Continue in the run folder of the resumed checkpoint, if this run could have it and it is still there."""
+        """Continue in the run folder of the resumed checkpoint, if it exists and this run would also have chosen it."""
         text = state.get("run_folder")
         if self.path is None and text is not None:
             folder = Path(text)
@@ -243,10 +247,10 @@ class RunFolder:
             self.path = folder if on_rank_zero(is_own, f"looking for {folder}") else None
 
     def choose(self, ctx: RunContext) -> bool:
-        """Choose the folder and make it, the first time; return True on rank 0 if the run is new in it.
+        """Choose and make the folder in the first call. Return True on rank 0 if the folder is new.
 
-        A folder of another run that the logger's `version` names is left alone: this run gets the next number, and a
-        warning.
+        If the logger's `version` names the folder of another run, that folder is left alone. This run then gets the
+        next number, and a warning.
         """
         if self.path is not None:
             return False
@@ -262,7 +266,7 @@ class RunFolder:
         return self._made and ctx.rank == 0
 
     def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
-        """Return the folder; whether it is only visited; whether it is new."""
+        """Return the folder, whether this run only visits it, and whether it is new."""
         version = None if self._decider is None or ctx.fn == "fit" else self._decider.version
         opened, goes_on = self._opened(ctx), None if version is None else folders.folder_name(version)
         if goes_on is not None:
@@ -275,7 +279,7 @@ class RunFolder:
         return path, visits, is_new
 
     def claim(self) -> Path:
-        """Return the folder of the next run, for a logger that is used before it. On the main process only."""
+        """Return the folder of the next run, for a logger that is used before a run. On the main process only."""
         if self.path is None and self._claimed is None:
             self._claimed, _ = self._make()
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
@@ -291,16 +295,16 @@ class RunFolder:
 
     @property
     def _asked(self) -> str | None:
-        """The name of the folder that the deciding logger's `version` asks for."""
+        """Name of the folder that the `version` of the deciding logger asks for."""
         return None if self._decider is None else self._decider.writer.asked
 
     @property
     def _named(self) -> Path | None:
-        """The folder that the deciding logger's `version` names."""
+        """Folder that the `version` of the deciding logger asks for."""
         return None if self._asked is None else (self.base / self._asked).absolute()
 
     def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
-        """Return whether a folder is that of the run that is resumed, and has no later checkpoint."""
+        """Return True if a folder belongs to the resumed run and has no later checkpoint."""
         if ctx.resumed_reader is None or folders.leads_out(folder) or not folder.is_dir():
             return False
         store = checkpoint.CheckpointStore(folder / "checkpoints")
@@ -310,7 +314,7 @@ class RunFolder:
         return all(info.manifest.order <= ctx.resumed_reader.manifest.order for info in store.scan())
 
     def _make(self, opened: str | None = None, goes_on: str | None = None, for_fit: bool = False) -> tuple[Path, bool]:
-        """Return the folder that `choose_place` says, made where it is a new one; and whether it is."""
+        """Return the folder that `choose_place` chooses, and whether it is new; a new folder is created."""
         named, files = self._named, checkpoint.LocalFiles()
         free = named is None or folders.is_free(named)
         while True:
@@ -322,14 +326,15 @@ class RunFolder:
             try:
                 files.make_root(self.base)
                 if path != named:
-                    files.make_folder(path)  # a checkpoint that is safe must not lie in a folder that is not
+                    # fsynced, since a durable checkpoint must not lie in a folder that can be lost
+                    files.make_folder(path)
                     return path, True
                 files.make_root(path)
-                # Of several jobs that start at once only one makes the file.
+                # If several jobs start at once, only one of them creates the file.
                 if not for_fit or files.create_exclusive(path / NAME, b'{"status": "starting"}\n'):
                     return path, True
                 free = False
-            except FileExistsError:  # another run took it in the meantime
+            except FileExistsError:  # another run created it in the meantime
                 free = False
             except OSError as error:
                 where = "Trainer(default_root_dir=...)" if self._decider is None else "the logger's save_dir"
@@ -339,7 +344,10 @@ class RunFolder:
                 ) from error
 
     def forget(self, main: bool) -> None:
-        """Forget the folder: the next run chooses anew. The main process removes one that has a run's status alone."""
+        """Forget the folder, so that the next run chooses anew.
+
+        The main process removes a new one without any results.
+        """
         folder, self.path, self._claimed, self._evaluated = self.path, None, None, False
         if main and folder is not None and self._made:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
@@ -347,7 +355,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def _candidates(self, only: bool) -> list[Path]:
-        """List the run whose configuration was given and, unless `only` that is meant, all others, the newest first."""
+        """List the run whose configuration was given and, unless `only` this one is meant, all others, newest first."""
         runs = self._asked_runs()
         for folder in self.given:
             is_in_base = folder.parent.name == folders.RUNS or folder.parent == self.base.absolute()
@@ -356,7 +364,7 @@ class RunFolder:
         return runs
 
     def _asked_runs(self) -> list[Path]:
-        """List the runs that the logger's version names, the newest first; without one all of them."""
+        """List the run folders that the logger's version names, newest first; without a version, all of them."""
         named, runs = self._named, self._versions()
         if named is None:
             return runs
@@ -366,15 +374,15 @@ class RunFolder:
         return [*moved, named] if folders.is_run(named) else moved
 
     def _versions(self) -> list[Path]:
-        """List the run folders, the newest first: by number and, among a logger's, then by name."""
+        """List the run folders, newest first: by number and, for those of a logger, then by name."""
         return folders.runs_in(self.base, self._decider is not None)
 
     def reached(self, run_id: str) -> int:
-        """Return the step that a run is known to have reached, where this is its folder; else 0. Local."""
+        """Return the step that a run is known to have reached, if this is the run's folder; else 0. Local."""
         return 0 if self.path is None else read_step(self.path, run_id)
 
     def runs_of(self, job: str) -> list[Path]:
-        """List the run folders that a job wrote, the newest first."""
+        """List the run folders that a job wrote, newest first."""
         runs = self._versions()
         if self._named is not None and self._named not in runs and folders.is_run(self._named):
             runs.insert(0, self._named)
@@ -383,7 +391,10 @@ class RunFolder:
     # ---- how it ended
 
     def write_running(self, ctx: RunContext) -> None:
-        """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
+        """Replace what `status.json` says of an earlier run. If "running" stays in it, the run was killed.
+
+        Collective.
+        """
         if self.path is not None:
             self._facts = _facts_of(ctx)
             folder, content = self.path, self._content(ctx.trainer, "running", None)
@@ -397,24 +408,24 @@ class RunFolder:
                 ctx.exit_stack.push(ProgressFile(folder, partial(self._progress, ctx)).close)
 
     def record_saved(self, trainer: Trainer, path: Path) -> None:
-        """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
+        """Record the newest checkpoint in `status.json`, so that a killed run can be resumed from it."""
         if self.path is not None and trainer.is_global_zero and self._status.get("status") == "running":
             self._status.update(global_step=trainer.global_step, epoch=trainer.position.epoch, checkpoint=str(path))
-            with suppress(OSError):  # the save itself was well
+            with suppress(OSError):  # the save itself has succeeded
                 write_status(self.path, self._status)
 
     @property
     def last_saved(self) -> str:
-        """Newest full checkpoint that the fit has saved, or was resumed from; "" while there is none."""
+        """Newest full checkpoint that the fit has saved or was resumed from; "" if there is none."""
         return self._status.get("checkpoint") or ""
 
     def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
         """Write into `status.json` how the run ended, since plain torchrun turns every exit code into 1.
 
         Args:
-            trainer: whose run it is.
-            error: what ended it.
-            signal: the name of the one that asked for its end, where that is not the trainer's `stop_reason`.
+            trainer: the Trainer of the run.
+            error: error that ended the run; None if it finished.
+            signal: name of the signal that ended the run, if it is not the trainer's `stop_reason`.
         """
         if self.path is None:
             return
@@ -425,10 +436,10 @@ class RunFolder:
         remote = text is not None and trainer.world_size > 1 and not signal and is_remote(error or text)
         if remote and (cause := find_failure(self.path)):
             text = cause
-            if trainer.run_summary is not None:  # an error of this process is a consequence
+            if trainer.run_summary is not None:  # an error of this process is only a consequence of the cause
                 trainer.run_summary = replace(trainer.run_summary, why=in_short(cause))
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
-        if signal:  # a signal's handler has little time: nothing is looked for
+        if signal:  # a signal handler has little time, so nothing is searched
             path = self.last_saved
         elif status != "preempted":
             path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)
@@ -444,7 +455,10 @@ class RunFolder:
         end_status(self.path, self._status)
 
     def leave_failure(self, ctx: RunContext, error: BaseException) -> None:
-        """Leave, on any rank, what ended it and what it was doing; the launcher may end it before it can say more."""
+        """Write, on any rank, which error ended the rank, and where.
+
+        Done early, since the launcher may end the rank soon.
+        """
         if self.path is None or ctx.fn != "fit" or _outcome(error)[0] != "failed":
             return
         facts = {
@@ -460,7 +474,7 @@ class RunFolder:
         leave_failure(self.path, ctx.rank, facts)
 
     def _progress(self, ctx: RunContext) -> dict[str, Any]:
-        """Return how far the run is; called in a thread, so that only values on the host are read."""
+        """Return the progress of the run. Called in a thread, so only values on the host are read."""
         from instep.health.progress_file import plain_metrics  # late: only a run needs it
 
         trainer, progress = ctx.trainer, ctx.trainer.progress
@@ -477,16 +491,16 @@ class RunFolder:
         }
 
     def _saved(self, trainer: Trainer) -> Path | None:
-        """Return the newest checkpoint that this run has said it saved, if it is still there."""
+        """Return the newest checkpoint that this run has recorded as saved, if it is still there."""
         said = self._status.get("checkpoint")
         path = to_path(said, like=getattr(trainer.checkpoint_callback, "own_folder", None)) if said else None
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
-        """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
+        """Return the newest full checkpoint of this run's line, which `ckpt_path="auto"` would resume."""
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "own_folder", None) or self.checkpoints
-        with suppress(CheckpointError):  # a folder that cannot be listed is not what ended the run
+        with suppress(CheckpointError):  # an error in listing the folder must not replace the error that ended the run
             return next(
                 (
                     info.path
@@ -520,7 +534,7 @@ class RunFolder:
 
 
 def _facts_of(ctx: RunContext) -> dict[str, Any]:
-    """Return what runs, and the command that goes on with it."""
+    """Return facts about the run's process, and the command that resumes it."""
     return {
         "process": this_process(),
         "started": time.time(),
@@ -534,7 +548,7 @@ def _facts_of(ctx: RunContext) -> dict[str, Any]:
 
 
 def _hint(folder: Path) -> str:
-    """Return why "auto" never finds a run in a folder that Hydra names after the time; "" for other folders."""
+    """Return why "auto" never finds a run in a folder that Hydra names by the time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
     from instep.launch.hydra import new_folder  # late: only a program with Hydra asks
@@ -549,7 +563,7 @@ def _hint(folder: Path) -> str:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int]:
-    """Return how a run ended, and the exit code that the process has if nobody catches the error."""
+    """Return the status of an ended run, and the exit code of the process if nobody catches the error."""
     if error is None:
         return "done", 0
     if isinstance(error, Preempted):
@@ -562,16 +576,16 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
 
 
 def find_of_restarted_job(ctx: RunContext) -> tuple[Path, SavedRun] | None:
-    """Name the fit within the job; in a job that was started again, return its newest checkpoint, and that opened.
+    """Name the fit within its job. If a launcher restarted the job, return the fit's newest checkpoint, and open it.
 
-    Collective. All of it is taken up, whatever `ckpt_path` asks for.
+    Collective. The checkpoint is resumed completely, whatever `ckpt_path` asks for.
     """
     ctx.trainer.run_folder.leave_visited()
     number = next(_fits)
     job = read_job()
     if job is None:
         return None
-    program = Path(sys.argv[0]).name  # a step of SLURM may run several, one after the other
+    program = Path(sys.argv[0]).name  # a SLURM step may run several programs, one after the other
     ctx.saver.job = f"{job.id}/{program}/{number}"
     if job.restart == 0:
         return None
@@ -598,7 +612,7 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
 
 
 def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
-    """Return the folders that callbacks were given to write checkpoints into, less those of one callback."""
+    """Return the folders that callbacks were told to write checkpoints into, except those of the callback `but`."""
     given = [
         getattr(each, "own_folder", None) for each in ctx.callbacks if writes_checkpoints(each) and each is not but
     ]
@@ -606,5 +620,5 @@ def own_folders(ctx: RunContext, but: Any = None) -> list[Path]:
 
 
 def own_line(trainer: Trainer) -> Line | None:
-    """Return the line whose checkpoints are meant once the Trainer has trained; None before."""
+    """Return the line of checkpoints that this Trainer has continued or begun; None before it has trained."""
     return trainer.line if trainer.global_step > 0 else None

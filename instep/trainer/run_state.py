@@ -1,6 +1,6 @@
-"""State of a Trainer's run: what its checkpoints hold, and how a run takes up all of it or parts.
+"""State of a Trainer's run: what its checkpoints contain, and how a run resumes all or parts of it.
 
-The files are those of `checkpoint/run_state.py`; `weights.py` says what is in them.
+`checkpoint/run_state.py` writes the files; `weights.py` describes their content.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ if TYPE_CHECKING:
 
 
 def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) -> RunState:
-    """Collect this rank's state of the run. Collective; hooks of the user's are called, and may fail on one rank only.
+    """Collect this rank's state of the run. Collective. Hooks of the user are called, which may fail on one rank only.
 
     Args:
         ctx: the run.
-        weights_only: leave out all that only a resumed run needs.
-        alone: collect all of the state here, as a run of one process would, and wait for nobody.
+        weights_only: whether to leave out everything that only a resumed run needs.
+        alone: whether to collect the whole state on this rank, as a run of one process does, without waiting for other
+            ranks.
     """
     trainer, strategy = ctx.trainer, ctx.strategy
-    trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))  # before the loggers' state
-    # Collective, and so before the user's hooks, which may fail on one rank only.
+    # logged before the loggers' state is collected
+    trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))
+    # These calls are collective, so they come before the user's hooks, which may fail on one rank only.
     optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
     state_dict = strategy.model_state()
     left_out: dict[str, Any] = {}
@@ -99,7 +101,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         state.other = {} if shards is None else {of_kind: clean_names(shards)}
     state.optimizers = local(optimizers) or None
     shared |= _for_resume(ctx)
-    counted = ctx.validation.counted_before  # a validation that runs begins anew in a resumed run
+    counted = ctx.validation.counted_before  # a resumed run repeats the running validation from its start
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metric_states": metric_states_module().metric_states(ctx.module) if counted is None else counted,
@@ -107,7 +109,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
     }
-    if ctx.rank:  # step values are a rank's own, so it shows others than rank 0 does
+    if ctx.rank:  # step values differ between ranks, so each rank keeps its own
         own["metrics"] = trainer.metrics.state_dict()
     source = getattr(ctx, "source", None)
     if source is not None:
@@ -118,7 +120,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
 
 
 def _for_resume(ctx: RunContext) -> dict[str, Any]:
-    """Return what a resumed run needs beside weights and optimizers, the same on all ranks."""
+    """Return what a resumed run needs besides weights and optimizers. It is the same on all ranks."""
     trainer, strategy = ctx.trainer, ctx.strategy
     strategy.gradients.update_scaler()
     before = ctx.validation.loggers_before or {}
@@ -149,7 +151,7 @@ def _for_resume(ctx: RunContext) -> dict[str, Any]:
 
 
 def _of_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the states of callbacks by key; a run that begins checks the keys of those that have one by then."""
+    """Return the states of callbacks by key. Raise SettingError if two callbacks with a state share a key."""
     states: dict[str, Any] = {}
     for callback in callbacks:
         state, key = callback.state_dict(), callback.state_key
@@ -165,7 +167,7 @@ def _of_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the dict that `on_save_checkpoint` hooks see and change."""
+    """Return the dict that `on_save_checkpoint` hooks read and change."""
     trainer = ctx.trainer
     view: dict[str, Any] = {
         "epoch": ctx.position.epoch,
@@ -183,7 +185,7 @@ def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the datamodule's hyperparameters, less what cannot be saved: `load_from_checkpoint` needs it given."""
+    """Return the datamodule's hyperparameters that can be saved; loading requires the others as arguments."""
     if datamodule is None:
         return {}
     kept: dict[str, Any] = {}
@@ -194,7 +196,7 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
-ARRIVE_S = 10.0  # time for other ranks to come to a save after an error
+ARRIVE_S = 10.0  # time for other ranks to join a save after an error
 
 
 class TrainerSaver(RunSaver):
@@ -204,8 +206,8 @@ class TrainerSaver(RunSaver):
         ctx: the run.
 
     Attributes:
-        job: the fit's name within a job that may be started again, by which it finds its checkpoints.
-        left_out: the weights that checkpoints leave out, where the module's `checkpoint_filter` asks for it.
+        job: name of the fit within a job. After a restart of the job, the fit finds its checkpoints by this name.
+        left_out: weights that checkpoints leave out, because the module's `checkpoint_filter` asks for it.
     """
 
     def __init__(self, ctx: RunContext) -> None:
@@ -226,7 +228,7 @@ class TrainerSaver(RunSaver):
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Report to the profiler, the run's clock and the heartbeat that the run saves."""
+        """Record in the profiler, the run's clock and the heartbeat that the run is saving."""
         ctx = self._ctx
         with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
             yield
@@ -260,17 +262,18 @@ class TrainerSaver(RunSaver):
             logger.after_save_checkpoint(path)
 
     def save_after(self, error: BaseException, folder: Path | None, name: str | None) -> Path | None:
-        """Save the run that an error has ended: together, or what this rank holds where that is all and nobody comes.
+        """Save the run after an error: all ranks together, or this rank alone if it holds the whole state.
 
-        It is of the kind "full" unless the error came out of an optimizer's step, which may have done half of it.
+        This rank saves alone only if the other ranks do not come. The checkpoint has the kind "full", unless the error
+        was raised in an optimizer's step, which may be half done.
 
         Args:
-            error: what ended it on this rank.
-            folder: where to.
+            error: error that ended the run on this rank.
+            folder: folder to save in.
             name: the checkpoint's name, without its attempt.
 
         Returns:
-            The checkpoint; None where nothing could be saved.
+            The checkpoint; None if nothing could be saved.
         """
         ctx, whole = self._ctx, _is_whole(self._ctx, error)
         if all_arrive(ARRIVE_S):
@@ -279,23 +282,24 @@ class TrainerSaver(RunSaver):
         hooked = hooked or is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks)
         source = getattr(ctx, "source", None)
         if hooked or not ctx.strategy.holds_all(ctx.optimizers) or (source is not None and source.rank_state):
-            return None  # a hook may wait for the other ranks, and each rank's place in its own data is not known here
+            # a hook may wait for the other ranks, and this rank does not know the other ranks' places in their data
+            return None
         store = copy.copy(self.store(folder))
         store.ranks = Alone()
         here = ctx.position.global_step, ctx.trainer.run_id
         for found in store.scan():
             if (found.step, found.manifest.run_id) == here:
-                return found.path  # a rank that failed before has saved the same state
+                return found.path  # another rank failed earlier and has saved the same state
         restore_rest(ctx)
         with self._saving():
             step, write, info = self._collect(False, {"kind": "full" if whole else "exception"}, alone=True)
             return store.save(step, write, info=info, name=name, line=self._line())
 
     def dry_run(self) -> None:
-        """Find state that cannot be saved before the first step, not in hour ten. Collective.
+        """Find state that cannot be saved now, before the first step, and not after hours of training. Collective.
 
         Raises:
-            UnsavableStateError: names the owner and the key.
+            UnsavableStateError: some state cannot be saved; the text names its owner and key.
         """
         with together("collecting the state of the run"):
             state = collect(self._ctx)
@@ -314,9 +318,9 @@ class TrainerSaver(RunSaver):
 
 
 def _is_whole(ctx: RunContext, error: BaseException) -> bool:
-    """Return whether weights and optimizers are as the last counted step left them: the error came out of no step.
+    """Return True if weights and optimizers are as the last counted step left them: no step was interrupted.
 
-    It is read off the traceback, so that a step pays nothing for it.
+    The traceback shows this, so a step has no cost for it.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     in_optimizer = any(
@@ -328,13 +332,16 @@ def _is_whole(ctx: RunContext, error: BaseException) -> bool:
 
 
 def restore_rest(ctx: RunContext) -> None:
-    """Restore log sums and random generators for a save before the first step; the hooks to come may draw some more."""
+    """Restore log sums and random generators for a save before the first step.
+
+    They are restored again after the hooks.
+    """
     if ctx.resume is not None and ctx.resume.restore_rest is not None:
         ctx.resume.restore_rest()
 
 
 def _warn_of_unsaved(ctx: RunContext) -> None:
-    """Warn of optimizers, schedulers, scalers and the like that hang on the module, and that no checkpoint holds."""
+    """Warn of optimizers, schedulers, scalers and similar attributes of the module that no checkpoint will hold."""
     saved = {id(held) for held in (*ctx.optimizers, *(config.scheduler for config in ctx.schedulers))}
     saved |= {id(getattr(held, "optimizer", None)) for held in ctx.wrapped_optimizers}
     for owner, module in ctx.module.named_modules():
@@ -352,16 +359,17 @@ def _warn_of_unsaved(ctx: RunContext) -> None:
 
 
 def _has_state(item: Any) -> bool:
-    """Return whether an object has a state that changes in training, and is no module, whose state is saved."""
+    """Return True if an object has a state that changes in training and is saved nowhere else."""
     if isinstance(item, LRScheduler):
         return True
-    saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")  # loaders, with the data
+    # loaders are saved with the data
+    saved_elsewhere = isinstance(item, (nn.Module, type)) or hasattr(item, "__iter__")
     ours = any(base.__module__.partition(".")[0] == "instep" for base in type.mro(type(item)))
     return not saved_elsewhere and not ours and isinstance(item, Stateful)
 
 
 def check_resume(resume: Any, ckpt_path: Any) -> None:
-    """Refuse `fit(resume=...)` that is of the wrong kind, or has nothing to take up."""
+    """Raise an error if `fit(resume=...)` has the wrong type, or there is no checkpoint to resume from."""
     if not isinstance(resume, checkpoint.Resume):
         raise SettingError(f"resume={resume!r}: an instep.Resume, such as Resume.weights()", field="resume", got=resume)
     if ckpt_path is None:
@@ -376,16 +384,16 @@ def check_resume(resume: Any, ckpt_path: Any) -> None:
 def begin(
     ctx: RunContext, path: Path, saved: SavedRun | None, restarted: bool, folder_before: Path | None
 ) -> ResumePlan:
-    """Decide which parts of the found checkpoint are taken up, and a fit's seed and identity.
+    """Decide which parts of the found checkpoint are loaded, and which seed and identity a fit has.
 
-    Before any hook can ask for a loader, whose order depends on the seed.
+    This comes before any hook can ask for a loader, whose order depends on the seed.
 
     Args:
         ctx: the run.
-        path: what was found.
-        saved: the same, opened; None for a file of weights.
-        restarted: it is of an earlier start of the same job.
-        folder_before: the run folder before it was looked for.
+        path: folder or file that was found.
+        saved: the opened checkpoint; None for a file of weights.
+        restarted: whether the checkpoint is from an earlier start of the same job.
+        folder_before: the run folder before the checkpoint was looked for.
     """
     asked, trainer = None if restarted else ctx.asked, ctx.trainer
     if ctx.fn != "fit":
@@ -404,7 +412,8 @@ def begin(
     state = {} if saved is None else saved.shared
     chosen = state.get("resumed_with") if restarted else None if asked is None else asked.record()
     if asked is not None and ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == chosen:
-        parts = checkpoint.Resume(strict=asked.strict)  # the same command again: what was asked for was done then
+        # the same command runs again, and what `resume` asked for was done in its first run
+        parts = checkpoint.Resume(strict=asked.strict)
     plan = ResumePlan(path, saved, parts, checkpoint.ResumeReport(path, parts.parts), chosen)
     if saved is not None and not parts.weights_only:
         check_full(saved)
@@ -412,9 +421,9 @@ def begin(
         plan.resumed_reader = saved.reader
         trainer._set_seed(state["seed"])
         ctx.exit_stack.push(partial(_leave_position, ctx, plan, dict(vars(ctx.position))))
-        ctx.position.load_state_dict(state["position"])  # before any hook of the user's reads it
+        ctx.position.load_state_dict(state["position"])  # before any hook of the user reads the position
         if ctx.ckpt_path == "auto" or restarted:
-            trainer.run_folder.adopt(ctx, state)  # the same command goes on in the same folder
+            trainer.run_folder.adopt(ctx, state)  # the same command continues in the same folder
         _take_up_line(ctx, plan, saved.reader)
         return plan
     trainer.run_folder.path = folder_before
@@ -433,13 +442,13 @@ def begin(
 def _leave_position(
     ctx: RunContext, plan: ResumePlan, before: dict[str, Any], kind: Any, error: Any, trace: Any
 ) -> None:
-    """Set the position back where the resume was refused: the Trainer may fit something else next."""
+    """Restore the position if the resume was refused, since the Trainer may fit something else next."""
     if error is not None and ctx.trainer.resume_report is not plan.report:
         vars(ctx.position).update(before)
 
 
 def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
-    """Continue the line of a checkpoint; report how far its run had come. Collective."""
+    """Continue the line of a checkpoint, and report how far its run had come. Collective."""
     from instep.checkpoint.scan import CheckpointInfo, list_checkpoints  # late: only a resume needs it
 
     trainer, manifest = ctx.trainer, reader.manifest
@@ -458,14 +467,14 @@ def _take_up_line(ctx: RunContext, plan: ResumePlan, reader: Reader) -> None:
 
 
 def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
-    """Leave out the weights that `load_weights` will load where others are read for the first time.
+    """Skip weights, where others are read for the first time, that `load_weights` will load anyway.
 
     Args:
         ctx: the run; its module is not on its device yet.
         plan: the checkpoint.
 
     Returns:
-        Weights that `configure_model` has named a checkpoint for, and that are not read from there, by name.
+        By name, the weights that are not read from the checkpoint that `configure_model` has named.
     """
     from instep.strategies.materialize import await_weights, deferred_weights  # late: only a resume needs it
 
@@ -476,7 +485,7 @@ def await_weights(ctx: RunContext, plan: ResumePlan) -> Mapping[str, Any]:
 
 
 def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
-    """Set the step and epoch of an evaluation to those of its checkpoint, to which its metrics belong."""
+    """Set step and epoch during an evaluation to those of the checkpoint, since its metrics belong to these."""
     at = ctx.position
     ctx.exit_stack.callback(vars(at).update, dict(vars(at)))
     position = saved.shared.get("position")
@@ -486,11 +495,11 @@ def _stand_at(ctx: RunContext, saved: SavedRun) -> None:
 
 
 def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) -> None:
-    """Load the module's weights, through `on_load_checkpoint`.
+    """Load the module's weights, and call the `on_load_checkpoint` hooks.
 
     Args:
         ctx: the run; its module is on its device.
-        plan: the checkpoint; its report gets what was and was not loaded.
+        plan: plan with the checkpoint; its report records what was loaded and what was not.
         awaited: what `await_weights` returned.
     """
     path, saved, parts, report = plan.path, plan.saved, plan.parts, plan.report
@@ -499,7 +508,8 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
         view: dict[str, Any] = {"state_dict": dict(read(path))}
     else:
-        # What the optimizers go on with is what they have stepped; anything new begins with the plain weights.
+        # A run with the saved optimizers goes on with the weights that they stepped. Any other begins with the plain
+        # weights.
         goes_on = ctx.fn == "fit" and parts.optimizer
         view = view_of(saved, ctx.strategy.sharded, "live" if goes_on and "live" in saved.reader.weight_sets else None)
         if ctx.fn != "fit":
@@ -521,7 +531,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
         absent,
     )
     rest = {name: value for name, value in awaited.items() if name not in names}
-    if rest:  # a hook has taken them out
+    if rest:  # a hook has removed them from the state dict
         ctx.strategy.load_model_state(rest, strict=False)
     if absent:
         from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late: rare
@@ -536,7 +546,7 @@ def load_weights(ctx: RunContext, plan: ResumePlan, awaited: Mapping[str, Any]) 
 
 
 def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
-    """Restore loggers, callbacks and the datamodule; before loaders and optimizers are made."""
+    """Restore loggers, callbacks and the datamodule, before loaders and optimizers are made."""
     parts, saved = plan.parts, plan.saved
     if saved is None or parts.weights_only:
         return
@@ -550,7 +560,8 @@ def resume_plugins(ctx: RunContext, plan: ResumePlan) -> None:
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(ctx, plan, state["callbacks"])
-    if ctx.rank == 0 and parts.position and parts.lr is None:  # callbacks may have set some that they had found
+    # callbacks may have set hyperparameters, such as a learning rate, that they had found
+    if ctx.rank == 0 and parts.position and parts.lr is None:
         _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
 
 
@@ -583,7 +594,7 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
 
 
 def resume_training(ctx: RunContext, plan: ResumePlan) -> None:
-    """Restore what was asked for of optimizers, schedulers, position, data and metrics; `restore_rest` is left."""
+    """Restore the chosen parts: optimizers, schedulers, position, data, metrics. `restore_rest` comes later."""
     saved, parts = plan.saved, plan.parts
     if saved is not None and (parts.optimizer or parts.schedulers):
         try:
@@ -592,7 +603,7 @@ def resume_training(ctx: RunContext, plan: ResumePlan) -> None:
             raise plan.report.explained(error, saved.shared["callbacks"], ctx.callbacks) from error.__cause__
     if parts.lr is not None:
         set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
-    plan.saved = None  # with what was read of it; `restore_rest` holds what it needs
+    plan.saved = None  # drop the checkpoint with what was read of it, since `restore_rest` keeps what it needs
     if plan.resumed_reader is not None and saved is not None:
         plan.restore_rest = _resume_position(ctx, saved)
 
@@ -624,7 +635,7 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, plan: ResumePlan) -> No
 
 
 def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
-    """Return how learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
+    """Describe how schedulers differ from the saved ones, since torch would load any state into any scheduler."""
     kinds, saved = [type(scheduler).__name__ for scheduler in schedulers], state["scheduler_kinds"]
     if kinds != saved:
         return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
@@ -668,7 +679,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
     objects = metric_states_module().metric_objects(ctx.module)
     with loading_state(saved.path, "the logged sums"):
-        ctx.log.load_state_dict(log, objects)  # for what it shows; hooks may log until the sums are restored
+        ctx.log.load_state_dict(log, objects)  # only for display: hooks may log before `last` restores the sums
     rng = saved.random_state(own, strategy.data_rank)
 
     def last() -> None:
@@ -683,9 +694,10 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
 
 def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the log's open sums and what metric objects had counted, of all ranks that the run was saved by.
+    """Merge the log's open sums and the counts of metric objects of all ranks that saved the run.
 
-    Both are for one rank only, or they would count twice. For all are last step values, and which objects to compute.
+    Only one rank gets the sums and counts, or they would count twice. All ranks get the last step values, and the
+    metric objects to compute.
     """
     by_rank = [each for each in saved.ranks() if each["counts"]]
     with loading_state(saved.path, "the logged sums"):
@@ -705,7 +717,7 @@ def _merged_log(ctx: RunContext, saved: SavedRun, owner: bool) -> tuple[list[dic
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:
-    """Return for an error how this run is spread otherwise than the saved one."""
+    """Describe, for an error, how the layout of this run differs from the saved one."""
     if state["world_size"] != ctx.world_size:
         return f", and this run has {ctx.world_size}"
     return f" of strategy={state['strategy']!r}, and this run's strategy={ctx.strategy.name!r} cuts the data otherwise"
@@ -715,10 +727,11 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
     state = saved.shared
     data = state.get("data", None if own is None else own.get("data"))
     if data is None and at.epoch_ended:
-        return  # the next epoch starts at its beginning
+        return  # the next epoch starts at its first batch
     if data is None:
         by_rank = [each.get("data") or {} for each in saved.ranks()]
-        if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):  # at its end, or at its beginning
+        # the data is at its end or at its beginning
+        if all(each.get("finished") or each.get("batches") == 0 for each in by_rank):
             data = by_rank[0]
     if data is None:
         raise CheckpointError(
@@ -726,7 +739,8 @@ def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, save
             f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
-    # Only data with a state that lives on over epochs needs it at an epoch's end, where the data may be exchanged.
+    # At an epoch's end only data with a state that lasts longer than an epoch needs it. There the data may be
+    # exchanged.
     with suppress(*[DataError] * at.epoch_ended), loading_state(saved.path, "the data"):
         ctx.source.load_state_dict(data)
     if not at.epoch_ended:

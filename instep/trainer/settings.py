@@ -45,7 +45,10 @@ DEFAULT_MAX_EPOCHS = 1000
 
 
 def _limit(field: str, value: Any) -> int | float:
-    """Check for a part of a loader; a whole number as float is probably meant as a number of batches."""
+    """Check for a limit of batches.
+
+    A whole number as a float is refused, since it probably means a number of batches.
+    """
     if isinstance(value, float) and value.is_integer() and value > 1:
         raise wrong(field, value, f"{LIMIT.expected}; for {int(value)} batches write {int(value)}")
     return LIMIT(field, value)
@@ -87,7 +90,7 @@ def _folder(field: str, value: Any) -> Path:
 
 
 def _plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
-    """Make the check for one object of a class, or a list of them; it gives a tuple."""
+    """Make the check for one object of a class or a list of them. The check returns a tuple."""
 
     def check(field: str, value: Any) -> tuple[Any, ...]:
         items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
@@ -109,7 +112,7 @@ def _strategy(name: str, value: Any) -> str | Strategy:
     return value
 
 
-_ONE_FILE = ("CSVLogger", "JSONLinesLogger")  # loggers whose file has the same name in every folder
+_ONE_FILE = ("CSVLogger", "JSONLinesLogger")  # loggers that use the same file name in every folder
 
 
 def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
@@ -151,7 +154,7 @@ def _fast_dev_run(name: str, value: Any) -> bool | int:
 
 
 def _sizes(value: Any) -> dict[int, int]:
-    """Return sizes by the step from which they hold, in order; a text, from a JSON file, is taken for its number."""
+    """Return sizes by the step from which they hold, sorted. Texts from a JSON file are converted to numbers."""
     return dict(sorted((int(step), int(size)) for step, size in value.items()))
 
 
@@ -177,7 +180,7 @@ _global_batch_size = Check(
 
 @dataclass(frozen=True)
 class Settings:
-    """The Trainer's arguments in their resolved form, each with its check; `Trainer` describes them."""
+    """Arguments of the Trainer in their resolved form, each with its check. `Trainer` describes them."""
 
     accelerator: Annotated[str, choice("auto", "gpu", *KINDS)] = "auto"
     strategy: Annotated[str | Strategy, _strategy] = "auto"
@@ -233,12 +236,12 @@ class Settings:
 
     @property
     def train_limit(self) -> int | float:
-        """The limit of training batches that holds: `overfit_batches` stands in place of `limit_train_batches`."""
+        """Limit of training batches: `overfit_batches` if it is set, else `limit_train_batches`."""
         return self.overfit_batches or self.limit_train_batches
 
     @property
     def val_limit(self) -> int | float:
-        """The limit of validation batches that holds."""
+        """Limit of validation batches: `overfit_batches` if it is set, else `limit_val_batches`."""
         return self.overfit_batches or self.limit_val_batches
 
 
@@ -249,8 +252,9 @@ def resolve(**given: Any) -> Settings:
     """Check the Trainer's arguments and bring them into their resolved form.
 
     Args:
-        given: any of the fields of `Settings`. None means what the setting's variable says (`INSTEP_PRECISION`, see
-            `instep.utils.env`), else the default; except for `check_val_every_n_epoch`.
+        given: any fields of `Settings`. None means the value of the setting's environment variable (such as
+            `INSTEP_PRECISION`, see `instep.utils.env`), or else the default. For `check_val_every_n_epoch` None is a
+            value.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.
@@ -293,7 +297,7 @@ ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", 
 
 
 def no_attribute(name: str) -> AttributeError:
-    """Make the error for an attribute that the Trainer does not have, and say what to do where it is Lightning's."""
+    """Return the error for an attribute that the Trainer does not have, with a hint if Lightning's has it."""
     from instep.utils.porting import ATTRIBUTES  # late: only an error reads these tables
 
     hint = None if name.startswith("_") else ATTRIBUTES["Trainer"].get(name)
@@ -301,10 +305,10 @@ def no_attribute(name: str) -> AttributeError:
 
 
 def change(settings: Settings, name: str, value: Any) -> Settings:
-    """Return the settings with another value of one argument, for the runs to come.
+    """Return the settings with another value of one argument, for later runs.
 
     Raises:
-        SettingError: a wrong value, or an argument that the Trainer has acted on when it was made.
+        SettingError: a wrong value, or an argument that the Trainer has used in its constructor.
     """
     if name in _FIXED and value == getattr(settings, name):
         return settings
@@ -333,7 +337,7 @@ def _drop_accumulation(values: dict[str, Any]) -> None:
 
 
 def check_value(name: str, value: Any) -> Any:
-    """Check one argument, whatever this machine and the other arguments are, and return its resolved form.
+    """Check one argument, independently of this machine and of other arguments, and return its resolved form.
 
     Raises:
         SettingError: a wrong value.
@@ -342,10 +346,10 @@ def check_value(name: str, value: Any) -> Any:
 
 
 def reject_unknown(given: Mapping[str, Any]) -> None:
-    """Raise for argument names that the Trainer does not have, with the replacement or the nearest name.
+    """Raise SettingError for argument names that the Trainer does not have, with the replacement or the nearest name.
 
     Raises:
-        SettingError: there is one.
+        SettingError: there is an unknown name.
     """
     unknown = [name for name in given if name not in _CHECKS]
     if not unknown:

@@ -2,8 +2,8 @@
 
 `automatic_step` resolves everything once and returns one function that the loop calls per batch. The order of hooks is
 Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch. Several optimizers
-step together, from one backward. Features that not every run has enter as guests (`guests/`), and are not named here;
-manual optimization is in `manual.py`.
+step together after one backward. Optional features are guests (`guests/`), which this file does not name. Manual
+optimization is in `manual.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.trainer.optimizers import step_schedulers, wants_closure
 
 
 def make_parts(ctx: RunContext) -> StepParts:
-    """Make the first parts of the step, as the guests have changed them."""
+    """Make the first parts of the step, and let the guests change them."""
     source, accumulate, origin = ctx.source, ctx.loaders.accumulate, ctx.loaders.window_origin
     full_batches, weight_of_full = source.plan.full_batches(accumulate, origin), 1.0 / accumulate
     ctx.step_parts = parts = StepParts(
@@ -106,7 +106,7 @@ def automatic_step(ctx: RunContext) -> Step:
 
 
 def finished(ctx: RunContext, parts: StepParts, step: Step) -> Step:
-    """Return the whole step, as the guests have changed it."""
+    """Let the guests change the whole step, and return it."""
     parts.step = step
     for guest in ctx.guests:
         guest.finish(parts)
@@ -114,7 +114,7 @@ def finished(ctx: RunContext, parts: StepParts, step: Step) -> Step:
 
 
 def step_of_phases(ctx: RunContext) -> Step:
-    """Make the step where `global_batch_size` changes: at the end of an optimizer window, for the next one."""
+    """Make the step for a changing `global_batch_size`: after the last window of a phase, the step is made anew."""
     at, loaders = ctx.position, ctx.loaders
     step, change = automatic_step(ctx), loaders.next_change(at.global_step)
 
@@ -130,7 +130,7 @@ def step_of_phases(ctx: RunContext) -> Step:
 
 
 def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
-    """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
+    """Make the function that runs forward and backward of a micro-batch and returns the output of `training_step`."""
     module, strategy, log, at, counts = ctx.module, ctx.strategy, ctx.log, ctx.position, ctx.counts
     trains, buffer = bool(ctx.optimizers), ctx.log.buffer
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
@@ -159,7 +159,7 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
         if loss is None:
             return None
         weight = weight_of_full if batch_idx < full_batches else weigh(batch_idx)
-        if weight != 1.0:  # 0: run to keep step with the other ranks, and nothing comes of it, not even of a nan
+        if weight != 1.0:  # a batch of weight 0 only keeps this rank in step: even a nan in it must have no effect
             loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
             hook(loss)
@@ -183,7 +183,7 @@ def forward_backward(ctx: RunContext, parts: StepParts) -> Step:
 
 
 def _zero_grad(ctx: RunContext) -> Callable[[], Any]:
-    """Make the function that zeroes the gradients where a window begins."""
+    """Make the function that zeroes the gradients at the beginning of a window."""
     module, at, hooks = ctx.module, ctx.position, ctx.hooks["on_before_zero_grad"]
     own = is_overridden(module, "optimizer_zero_grad", TrainModule)
     if len(ctx.optimizers) == 1 and not hooks and not own:
@@ -202,7 +202,7 @@ def _zero_grad(ctx: RunContext) -> Callable[[], Any]:
 
 
 def plain_step(ctx: RunContext) -> Callable[[], Any] | None:
-    """Return the step of the only optimizer, where nothing works around it; else None."""
+    """Return the step of the only optimizer; None if there are several, or if something wraps the step."""
     gradients = ctx.strategy.gradients
     alone = len(ctx.optimizers) == 1 and ctx.strategy.precision.scaler is None and ctx.trainer.profiler.off
     wrapped = is_overridden(gradients, "step", Gradients) or optimizer_step(ctx) != gradients.step
@@ -213,8 +213,8 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     """Make the two functions that end an optimizer window.
 
     Returns:
-        The one that unscales, rescales, checks and clips the gradients, for a module that steps the optimizer itself;
-        and the one that does this where it is needed, steps the optimizers, and returns whether they stepped.
+        The first function unscales, rescales, checks and clips the gradients, for a module that steps the optimizer
+        itself. The second one does all this if necessary, steps the optimizers, and returns whether they stepped.
     """
     strategy, at, source, optimizers, counts = ctx.strategy, ctx.position, ctx.source, ctx.optimizers, ctx.counts
     accumulate, origin, scaler = ctx.loaders.accumulate, ctx.loaders.window_origin, ctx.strategy.precision.scaler
@@ -223,14 +223,15 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
     hooks, checks, clip = ctx.hooks["on_before_optimizer_step"], tuple(parts.before_clip), _clip_function(ctx)
     step_optimizer, step_plain = optimizer_step(ctx), parts.step_plain
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and source.plan.corrects))
-    # The checks look at all optimizers before one steps.
+    # The checks must see the gradients of all optimizers before one of them steps.
     must_prepare = must_prepare or (bool(checks) and len(optimizers) > 1)
-    # Where all batches of a window were skipped, the optimizers step without a gradient; these cannot.
+    # If all batches of a window were skipped, optimizers step without gradients. In these cases they must not.
     needs_loss = scaler is not None or parts.needs_loss or is_overridden(strategy.gradients, "step", Gradients)
 
     def prepare() -> None:
         if needs_loss and not counts.in_window:
-            # The module steps each one all the same, and a scaler refuses to step without a loss.
+            # Without a loss, only zero the gradients: the module steps each optimizer anyway, and a scaler refuses to
+            # unscale.
             for each in optimizers:
                 each.zero_grad()
             return
@@ -264,9 +265,10 @@ def finish_window(ctx: RunContext, parts: StepParts) -> tuple[Callable[[], None]
 
 
 def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) -> Step:
-    """Make the step where `TrainModule.optimizer_step` is overridden, or the optimizer needs a closure.
+    """Make the step for an overridden `TrainModule.optimizer_step`, or for an optimizer that needs a closure.
 
-    Of several optimizers the first one's closure computes; those after it get the loss that it found.
+    With several optimizers, the closure of the first one runs forward and backward. The closures of the others return
+    its loss.
     """
     module, at, counts = ctx.module, ctx.position, ctx.counts
     searches = ctx.world_size > 1 and wants_closure(ctx.optimizers[0])
@@ -279,12 +281,13 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
         @torch.enable_grad()  # some optimizers turn gradients off around their step
         def closure() -> Any:
             nonlocal found
-            counts.in_window = before  # L-BFGS asks several times: each time the gradients are made anew
+            counts.in_window = before  # L-BFGS calls this several times, and each time the gradients are computed anew
             output = train(batch, batch_idx)
             outputs.append(output)
             prepare()
             found = None if output is None else loss_of(output, ctx)
-            if searches and found is not None:  # with its own loss each rank would evaluate a different number of times
+            # all ranks need the same loss, or each would evaluate a different number of times
+            if searches and found is not None:
                 weight = ctx.strategy.loss_weight()
                 found = reduce(found.detach() * weight if weight else torch.zeros_like(found.detach()))
             return found
@@ -304,7 +307,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None]) ->
 
 
 def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
-    """Make the function that steps an optimizer: the strategy's, as the guests have changed it."""
+    """Make the function that steps an optimizer: the strategy's function, changed by the guests."""
     step = ctx.strategy.gradients.step
     for guest in ctx.guests:
         step = guest.step_optimizer(step)
@@ -312,9 +315,10 @@ def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
 
 
 def _clip_function(ctx: RunContext) -> Callable[[], object] | None:
-    """Make the function that clips before each step; None where nothing clips.
+    """Make the function that clips before each step; None if nothing is clipped.
 
-    The norm is that of all parameters that step together; the module's own hook is called for each optimizer.
+    The norm is taken over all parameters that step together. An overridden hook of the module is called once for each
+    optimizer.
     """
     value, algorithm, optimizers = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm, ctx.optimizers
     if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):
@@ -333,7 +337,7 @@ def _clip_function(ctx: RunContext) -> Callable[[], object] | None:
 def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Make every parameter's gradient zero in a backward within the block, whatever the loss.
 
-    For a batch that is replayed with weight 0: its loss may be nan, and nan times 0 is nan.
+    This is for a batch that is replayed with weight 0. Its loss may be nan, and nan times 0 is nan.
     """
     hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
     try:
@@ -344,7 +348,7 @@ def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def counting_once(ctx: RunContext, training_step: Step) -> Step:
-    """Return the step, which leaves replayed batches out of what the module's metric objects count."""
+    """Return the step such that the module's metric objects do not count replayed batches."""
     module, log = ctx.module, ctx.log
     if ctx.world_size == 1 or not metric_states_module().metric_objects(module):
         return training_step
@@ -361,7 +365,7 @@ def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0
 
     Args:
         ctx: the run.
-        name: the method.
+        name: name of the method.
         offered, needed_only: as in `accepted_arguments`.
     """
     method = getattr(ctx.module, name)
@@ -375,7 +379,7 @@ def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0
 
 
 def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
-    """Return a function that runs inside the context each time; the function itself where there is none."""
+    """Return a function that runs inside the context each time; `function` itself without a context."""
     if context is None:
         return function
 
@@ -387,7 +391,7 @@ def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
 
 
 def detached_outputs(output: Any) -> Any:
-    """Return the outputs for `on_train_batch_end`, with the loss; detached, so that no graph is kept alive."""
+    """Return the outputs for `on_train_batch_end`, with the loss, detached so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

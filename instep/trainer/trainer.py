@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, its four entry points, and what callbacks, loggers and modules may ask of it."""
+"""The Trainer: its arguments, its four entry points, and what callbacks, loggers and modules may use of it."""
 
 from __future__ import annotations
 
@@ -64,37 +64,38 @@ class Trainer:
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     All arguments are keyword-only, have Lightning's names and meaning, and are checked here, before anything runs. They
-    can be read back under their names, and most may be set between runs: `trainer.max_epochs = 20`. Where accelerator,
-    strategy, precision, accumulate_grad_batches or grace_period_s is left out, `INSTEP_PRECISION` and its kin hold, as
-    `instep launch` sets them.
+    can be read back under their names, and most may be set between runs: `trainer.max_epochs = 20`. If accelerator,
+    strategy, precision, accumulate_grad_batches or grace_period_s is not passed, the environment variable of that name
+    holds, such as `INSTEP_PRECISION`. `instep launch` sets these variables.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", ...
         strategy: "auto", a name such as "ddp", or an `instep.Strategy`.
         devices: how many devices of this machine, their indices, or "auto" (one process on a CPU). With more than one
             in a plain `python train.py` the first fit, validate, test or predict starts the processes.
-        num_nodes: machines; by default as many as the launcher started processes on.
+        num_nodes: number of machines; by default those on which the launcher started processes.
         precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form.
         logger: True for TensorBoard, a logger or its name, such as "mlflow", a list of these, or False.
         profiler: "simple", "advanced", "pytorch" (or "torch"), or a profiler of `instep.profilers`.
         callbacks: a callback or a list of them.
-        fast_dev_run: True or a number: run so many batches of everything, to see that the code works.
-        max_epochs: -1 for no limit; 1000 when neither it, `max_steps` nor `max_time` is given.
-        min_epochs: keep going so long although a stop was asked for.
+        fast_dev_run: run only this number of batches of everything (1 for True), to see that the code works.
+        max_epochs: -1 for no limit; 1000 if `max_epochs`, `max_steps` and `max_time` are all not given.
+        min_epochs: a stop waits until this number of epochs is done.
         max_steps: optimizer steps; -1 for no limit.
-        min_steps: like `min_epochs`.
+        min_steps: a stop waits until this number of optimizer steps is done.
         max_time: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
-        limit_train_batches: number (int) or fraction (float) of the batches. So are the other three.
+        limit_train_batches: number (int) or fraction (float) of the batches. The next three take the same values.
         limit_val_batches: 0 turns validation off.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
-        overfit_batches: train and validate on so many (int) batches or such a fraction (float), in a fixed order.
+        overfit_batches: train and validate on this number (int) or fraction (float) of the batches, in a fixed order.
         val_check_interval: fraction of an epoch (float), training batches (int), or time. Validation waits for the end
             of the optimizer window.
-        check_val_every_n_epoch: None counts an int `val_check_interval` across epochs.
+        check_val_every_n_epoch: epochs between validations. With None, an int `val_check_interval` is counted across
+            epochs.
         num_sanity_val_steps: validation batches before training; -1 for all.
         log_every_n_steps: optimizer steps between two hand-overs of step values to the loggers; 0 for never.
-        enable_checkpointing: save checkpoints; a ModelCheckpoint is added when there is none.
+        enable_checkpointing: save checkpoints; a ModelCheckpoint is added if there is none.
         enable_progress_bar: show a progress bar.
         enable_model_summary: print the model's size before fit.
         accumulate_grad_batches: micro-batches per optimizer step.
@@ -103,43 +104,48 @@ class Trainer:
         deterministic: True, or "warn" to warn where torch has no deterministic algorithm. On CUDA it also sets
             CUBLAS_WORKSPACE_CONFIG to ":4096:8", unless it is set.
         benchmark: `torch.backends.cudnn.benchmark`.
-        tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
-        compile: "module" or "step": compile the module, or forward, loss and backward in one graph and the optimizer's
-            step; a `CompileConfig` or a dict of its fields for regions and options.
-        cuda_graphs: record the kernels of a training step once and replay them, which helps where the host's launches
-            are what a step waits for. One CUDA device, batches of one shape; else the reason is said and the step runs
-            the normal way. Python in `training_step` runs while it is recorded, and not in a replay.
-        gc_every_n_steps: run Python's garbage collector after every so many optimizer steps, at the same ones on all
-            ranks, and at no other time of the training: else each waits for the others' turns. None: as Python does.
+        tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full float32; only
+            during runs.
+        compile: "module" compiles the module. "step" compiles forward, loss and backward as one graph, and the
+            optimizer's step. A `CompileConfig`, or a dict of its fields, sets regions and options.
+        cuda_graphs: record the kernels of a training step once and replay them, which helps if a step waits for the
+            host to launch kernels. Needs one CUDA device and batches of one shape; else the step runs as usual, and a
+            warning says why. Python code in `training_step` runs during the recording, but not in a replay.
+        gc_every_n_steps: optimizer steps between two runs of Python's garbage collector, which then runs at the same
+            steps on all ranks, and at no other time of the training. Otherwise all ranks wait whenever one of them
+            collects. None: Python decides.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
-        uneven: where processes read training data of their own and have different numbers of batches (never so where
-            instep spreads the data): "stop" at the first that is exhausted, with a warning of what is left out, "join"
-            (it goes on with weight 0 until all are), or "error". Evaluation joins, but for "error".
-        streams: iterable data, and other batches without a length, on several processes or workers. "auto": what all
-            read alike, by their first samples, is divided, so that each sample counts once; data that divides itself is
-            left as it is. "divide": divide without asking. "dispatch": rank 0 reads for all. "as_is": each process and
-            worker gives all that it reads.
-        sync_batchnorm: let BatchNorm layers see the batch of all processes, on GPUs.
+        uneven: what to do if processes read training data of their own and have different numbers of batches (never if
+            instep spreads the data). "stop" ends the epoch when the first process has no batch left, and warns of what
+            is left out. With "join" such a process goes on with weight 0 until all others are done. "error" raises an
+            error. An evaluation joins, unless this is "error".
+        streams: how iterable data, and other data without a length, is read by several processes or workers. "auto": if
+            the first samples show that all read the same, the data is divided, so that each sample counts once; data
+            that divides itself is not divided again. "divide": divide in any case. "dispatch": rank 0 reads for all.
+            "as_is": each process and worker uses all that it reads.
+        sync_batchnorm: let BatchNorm layers use the statistics of all processes, on GPUs.
         detect_anomaly: torch's anomaly detection.
-        barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
-        reload_dataloaders_every_n_epochs: ask for the loaders again so often; 0 for never.
-        default_root_dir: where run folders go, unless a logger has a `save_dir`; the working directory by default.
-        global_batch_size: samples per optimizer step over all processes; the batch per process and the accumulation
-            follow, so that a run means the same on any number of processes. `{0: 64, 1000: 256}` grows at step 1000.
-        trigger_every: optimizer steps between two agreements on triggers; chosen by time when None.
+        barebones: run only the loop, without log, bar, checkpoint, summary and sanity check.
+        reload_dataloaders_every_n_epochs: epochs after which the loaders are requested again; 0 for never.
+        default_root_dir: folder for run folders, unless a logger has a `save_dir`; by default the working directory.
+        global_batch_size: samples per optimizer step over all processes; the batch per process and the accumulation are
+            derived, so that a run means the same on any number of processes. With `{0: 64, 1000: 256}` the size grows
+            at step 1000.
+        trigger_every: optimizer steps between two agreements on triggers; None chooses it by measured time.
         seed_samples: seed random augmentation by (seed, epoch, sample index).
         nonfinite: what to do when the loss or a gradient is nan or inf, on all ranks and before the update: "stop"
-            (leave the update out and raise NonFiniteError), "skip" (leave it out, count the step, go on) or
-            "continue" (report it only). None does not look.
-        grace_period_s: seconds from the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 until a process that has not saved
-            and ended by then is ended; float("inf") for no limit. Under plain torchrun at most 25: that kills after 30.
+            (leave the update out and raise NonFiniteError), "skip" (leave it out, count the step, go on) or "continue"
+            (report it only). With None nothing is checked.
+        grace_period_s: seconds that a process has to save and end after the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2,
+            before it is ended; float("inf") for no limit. Under plain torchrun at most 25, since torchrun kills after
+            30.
         hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
             run folder and they end with exit code 76, which elastic launchers start again. Starting, loading,
             saving, compiling, a loop's first batch and its end may take ten times as long. None: INSTEP_HANG_TIMEOUT_S
-        name: of the run, for `instep runs` and the dashboard; its folder keeps its path. Without one they show the
-            hyperparameters in which it differs from the runs beside it.
-        **unknown: anything else is an error that names the replacement.
+        name: name of the run in `instep runs` and the dashboard; it does not change the run folder. Without a name they
+            show the hyperparameters by which the run differs from its neighbours.
+        **unknown: any other argument raises an error that names the replacement.
 
     Raises:
         SettingError: a value or combination is wrong.
@@ -185,7 +191,7 @@ class Trainer:
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         tf32: bool | None = None,
-        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # same name as torch.compile
         cuda_graphs: bool | None = None,
         gc_every_n_steps: int | None = None,
         inference_mode: bool | None = None,
@@ -229,13 +235,13 @@ class Trainer:
         if isinstance(self.settings.logger, tuple):
             self.loggers  # noqa: B018  they learn of the run folder now: they may be used before the first run
         self.line = Line()
-        self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line has another way
+        self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line sets another text
         self._seed: int | None = None
         self.model: TrainModule | None = None
         self.resume_report: ResumeReport | None = None
         self.run_summary: RunSummary | None = None
         self.stop_reason = ""
-        self._own_stops: set[str] = set()  # for which reasons this rank has asked for a stop
+        self._own_stops: set[str] = set()  # reasons for which this rank has asked for a stop
         self._stop_agreed = False
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
@@ -325,19 +331,19 @@ class Trainer:
                 on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
 
         Args:
-            model: what to train; also as `torch.compile(module)`: then its steps run compiled.
+            model: the module to train. If it is `torch.compile(module)`, its steps run compiled.
             train_dataloaders: a loader, a dict or list of them, or a DataModule; by default the model's.
             val_dataloaders: a loader or a list of them.
-            datamodule: in place of loaders.
-            ckpt_path: resume from a path, "last", "best", or "auto" (the
-                newest that verifies; starts fresh where there is none).
-            resume: which parts of it to take up, such as `Resume(lr=1e-4)` or `Resume.weights()`; None for all.
-                `resume_report` says what came of it. With "auto" or "last" it holds once: where the same command finds
-                a checkpoint that it saved itself, all of that is taken up.
+            datamodule: a DataModule in place of loaders.
+            ckpt_path: resume from a path, "last", "best", or "auto" (the newest checkpoint that verifies; without one
+                the run starts fresh).
+            resume: which parts of the checkpoint to load, such as `Resume(lr=1e-4)` or `Resume.weights()`; None for
+                all. `resume_report` lists what was loaded. With "auto" or "last" it holds only once: if the same
+                command later finds a checkpoint that it saved itself, all of that checkpoint is loaded.
 
         Raises:
             SettingError: settings that do not fit the model or data.
-            CheckpointError: nothing to resume from, or nothing of it verifies.
+            CheckpointError: there is nothing to resume from, or no checkpoint verifies.
             NonFiniteError: nan or inf in the loss or a gradient, with `Trainer(nonfinite="stop")`.
             Preempted: a signal asked to stop; the run is saved. Uncaught, the process exits with status 75.
         """
@@ -369,14 +375,15 @@ class Trainer:
         """Run the validation loaders once.
 
         Args:
-            model: by default the one of the last fit, with its best checkpoint's weights where there is one.
+            model: by default the model of the last fit, with the weights of its best checkpoint if there is one.
             dataloaders: a loader, a list of them, or a DataModule; by default the model's.
-            ckpt_path: load weights from a path, "last" or "best" first; which one those are is printed.
+            ckpt_path: checkpoint to load weights from first: a path, "last" or "best"; the path that these mean is
+                printed.
             verbose: print the result on the main process.
-            datamodule: in place of loaders.
+            datamodule: a DataModule in place of loaders.
 
         Returns:
-            For each loader a dict of what was logged, the same on every rank.
+            One dict of logged values per loader, the same on every rank.
 
         Raises:
             UsageError: there is no model, or no data.
@@ -409,14 +416,15 @@ class Trainer:
         Args:
             model: as in `validate`.
             dataloaders: as in `validate`.
-            datamodule: in place of loaders.
-            return_predictions: keep the outputs of all ranks and return them; True by default.
+            datamodule: a DataModule in place of loaders.
+            return_predictions: whether to keep the outputs of all ranks and return them; default True.
             ckpt_path: as in `validate`.
 
         Returns:
             The outputs of all batches on the CPU, in the order of the data and the same on every rank; a list of such
-            lists with several loaders. None with `return_predictions=False`: for more than memory holds. They may be
-            inference tensors, which autograd refuses; `Trainer(inference_mode=False)` gives plain ones.
+            lists with several loaders. None with `return_predictions=False`, for outputs that are larger than memory.
+            The outputs may be inference tensors, which autograd refuses; with `Trainer(inference_mode=False)` they are
+            plain tensors.
         """
         datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
@@ -477,7 +485,7 @@ class Trainer:
         return self._asked_for if ckpt_path is None else ckpt_path
 
     def _launch(self) -> None:
-        """Become the agent of the ranks, in a plain script that asked for several devices."""
+        """Become the launch agent of the ranks, if a plain script asks for several devices."""
         if self._ctx is not None:
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
         if self._environment.launcher == "none" != read_environment().launcher:
@@ -494,45 +502,49 @@ class Trainer:
             replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
-        """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
+        """Reset what the last fit left. The position stays, so that a new fit continues the counts, as in Lightning."""
         self.model, self.resume_report, self.run_summary = model, None, None
         self._set_stop(False)
         self.position.epoch_over = self.position.epoch_ended
 
     def _enter(self, ctx: RunContext) -> None:
-        """Make a run the Trainer's."""
+        """Make a run the active run of the Trainer."""
         self._ctx = ctx
         self.state.begin(ctx.fn)
         self.metrics.forget()
 
     def _leave(self, ctx: RunContext) -> None:
-        """Detach a run from the Trainer, which keeps it as its last one and can still save it."""
+        """Detach a run from the Trainer. It stays known as the last run and can still be saved."""
         before, self._ctx = self._last_ctx, None
         if ctx.fn == "fit" or before is None or before.module is not ctx.module:
-            self._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
+            self._last_ctx = ctx  # an evaluation must not hide fit's optimizers from save_checkpoint
         self.progress.stage = self.state.stage = None
 
     def _set_seed(self, saved: int | None = None) -> None:
-        """Set the seed of a run that goes on; else agree on one where there is none yet, and on the line."""
+        """Set the seed of a resumed run.
+
+        For a new run, let all ranks agree on a seed, if there is none yet, and on the line.
+        """
         if saved is not None:
             self._seed = saved
         elif self._seed is None:
             seed = torch.initial_seed() & (2**63 - 1)
-            self._seed, self.line = broadcast_object((seed, self.line))  # any rank may save after an error
+            # the line must be known on all ranks, since any rank may save after an error
+            self._seed, self.line = broadcast_object((seed, self.line))
 
     def _set_stop(self, agreed: bool, reason: str = "") -> None:
-        """Record that all ranks agreed to stop, or that a stop is not wanted any more."""
+        """Record that all ranks agreed to stop, or that a stop is no longer wanted."""
         self._stop_agreed, self.stop_reason = agreed, reason
         if not agreed:
             self._own_stops.clear()
 
     def _switch_log(self, log: MetricLog | None) -> MetricLog | None:
-        """Set the log that `self.log` writes into, and return the one before."""
+        """Set the log that `self.log` writes into, and return the previous one."""
         before, self._log = self._log, log
         return before
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has what the Trainer knows, not what its runs hold: devices, process groups, loaders.
+        # A copy has what the Trainer knows. It does not have what its runs hold: devices, process groups, loaders.
         data = {stage: replace(data, loaders=None) for stage, data in self._data.items()}
         return {**self.__dict__, "_ctx": None, "_last_ctx": None, "_log": None, "_data": data}
 
@@ -545,7 +557,7 @@ class Trainer:
             self.settings = change(self.settings, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Arguments can be read under their own names; only what is no attribute comes here.
+        # Let users read arguments by name. Python calls this only for names that are no attributes.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
             raise no_attribute(name)
@@ -557,9 +569,9 @@ class Trainer:
         """Save a checkpoint now. Collective: call it on all ranks.
 
         Args:
-            filepath: the folder; it is saved as `<filepath>-<attempt>`, never over another. `ckpt_path=filepath` finds
-                the newest of them.
-            weights_only: leave out what only a resumed run needs.
+            filepath: name of the folder; the checkpoint is saved as `<filepath>-<attempt>`, which never replaces
+                another one. `ckpt_path=filepath` finds the newest attempt.
+            weights_only: whether to leave out what only a resumed run needs.
 
         Returns:
             The folder.
@@ -575,12 +587,12 @@ class Trainer:
         return ctx.saver.finish(ctx.saver.save(path.parent, path.name, weights_only=weights_only))
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
-        """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
+        """Save a checkpoint into a folder of checkpoints, as ModelCheckpoint does. Collective.
 
         Args:
             dirpath: the folder; None for `checkpoints/` in the run folder.
             name: the checkpoint's name, without its attempt; None for `step-<8 digits>`.
-            weights_only: leave out what only a resumed run needs.
+            weights_only: whether to leave out what only a resumed run needs.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         return self.saver.finish(self.saver.save(dirpath, name, weights_only=weights_only, **info))
@@ -588,7 +600,7 @@ class Trainer:
     def save_later(
         self, dirpath: Path | None, name: str | None, *, weights_only: bool, to_delete: Sequence[str] = (), **info: Any
     ) -> PendingSave:
-        """Save as `save_to` does, beside the training: `finish_save` gives the result. Collective.
+        """Save as `save_to` does, but in the background; `finish_save` returns the result. Collective.
 
         Args:
             dirpath, name, weights_only, info: as in `save_to`.
@@ -597,7 +609,7 @@ class Trainer:
         return self.saver.save(dirpath, name, weights_only=weights_only, background=True, drop=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
-        """Wait for a save beside the training, and raise its error on all ranks. Collective."""
+        """Wait for a save in the background, and raise its error on all ranks. Collective."""
         return self.saver.finish(pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
@@ -609,14 +621,14 @@ class Trainer:
         self.saver.store(path.parent).delete(path)
 
     def agree(self, value: Any) -> Any:
-        """Main process's value on every rank: for decisions that all must take alike. Collective."""
+        """Return the main process's value on every rank, for decisions that all ranks must take alike. Collective."""
         return broadcast_object(value)
 
     def save_after(self, error: BaseException, dirpath: Path | None, name: str | None) -> Path | None:
-        """Save the run that an error has ended; what `OnExceptionCheckpoint` does. Arguments as in `save_to`.
+        """Save a run after an error, as `OnExceptionCheckpoint` does. The arguments are those of `save_to`.
 
         Returns:
-            The folder; None where the other processes do not come, and this one does not hold the whole state.
+            The folder; None if the other processes do not come and this one does not hold the whole state.
         """
         return self.saver.save_after(error, dirpath, name)
 
@@ -630,7 +642,7 @@ class Trainer:
     saver: ReadOnly[TrainerSaver] = ReadOnly(lambda t: t._run.saver, "Saver of the running call.")
 
     def trial(self) -> Trial:
-        """Make a trial: steps that leave no trace, for callbacks that look for a setting; see `Trial`."""
+        """Make a trial: steps that leave no trace, for callbacks that search for a setting; see `Trial`."""
         from instep.trainer.trials import Trial  # late: only who looks for one pays for it
 
         return Trial(self._run)
@@ -641,10 +653,11 @@ class Trainer:
         All ranks see it at the same step.
 
         Args:
-            name: what is asked for.
-            reason: for people.
-            agreed: every rank sets it in this hook of a training batch, by what all know alike, such as a sum over
-                ranks: the loop acts at the end of this step, and asks no rank. A name of your own is set as ever.
+            name: name of the trigger.
+            reason: reason for people to read.
+            agreed: whether every rank sets the trigger in this same hook of a training batch, because of a value that
+                all ranks know, such as a sum over ranks. Then the loop acts at the end of this step, without an
+                agreement. This has no effect on names of your own.
         """
         if name == "stop":
             self._own_stops.add(reason)
@@ -659,16 +672,16 @@ class Trainer:
         """Reset a trigger, and return whether any rank had set it. Collective and blocking: call it on all ranks.
 
         Args:
-            name: None for any.
+            name: name of the trigger; None for any trigger.
         """
         return self._run.triggers.check(name)
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop. Setting it is local and asks for a stop.
+        """Whether all ranks agreed to stop. Setting it to True asks for a stop, and is local.
 
         Raises:
-            UsageError: it was set to False after all had agreed.
+            UsageError: it is set to False after all ranks have agreed.
         """
         return self._stop_agreed
 
@@ -697,17 +710,17 @@ class Trainer:
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed, which is the number of the running one, from 0.
+        """Number of completed epochs, which is the index of the running one, from 0.
 
-        It counts once an epoch's end hooks have run, in an epoch too that the run's end cuts short.
+        An epoch counts once its end hooks have run, also if the run's end cuts the epoch short.
         """
         return self.position.epoch + self.position.epoch_over
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
+        """All logged values as 0-dim tensors: reduced epoch values, and the current step values of training."""
         if self._log is not None and self._log.buffer:
-            self._log.drain()  # includes what the asking hook has logged itself
+            self._log.drain()  # includes what the current hook has logged itself
         return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(
@@ -722,9 +735,10 @@ class Trainer:
 
     @property
     def batch_weight(self) -> float | None:
-        """Samples that count in this rank's running batch; None where its source does not know.
+        """Number of samples that count in this rank's running batch; None if the data source does not know it.
 
-        0 for a batch that a rank runs a second time, to keep in step with ranks that have more: it counts nowhere.
+        It is 0 for a batch that a rank runs a second time to keep in step with ranks that have more. Such a batch
+        counts nowhere.
         """
         return None if self._log is None else self._log.weight
 
@@ -735,11 +749,11 @@ class Trainer:
             batch_idx: number of the batch in the running pass over the data, as hooks get it.
 
         Returns:
-            The indices; None where they are not known: of an iterable data set, or of a batch that came before the
-            checkpoint from which the pass goes on.
+            The indices; None if they are not known: for an iterable data set, or for a batch before the checkpoint from
+            which the pass was resumed.
 
         Raises:
-            UsageError: nothing runs.
+            UsageError: no run is active.
 
         Example:
             >>> def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -809,7 +823,7 @@ class Trainer:
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger; where `fast_dev_run` has turned loggers off, one that does nothing."""
+        """First logger, or a silent one if `fast_dev_run` has turned loggers off."""
         return plugins.first_logger(self.loggers, self.settings)
 
     @logger.setter
@@ -823,9 +837,9 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> Location | None:
-        """Checkpoint that the running call, or the last one, has loaded.
+        """Checkpoint that the running or last call has loaded.
 
-        Set, it is loaded by every call that has no `ckpt_path` of its own, until it is set to None.
+        If you set it, every call without a `ckpt_path` of its own loads this checkpoint, until you set it to None.
         """
         return self._loaded if self._asked_for is None else self._asked_for
 
@@ -911,12 +925,12 @@ class Trainer:
             warn_user(message)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the main process only, above the progress bar."""
+        """Print on the main process only, above the progress bar."""
         if self.is_global_zero:
             (print if (bar := self.progress_bar_callback) is None else bar.print)(*args, **kwargs)
 
     def _print(self, text: Any) -> None:
-        """Print a text of instep's own; of the names in it, nothing that a terminal would obey is left."""
+        """Print a text of instep's own. Control characters in names are removed, since a terminal would obey them."""
         self.print(clean(str(text)))
 
     # ------------------------------------------------------------------ what `TrainModule` calls
@@ -925,6 +939,6 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        # Prepares nothing, which is collective: torch.jit reads all properties of a module, on one rank alone.
+        # Must not prepare data, which is collective: torch.jit reads all properties of a module on one rank alone.
         source = None if self._ctx is None else self._ctx.loaders.prepared_train
         return 1.0 if source is None else rank_weight(source)

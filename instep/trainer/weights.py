@@ -1,4 +1,4 @@
-"""Content of a checkpoint of a Trainer's run, and a module made from one, or from a file of weights.
+"""Content of a checkpoint of a Trainer's run; making a module from a checkpoint or from a file of weights.
 
 The ranks share position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters (`trainer.json`);
 each rank has its random generators and open log sums.
@@ -80,7 +80,10 @@ _RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything
 
 
 def saved_run(reader: Reader) -> SavedRun:
-    """Return the state of a Trainer's run in an opened checkpoint; with weights alone, what a module takes."""
+    """Return the state of a Trainer's run in an opened checkpoint.
+
+    If it holds weights only, the state is what modules need.
+    """
 
     def check_shared(state: Any) -> None:
         check(state, _SHARED, "it", _SHARED_OPTIONAL)
@@ -89,14 +92,17 @@ def saved_run(reader: Reader) -> SavedRun:
 
 
 def check_full(saved: SavedRun) -> None:
-    """Raise CorruptCheckpointError where the shared state lacks what a run needs to go on from it."""
+    """Raise CorruptCheckpointError if the shared state lacks something that a resumed run needs."""
     with reading(saved.path / "trainer.json", "is not the state of a run"):
         check(saved.shared, _SHARED_FULL, "it")
         check(saved.shared["position"], {}, "its position", _POSITION)
 
 
 def view_of(saved: SavedRun, lazy: bool = False, which: str | None = None) -> dict[str, Any]:
-    """Return the dict that `on_load_checkpoint` hooks see and change, with the weights of a kind; None: the plain."""
+    """Return the dict that `on_load_checkpoint` hooks read and change.
+
+    `which` selects the weights; None: the plain ones.
+    """
     trainer = saved.shared
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
     return {**kept, **trainer["user"], "state_dict": saved.model_state(lazy, which)}
@@ -111,15 +117,15 @@ def load_into(
     report: ResumeReport,
     absent: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load a module's state by `load`, and note in the report what was left out.
+    """Load a module's state by `load`, and record in the report what was left out.
 
     Args:
         load, shapes, state, strict, report: as in `load_model_state`.
-        module: for the error.
+        module: the module, for the error text.
         absent: names of weights that the checkpoint leaves out on purpose.
 
     Raises:
-        CheckpointError: it does not fit the module; the text says what would load the rest.
+        CheckpointError: the state does not fit the module; the text says how to load the rest.
     """
     try:
         if absent:
@@ -128,7 +134,7 @@ def load_into(
             shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
-        wrong = " ".join(str(error).split()).rstrip(".")  # one line: most readers show only the first
+        wrong = " ".join(str(error).split()).rstrip(".")  # as one line, since most readers show only the first line
         raise CheckpointError(
             f"the weights of {report.path} do not fit {type(module).__name__}: {wrong}. Set strict_loading = False on "
             "the module, or pass fit(resume=Resume(strict=False)), to load what fits by name and shape. If "
@@ -167,18 +173,19 @@ def _make(
     Args:
         cls: a module's or datamodule's class.
         path: the checkpoint, for errors.
-        saved: its hyperparameters in the checkpoint.
-        name: the one argument that they came in; None where they are arguments.
-        hparams_file: more of them, which take the saved ones' place.
-        arguments: the program's, before all of these.
-        of_json: the saved ones come from a JSON file, where a path is a text.
+        saved: hyperparameters in the checkpoint.
+        name: the one argument that held all hyperparameters; None if each of them is an argument.
+        hparams_file: file of hyperparameters that replace saved ones.
+        arguments: arguments of the program, which take precedence over all others.
+        of_json: whether the saved hyperparameters come from a JSON file, in which a path is a text.
     """
     from instep.utils.rebuild import build_configured, cannot_make, with_structures  # late: only who loads weights
 
     if hparams_file is not None:
         from instep.loggers.hparams import plain  # late: few have such a file
 
-        given = _read_hparams(local_path(hparams_file))  # where a logger wrote it, a class or a path is a text
+        # in the file of a logger, a class or a path is written as a text
+        given = _read_hparams(local_path(hparams_file))
         saved = {
             **saved,
             **{key: value for key, value in given.items() if key not in saved or plain(saved[key]) != value},
@@ -187,7 +194,8 @@ def _make(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
     if name is not None:
-        merged[name] = {key: value for key, value in saved.items() if key != name}  # they came as this one argument
+        # all of them were passed as this one argument
+        merged[name] = {key: value for key, value in saved.items() if key != name}
     merged = {key: value for key, value in merged.items() if key not in arguments}
     try:
         if CLASS_PATH in saved:
@@ -198,7 +206,7 @@ def _make(
 
 
 def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None, arguments: dict[str, Any]) -> T:
-    """Make a datamodule and restore its state, for `DataModule.load_from_checkpoint`."""
+    """Make a datamodule and restore its state, as `DataModule.load_from_checkpoint` describes."""
     folder = checkpoint.find_checkpoint(to_path(path))
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file of weights, which holds nothing of a datamodule", path=folder)
@@ -231,7 +239,7 @@ def load_module(
     arguments: dict[str, Any],
     which: str | None = None,
 ) -> M:
-    """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
+    """Make a module and load its weights, as `TrainModule.load_from_checkpoint` describes."""
     given = to_path(path)
     folder = given if given.is_file() else checkpoint.find_checkpoint(given)
     left_out: Mapping[str, Any] = {}
@@ -253,7 +261,7 @@ def _loaded(
     arguments: dict[str, Any],
     left_out: Mapping[str, Any] | None = None,
 ) -> M:
-    """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
+    """Make a module from the hyperparameters and weights that were read from a checkpoint."""
     of_json = "epoch" not in view
     saved, name = view["hyper_parameters"], view.get("hparams_name")
     module = _make(cls, path, saved, name, hparams_file, arguments, of_json)
@@ -287,7 +295,7 @@ def _loaded(
 def load_pretrained(
     cls: type[M], source: PathLike, map_location: Any, strict: bool | None, arguments: dict[str, Any], **options: Any
 ) -> M:
-    """Make a module of a folder, of a checkpoint or of a repository of the hub, for `TrainModule.from_pretrained`."""
+    """Make a module from a folder, a checkpoint or a hub repository, as `TrainModule.from_pretrained` describes."""
     from instep import pretrained  # late, as its own imports: only who loads one pays for it
     from instep.big_models import hub
 
@@ -306,7 +314,7 @@ def load_pretrained(
 
 
 def _strictness(module: TrainModule, strict: bool | None) -> bool:
-    """Return whether names must fit: what the caller says, or else the module; SettingError where they differ."""
+    """Return whether names must match: by the caller, or else by the module. Raise SettingError if they contradict."""
     own = vars(module).get("strict_loading", None if type(module).strict_loading else False)
     if None not in (own, strict) and own != strict:
         raise SettingError(
@@ -319,7 +327,7 @@ def _strictness(module: TrainModule, strict: bool | None) -> bool:
 
 
 def _device_of(map_location: Any) -> torch.device:
-    """Read what `torch.load` takes as `map_location`: a device, a dict by the present place, or a function of both."""
+    """Resolve a `map_location` of `torch.load` to a device. It may be a device, a dict of devices, or a function."""
     if callable(map_location):
         storage: Any = map_location(torch.UntypedStorage(0), "cpu")
         return torch.device("cpu") if storage is None else storage.device

@@ -1,7 +1,7 @@
-"""Guests of the training step: what a feature may change of it, and which features a run has.
+"""Guests of the training step: what a feature may change in it, and which features a run has.
 
-A guest is asked where the step is made: once an epoch, and where the batch size grows. It is asked part by part, and
-changes the parts in place. So several guests work on one step: each gets what those before it have left. A run without
+The step is made at the start of each epoch, and again when the batch size grows. Each guest is then called for one
+group of parts after another, and changes the parts in place: it works on what earlier guests have left. A run without
 guests pays nothing.
 """
 
@@ -34,16 +34,18 @@ class StepParts:
     Attributes:
         take: `take(batch, batch_idx)` runs `training_step`, and returns what it returned.
         zero_grad: zeroes the gradients at the start of an optimizer window.
-        weigh: `weigh(batch_idx)` is what the loss of a micro-batch counts in its window.
-        full_batches: so many batches at the beginning of the epoch count `weight_of_full`; `weigh` is not asked.
+        weigh: `weigh(batch_idx)` returns the weight of a micro-batch's loss in its window.
+        full_batches: number of batches at the beginning of the epoch that have the weight `weight_of_full`; `weigh` is
+            not called for these.
         weight_of_full: 1 / accumulate_grad_batches.
         on_loss: called with each loss before its backward, but not with that of a replayed batch.
         before_clip: called with the optimizers at the end of a window, before the gradients are clipped.
         needs_loss: whether a window without any loss steps no optimizer.
         around: reasons why forward and backward cannot be one function; empty where they can.
-        forward_backward: `forward_backward(batch, batch_idx)` does both for a micro-batch; returns as `take`.
-        step_plain: steps the only optimizer, where nothing works around its step; else None.
-        step: `step(batch, batch_idx)`, the whole.
+        forward_backward: `forward_backward(batch, batch_idx)` runs forward and backward of a micro-batch; returns the
+            same as `take`.
+        step_plain: steps the only optimizer; None if there are several, or if something wraps the optimizer's step.
+        step: `step(batch, batch_idx)` runs the whole step.
     """
 
     take: Step
@@ -94,10 +96,10 @@ class StepGuest:
     # ---- the training step
 
     def check(self) -> None:
-        """Raise where settings and loaders do not fit it, before the training begins."""
+        """Raise an error if settings or loaders do not fit this guest. Called before the training begins."""
 
     def take(self, parts: StepParts) -> None:
-        """Change what forward and backward are made of."""
+        """Change the parts that forward and backward are made of."""
 
     def forward_backward(self, parts: StepParts) -> None:
         """Change forward and backward, and the plain step of the optimizer."""
@@ -110,7 +112,7 @@ class StepGuest:
         return step
 
     def settle(self) -> None:
-        """Do what waits, before a save, a validation and an epoch's end. Collective."""
+        """Finish what is pending. Called before a save, a validation and an epoch's end. Collective."""
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -136,14 +138,14 @@ def find_guests(ctx: RunContext, tried: bool = False) -> list[StepGuest]:
 
     Args:
         ctx: the run.
-        tried: its steps are tried and undone, so that some guests stay out.
+        tried: whether the steps are tried and undone; guests with `in_trials = False` stay out then.
     """
     kinds = [resolve_name(f"{__name__}.{path}") for path, wanted in GUESTS.items() if wanted(ctx)]
     return [kind(ctx) for kind in kinds if kind.in_trials or not tried]
 
 
 def note_samples(ctx: RunContext) -> None:
-    """Make the guest that lists samples by step note the position, at the begin of an epoch."""
+    """Record the position at the start of an epoch, in the ledger that lists samples by step."""
     folder, at, loaders = ctx.trainer.run_folder.path, ctx.position, ctx.loaders
     if ctx.rank == 0 and folder is not None and not ctx.is_trial:
         accumulate = loaders.accumulate if ctx.module.automatic_optimization and not loaders.phases else None
@@ -155,5 +157,5 @@ REPLAY = "INSTEP_REPLAY"
 
 
 def find_replay() -> Any:
-    """Return the guest that turns a run into a replay, where this program is run for one; else None."""
+    """Return the module that turns a run into a replay, if `instep replay` runs this program; else None."""
     return import_module(f"{__name__}.replay") if REPLAY in os.environ else None

@@ -11,7 +11,8 @@ from instep.trainer.guests import StepGuest, StepParts
 class GarbageCollection(StepGuest):
     """Garbage collection every N optimizer steps, in place of Python's own times.
 
-    Python collects when enough objects were made. This time differs from rank to rank, and each time all wait for one.
+    Python collects garbage when enough objects were made. Each rank reaches this point at another time, and all other
+    ranks wait for it then.
     """
 
     def finish(self, parts: StepParts) -> None:
@@ -25,7 +26,9 @@ class GarbageCollection(StepGuest):
             before = at.global_step
             output = step(batch, batch_idx)
             if at.global_step // every > before // every:
-                gc.collect(1)  # This is what steps leave. The oldest generation takes long: it waits for the run's end.
+                # Steps leave their garbage in generations 0 and 1. The oldest one takes long to collect, and waits for
+                # the run's end.
+                gc.collect(1)
             return output
 
         parts.step = run

@@ -1,7 +1,7 @@
 """Guard against a loss or gradient that is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
 
 In each optimizer step the losses of its window and its gradients are checked once, after the gradients were reduced and
-unscaled and before they are clipped; what was found is agreed over ranks on the device. Who acts on it:
+unscaled and before they are clipped; the ranks agree on the result on the device. One of two acts on it:
 
 - the host, at once, where it may read without waiting (on a CPU) or has to (optimizers without `found_inf`);
 - else the optimizer's own kernel, which leaves the update out by `found_inf`. The flag stays on the device, and with
@@ -65,7 +65,7 @@ class _Facts:
 
 
 class _LeftOut(Exception):
-    """Signal out of a closure that leaves `optimizer.step` before it changes anything."""
+    """Exception that a closure raises to leave `optimizer.step` before it changes anything."""
 
 
 class NonFiniteGuard(StepGuest):
@@ -89,10 +89,11 @@ class NonFiniteGuard(StepGuest):
             id(optimizer): host_may_wait(device) or (self._leaves_out and not self._takes_flag(optimizer))
             for optimizer in optimizers
         }
-        self._known: dict[int, int] = {}  # optimizer -> how many gradients it had when it last stepped
+        self._known: dict[int, int] = {}  # id of an optimizer -> number of its gradients when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        self._checked: dict[int, _Check] = {}  # optimizer -> what was found of its gradients, and of those beside them
+        # id of an optimizer -> check of its gradients, and of those that step with it
+        self._checked: dict[int, _Check] = {}
         self._waiting: list[_Check] = []
         self._last_found = torch.zeros((), dtype=torch.float32, device=device)
         self._last_step = -1
@@ -108,7 +109,8 @@ class NonFiniteGuard(StepGuest):
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and self._scaler is None
-            and "grad_scaler" not in inspect.signature(optimizer.step).parameters  # torch's old way
+            # torch's older interface, where `step` gets the scaler
+            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
 
     # ---- the step
@@ -130,7 +132,7 @@ class NonFiniteGuard(StepGuest):
         """Keep a loss for the check of this window; called before each backward."""
         if not self._losses:
             self._first_batch = self._progress.batch_idx
-        elif len(self._losses) == _LOSSES:  # a manual step that never comes must not fill the memory
+        elif len(self._losses) == _LOSSES:  # manual optimization may never step, and must not fill the memory
             self._losses = [torch.stack(self._losses).sum()]
         self._losses.append(loss.detach().clone())
 
@@ -138,7 +140,7 @@ class NonFiniteGuard(StepGuest):
         """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself.
 
         Args:
-            optimizers: that step together: where one's gradients are not finite, none of them steps.
+            optimizers: those that step together: if the gradients of one are not finite, none of them steps.
         """
         self._checked = dict.fromkeys(map(id, optimizers), self._check(*optimizers))
 
@@ -175,7 +177,7 @@ class NonFiniteGuard(StepGuest):
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
         check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
-        # torch's fused SGD leaves its momentum uninitialized when the first step is one that is left out.
+        # torch's fused SGD leaves its momentum uninitialized if `found_inf` leaves its first step out.
         new = self._leaves_out and any(self._known.get(id(o)) != len(_with_gradients(o)) for o in optimizers)
         if new or any(self._host_decides[id(optimizer)] for optimizer in optimizers):
             check.bad = bool(found.item())
@@ -189,11 +191,11 @@ class NonFiniteGuard(StepGuest):
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.gradients.forget(optimizer)
-        self._strategy.gradients.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
+        self._strategy.gradients.step_was_skipped = False  # not the scaler's skip: this step counts, for schedulers too
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
     def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
-        """Leave the decision to the optimizer's kernel, and the report to the next time the host reads."""
+        """Leave the decision to the optimizer's kernel; the host reports it when it reads the flags."""
         if len(self._waiting) >= _READ_AFTER:
             self.settle()
         self._waiting.append(check)
@@ -201,10 +203,12 @@ class NonFiniteGuard(StepGuest):
             optimizer.grad_scale, optimizer.found_inf = None, check.found  # type: ignore[attr-defined]
 
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]) -> None:
-        """Step an optimizer that runs the closure: torch's own at once and before they change anything, but for L-BFGS.
+        """Step an optimizer with a closure, and check what the closure computes.
 
-        Of several evaluations the first is checked: a line search may well try weights where the loss is infinite.
-        The weights that it ends with are checked instead.
+        torch's own optimizers except L-BFGS run the closure once, before they change anything. L-BFGS and optimizers
+        from outside torch may run it several times. Then only the first evaluation is checked, since a line search may
+        try weights where the loss is infinite; if the policy leaves bad steps out, the weights after the step are
+        checked too.
         """
         several = type(optimizer).__name__ == "LBFGS" or not type(optimizer).__module__.startswith("torch.optim.")
         weights = parameters_of(optimizer)
@@ -246,7 +250,7 @@ class NonFiniteGuard(StepGuest):
             self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
         with torch.no_grad():
-            for p, value in zip(weights, before, strict=False):  # nothing was changed where there is no copy
+            for p, value in zip(weights, before, strict=False):  # without a copy nothing was changed
                 p.copy_(value)
         self._report(check)
         self._leave_out(optimizer)
@@ -254,10 +258,12 @@ class NonFiniteGuard(StepGuest):
     # ---- the report
 
     def settle(self) -> None:
-        """Read the flags that are still on the device, and report. Collective; nothing to do where the host decides.
+        """Read the flags that are still on the device, and report bad steps. Collective.
+
+        Where the host decides each step, there are none.
 
         Raises:
-            NonFiniteError: the policy is "stop", and a step since the last time was not finite.
+            NonFiniteError: the policy is "stop", and a step since the last call was not finite.
         """
         checks, self._waiting = self._waiting, []
         if not checks:
@@ -268,7 +274,7 @@ class NonFiniteGuard(StepGuest):
         reported: list[tuple[int, _Check]] = []
         for check in bad[:1] if self._stops else bad:
             if check.step == self._last_step:
-                continue  # another optimizer of this step
+                continue  # the step is already reported, for another optimizer
             self._last_step = check.step
             at.nonfinite_steps += 1
             metrics = {"nonfinite_steps": float(at.nonfinite_steps)}
@@ -324,15 +330,15 @@ def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def host_may_wait(device: torch.device) -> bool:
-    """Return whether reading a value from this device costs nothing."""
+    """Return True if the host can read a value from this device without waiting."""
     return device.type == "cpu"
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Compute the norm of each tensor, not finite where the tensor is not (or is near overflow)."""
+    """Compute the norm of each tensor. A norm is not finite if its tensor is not, or nearly overflows."""
     if not tensors:
         return None
-    # This rank's part of a sharded tensor; all ranks are asked.
+    # Of a sharded tensor, only this rank's shard counts here: the reports of all ranks are gathered.
     tensors = [getattr(t, "_local_tensor", t) for t in tensors]
     norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])  # one kernel on a GPU
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:

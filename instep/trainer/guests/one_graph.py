@@ -24,11 +24,11 @@ from instep.utils.warn import warn_user
 
 
 class OneGraph(StepGuest):
-    """One graph in the place of forward and backward, and another in that of the optimizer's step."""
+    """Guest that replaces forward and backward by one graph, and the optimizer's step by another."""
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        self._warned: set[str] = set()  # each epoch makes its step anew
+        self._warned: set[str] = set()  # warnings that were given, since each epoch makes its step anew
         self.captured: cuda_graphs.CapturedStep | None = None
         self._compiled: Callable[..., Any] | None = None
 
@@ -88,7 +88,7 @@ class OneGraph(StepGuest):
                 captured.replayed = False
                 return normal(batch, batch_idx)
             output = captured(batch, batch_idx, normal)
-            if captured.replayed:  # if it was not replayed, `normal` did the rest too
+            if captured.replayed:  # without a replay, `normal` has done all of this
                 if buffer:
                     log.drain()
                 ctx.counts.in_window += 1
@@ -99,11 +99,12 @@ class OneGraph(StepGuest):
     def _compiled_step(self, parts: StepParts) -> Step:
         """Make the function that runs forward, loss and backward of one micro-batch as one compiled graph.
 
-        The gradients are zeroed before the forward here, where no hook could see the difference.
+        Here the gradients are zeroed before the forward. No hook can see the difference.
         """
         ctx, log, buffer, config = self.ctx, self.ctx.log, self.ctx.log.buffer, self.ctx.settings.compile
         zero_grad, weigh, train = parts.zero_grad, parts.weigh, parts.forward_backward
-        if self._compiled is None:  # one of an earlier epoch is kept: torch would compile a new one again
+        # the function of an earlier epoch is kept, since torch would compile a new one again
+        if self._compiled is None:
             assert config is not None
             ctx.exit_stack.enter_context(backward_in_graph())
             self._compiled = compile_forward_backward(parts.take, config)
@@ -111,7 +112,7 @@ class OneGraph(StepGuest):
 
         def train_compiled(batch: Any, batch_idx: int) -> Any:
             weight = weigh(batch_idx)
-            if not weight:  # a nan in a batch of weight 0 would spoil the sum: the plain way handles it
+            if not weight:  # nan times a weight of 0 is nan: the step without the graph handles such a batch
                 return train(batch, batch_idx)
             if ctx.counts.in_window == 0:
                 zero_grad()
@@ -119,14 +120,17 @@ class OneGraph(StepGuest):
             if buffer:
                 log.drain()
             if not done:
-                return loss_of(output, ctx)  # None, or an error
+                return loss_of(output, ctx)  # returns None for a skipped batch, or raises
             ctx.counts.in_window += 1
             return output
 
         return train_compiled
 
     def _graph_of_optimizer(self, parts: StepParts) -> Callable[[], Any] | None:
-        """Return the step of the optimizer, compiled or recorded; else as it was, with a warning that says why."""
+        """Return the optimizer's step, compiled or recorded.
+
+        If that is impossible, warn why and return it unchanged.
+        """
         ctx, config, captured, plain = self.ctx, self.ctx.settings.compile, self.captured, parts.step_plain
         optimizer = ctx.optimizers[0]
         scheduled = any(each.scheduler.optimizer is optimizer for each in ctx.schedulers)
@@ -160,15 +164,15 @@ def backward_in_graph() -> AbstractContextManager[Any]:
 
 
 def compile_forward_backward(training_step: Callable[[Any, int], Any], config: CompileConfig) -> Callable[..., Any]:
-    """Compile forward, loss and backward of a micro-batch as one graph. Where it is called, `backward_in_graph` holds.
+    """Compile forward, loss and backward of a micro-batch as one graph. `backward_in_graph` must be active.
 
     Args:
         training_step: takes a batch and its index, and returns a loss or a dict with one.
         config: its options.
 
     Returns:
-        A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or what
-        `training_step` returned and False, where that has no loss to go back from.
+        A function of the batch, its index and the factor of the loss. It returns the detached outputs and True; or the
+        output of `training_step` and False, if the output has no loss for a backward.
     """
 
     def forward_backward(batch: Any, batch_idx: int, factor: float) -> tuple[Any, bool]:
@@ -185,7 +189,7 @@ def compile_forward_backward(training_step: Callable[[Any, int], Any], config: C
 def compile_optimizer_step(optimizer: torch.optim.Optimizer, config: CompileConfig) -> Callable[[], Any]:
     """Return an optimizer's `step`, compiled."""
     options = config.options_of_torch()
-    options.pop("fullgraph", None)  # torch's own hooks around a step break its graph
+    options.pop("fullgraph", None)  # torch's own hooks around an optimizer step break the graph
     return torch.compile(optimizer.step, **options)
 
 

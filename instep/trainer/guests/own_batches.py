@@ -1,4 +1,4 @@
-"""Batches that a step takes itself: `training_step(self, dataloader_iter)`, and so the steps of evaluation."""
+"""Steps that take their batches themselves: `training_step(self, dataloader_iter)`, and evaluation steps like it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from instep.trainer.log import MetricLog
 
 
 class _EndOfBatches(Exception):
-    """Signal from a training step that found no batch left in its middle: nothing of it counts."""
+    """Exception for a training step that ran out of batches before its end. Such a step does not count."""
 
 
 class StepIterator(Iterator[tuple[Any, int, int]]):
-    """Iterator that a step gets in place of a batch, and takes its batches from.
+    """Iterator that a step gets in place of a batch, to take its batches from it.
 
-    `next` gives (batch, batch_idx, dataloader_idx), the batch on the device and through the transfer hooks. It ends
-    with the epoch, or with the loader. A step takes one batch or more; what it keeps for the next step is not seen
-    again after a resume. Where it finds none left in the middle, its StopIteration ends the epoch: what it had taken
-    trains nothing. All ranks take as many.
+    `next` returns (batch, batch_idx, dataloader_idx); the batch is on the device and has passed the transfer hooks. The
+    iterator ends with the epoch, or with the loader. A step takes one batch or more. A batch that it keeps for the next
+    step is lost in a resume. If a step runs out of batches before its end, its StopIteration ends the epoch, and the
+    batches that it had taken train nothing. All ranks take the same number of batches.
 
     Args:
-        batches: of the source, on the device.
-        source: has the share of the batch in hand.
-        first: batches of the epoch that are done.
+        batches: those of the source, on the device.
+        source: where the batches come from; its `share` belongs to the current batch.
+        first: number of batches of the epoch that are done already.
         dataloader_idx: index of the loader.
-        limit: so many batches are given at most; None for all.
-        progress: of the Trainer; its `batch_idx` follows.
-        log: its batch and samples follow; None: nothing is logged.
+        limit: maximum number of batches; None for all.
+        progress: that of the Trainer; its `batch_idx` is updated.
+        log: its batch and number of samples are updated; None if nothing is logged.
 
     Attributes:
         fetched: batches of the epoch that were taken.
         length: batches of the epoch; None when unknown.
-        done: whether none is left.
-        batch, batch_idx: the last one taken.
-        ended: whether the last step found none left.
+        done: whether no batch is left.
+        batch, batch_idx: the last batch taken, and its index.
+        ended: whether the last step found no batch left.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
             raise
 
     def steps(self) -> Iterator[None]:
-        """Yield None for each step, while there is a batch left that it can begin with."""
+        """Yield None once for each step, as long as a batch is left for the step to begin with."""
         while not self.done:
             try:
                 self._fetch()
@@ -105,8 +105,8 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         """Run a step, and return what it returned.
 
         Raises:
-            _EndOfBatches: it found no batch left.
-            HookError: it took none.
+            _EndOfBatches: the step found no batch left.
+            HookError: the step took no batch.
         """
         self._shares.clear()
         try:
@@ -121,7 +121,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
         return output
 
     def weight(self) -> float:
-        """Return what this rank's mean over the step's batches counts in a mean over ranks; 1 where all weigh alike."""
+        """Return the weight of this rank's mean over the step's batches in the mean over ranks, 1 if all are alike."""
         units = [share.units for share in self._shares if share.units is not None]
         everyone = sum(pair[1] for pair in units)
         if len(units) < len(self._shares) or not everyone:
@@ -130,7 +130,7 @@ class StepIterator(Iterator[tuple[Any, int, int]]):
 
 
 class OwnBatches(StepGuest):
-    """Iterator in the place of a batch, for steps that ask for it; what they take is counted."""
+    """Guest that gives a `StepIterator` to steps that ask for it, and counts the batches that they take."""
 
     _taker: StepIterator | None = None
 
@@ -138,7 +138,7 @@ class OwnBatches(StepGuest):
         """Return whether a step method takes its batches itself: its argument is named `dataloader_iter`.
 
         Raises:
-            HookError: it has others besides, which nothing passes.
+            HookError: the method has further arguments, which nothing passes.
         """
         names = list(arguments_of(self.ctx.module, name))
         if "dataloader_iter" not in names:
@@ -164,10 +164,10 @@ class OwnBatches(StepGuest):
         try:
             yield from taker.steps()
         finally:
-            self._taker = outer  # after an evaluation, the taker of the training
+            self._taker = outer  # after an evaluation this is the training's iterator again
 
     def step_method(self, name: str, step: Step) -> Step:
-        """Return the step that is given the iterator of the moment."""
+        """Return a step that gets the current iterator."""
         if not self._takes(name):
             return step
         progress = self.ctx.trainer.progress
@@ -182,12 +182,13 @@ class OwnBatches(StepGuest):
             except _EndOfBatches:
                 return None
             finally:
-                self.ended, progress.eval_batch = taker.ended, taker.fetched - 1  # the loop counts the last one
+                # the loop itself counts the last batch
+                self.ended, progress.eval_batch = taker.ended, taker.fetched - 1
 
         return run
 
     def hooks_after(self, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
-        """Return the hooks, which get the last batch that the step took; none where it found none left."""
+        """Return hooks that get the last batch that the step took. They do not run if the step found no batch left."""
 
         def of_taken(hook: Hook) -> Hook:
             def run(outputs: Any, batch: Any, batch_idx: int, *rest: Any) -> None:
@@ -202,7 +203,7 @@ class OwnBatches(StepGuest):
     # ---- the training step
 
     def check(self) -> None:
-        """Raise where the step and accumulation would both make a window."""
+        """Raise SettingError if the step takes its batches itself and gradients are accumulated too."""
         if (most := self.ctx.loaders.most_accumulated) > 1 and self._takes("training_step"):
             raise SettingError(
                 f"accumulate_grad_batches={most}: training_step(dataloader_iter) takes its batches itself, so let it "
@@ -223,7 +224,7 @@ class OwnBatches(StepGuest):
         return 1.0 if self._taker is None else self._taker.weight()
 
     def finish(self, parts: StepParts) -> None:
-        """Count the batches that a step took, each of them as a window."""
+        """Count the batches that a step took, and close the optimizer window after each step."""
         if not self._takes("training_step"):
             return
         step, at = parts.step, self.ctx.position

@@ -1,8 +1,8 @@
 """Replay of the steps after a checkpoint: the Trainer's part in a program that `instep replay` runs again.
 
 The variable INSTEP_REPLAY holds the order as JSON: `{"checkpoint": path, "steps": count, "output": folder}`. The first
-`fit` then goes on from that checkpoint with everything that the run had but its loggers, its savers and what draws,
-writes one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and ends the process after the last one.
+`fit` then goes on from that checkpoint without loggers and without callbacks that save or draw on the terminal, writes
+one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and ends the process after the last one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _ALL_ARRIVE_S = 60.0
 
 
 def silence(trainer: Trainer) -> None:
-    """Remove the callbacks that save or draw from the Trainer."""
+    """Remove from the Trainer the callbacks that save or draw on the terminal, and let it save nothing."""
     trainer.callbacks = _silenced(trainer.callbacks)
     trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
 
 def prepare(trainer: Trainer, module: TrainModule) -> Any:
-    """Record the steps, and return the checkpoint that is asked for."""
+    """Set up the recording of steps, and return the path of the checkpoint to start from."""
     order = json.loads(os.environ[REPLAY])
     own = module.configure_callbacks
 
@@ -54,7 +54,10 @@ def prepare(trainer: Trainer, module: TrainModule) -> Any:
 
 
 class _Silenced(Callback):
-    """Stand-in for a callback that is left out; it takes that one's saved state, so that no owner is missing."""
+    """Stand-in for a callback that is left out.
+
+    It accepts that callback's saved state, so that every state has an owner.
+    """
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -67,10 +70,11 @@ class _Silenced(Callback):
 def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
     from instep import callbacks as room  # late, as in plugins: its names load when used
 
-    # Timer: how long the first run took is not repeated. LearningRateMonitor: it insists on a logger.
+    # A replay does not take as long as the first run, so it has no use for Timer. LearningRateMonitor requires a
+    # logger.
     left_out = (room.ProgressBar, room.ModelSummary, room.LearningRateMonitor, room.Timer)
     return [
-        # A class of its own each: configure_callbacks replaces callbacks of the same class.
+        # Each stand-in gets its own class, since callbacks of configure_callbacks replace others of the same class.
         type("Silenced", (_Silenced,), {})(callback.state_key)
         if saves(callback) or isinstance(callback, left_out)
         else callback
@@ -121,7 +125,7 @@ class _Recorder(Callback):
             self._end(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if hasattr(self, "_file"):  # a step failed: perhaps the one that is looked for
+        if hasattr(self, "_file"):  # a step failed: it may be the one that the user looks for
             self._step += 1
             self._note(trainer, trainer.progress.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
@@ -140,10 +144,10 @@ class _Recorder(Callback):
         self._batches, self._norms = [], []
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end(trainer)  # there were fewer steps to the end of the run
+        self._end(trainer)  # the run ended before the requested number of steps
 
     def _end(self, trainer: Trainer) -> NoReturn:
-        """End at once: neither hooks nor the rest of the program may act on a run that only repeats another."""
+        """End the process at once: hooks and the program must not act on a run that only repeats another one."""
         self._file.close()
         from instep.distributed.after_error import all_arrive  # late: importing the Trainer does not pay for it
 

@@ -1,4 +1,4 @@
-"""Trials: steps of a run that leave no trace, with which callbacks look for a learning rate or a batch size.
+"""Trials: steps of a run that leave no trace, with which callbacks search for a learning rate or a batch size.
 
 `snapshot.py` captures what steps change and puts it back; `trial.py` runs the steps.
 """

@@ -1,9 +1,10 @@
-"""Running out of memory on any rank: found out by all of them, and no rank waits for one that has given up.
+"""Out-of-memory errors on any rank: all ranks learn of them, and no rank waits for one that has given up.
 
-A rank that runs out of memory in the middle of a step leaves the others in a collective that it never enters. Inside of
-`out_of_memory` each collective of the code, the user's as well as DDP's, FSDP's and DTensor's, is therefore begun only
-once all ranks have said that they are well: a rank that is not says so in the same place, and the others leave their
-step by an error there. What a collective needs is allocated before that, so that it can fail no more.
+A rank that runs out of memory in the middle of a step leaves the others waiting in a collective that it never enters.
+Inside of `out_of_memory`, every collective (of the user, DDP, FSDP or DTensor) therefore begins only once all ranks
+have reported that they are well. A rank that ran out of memory reports this at the same place, and the others leave
+their step there by an error. The memory of a collective is allocated before the report, so that it cannot fail after
+it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _WELL, _SHORT, _FAILED = range(3)  # states that a rank reports of itself
 
 
 def out_of_memory(function: Callable[[], Any], doing: str) -> str:
-    """Call a function, and find out whether memory ran out meanwhile on any rank. Collective.
+    """Call a function, and return whether memory ran out on any rank. Collective.
 
     Args:
-        function: runs steps. Where it is left by an error, on any rank, the others leave it too.
-        doing: names it, for the errors of the other ranks.
+        function: function that runs steps. If an error leaves it on any rank, the other ranks leave it too.
+        doing: description of the function, for errors on the other ranks.
 
     Returns:
-        The error's text, the same on all ranks; empty where memory sufficed.
+        Text of the error, the same on all ranks; empty if the memory was sufficient.
 
     Raises:
-        Exception: the function's own error of another kind; on the other ranks RemoteError with its traceback.
+        Exception: an error of another kind in the function; the other ranks raise RemoteError with its traceback.
     """
     group = control_group()
     turnstile = nullcontext() if group is None else _Turnstile(group)
@@ -66,14 +67,14 @@ def out_of_memory(function: Callable[[], Any], doing: str) -> str:
 
 
 class _LeftElsewhere(Exception):
-    """Another rank has left the function: this one leaves it too, at the same collective."""
+    """Exception that leaves the function at a collective, because another rank has left it."""
 
 
 class _Turnstile(TorchDispatchMode):
-    """A mode in which every collective waits until all ranks have said that they are well.
+    """Mode in which every collective waits until all ranks have reported that they are well.
 
     Args:
-        group: over which they say it.
+        group: process group for these reports.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

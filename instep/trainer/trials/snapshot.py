@@ -20,11 +20,11 @@ Restore = Callable[[], Any]
 
 
 class Snapshot:
-    """Snapshot of objects, which it can restore as often as asked.
+    """Snapshot of objects that can be restored several times.
 
-    Tensors get their old values in their old memory, and containers (dicts, lists, sets, at any depth) and random
-    generators their old content; other values are put back as the objects that they were. Copies of tensors lie in the
-    CPU's memory, so that a trial finds the device's as free as the run will.
+    Tensors get their old values back in the same memory. Containers (dicts, lists, sets, at any depth) and random
+    generators get their old content back. Any other attribute is set to its old object. Copies of tensors are kept in
+    CPU memory, so that a trial has as much device memory as the run.
 
     Example:
         >>> layer, snapshot = nn.Linear(2, 2), Snapshot()
@@ -39,7 +39,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._puts: list[Restore] = []
-        self._known: dict[int, tuple[Any, Restore]] = {}  # by id; the object is kept, so that its id stays its own
+        # by id; the object is kept too, so that no other object gets its id
+        self._known: dict[int, tuple[Any, Restore]] = {}
 
     def restore(self) -> None:
         """Restore everything."""
@@ -48,11 +49,11 @@ class Snapshot:
                 put()
 
     def keep(self, put: Restore) -> None:
-        """Add what puts one more thing back."""
+        """Add a function that restores one more thing."""
         self._puts.append(put)
 
     def capture_attributes(self, owner: Any) -> None:
-        """Record an object's attributes, their contents included; hooks that others have put there stay."""
+        """Record an object's attributes with their content. Hooks that others have added stay in place."""
         with torch.inference_mode(False):
             captured = {name: self._captured(value) for name, value in vars(owner).items() if not _is_hooks(name)}
         self._puts.append(partial(_put_attributes, owner, captured))
@@ -76,9 +77,10 @@ class Snapshot:
                 self._puts.append(self._of_gradient(p))
 
     def keep_plain_attributes(self, module: nn.Module) -> None:
-        """Record what a module and its parts have beside weights, buffers, parts and hooks, and what needs gradients.
+        """Record the plain attributes of a module and its parts, and which parameters need gradients.
 
-        For a run that may place the module anew: it keeps its place, and attributes that are new.
+        This does not include weights, buffers, parts and hooks. It is for a run that may move the module: on restoring,
+        the module keeps its device and its new attributes.
         """
         with torch.inference_mode(False):
             for part in module.modules():
@@ -111,7 +113,7 @@ class Snapshot:
         return back
 
     def _captured(self, value: Any) -> Restore:
-        """Record a value, and return a function that returns it with its old content."""
+        """Record a value, and return a function that restores and returns it."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
@@ -167,7 +169,7 @@ class Snapshot:
         return back
 
     def _of_tensor(self, value: Tensor) -> Restore:
-        local = getattr(value, "_local_tensor", value)  # a DTensor's part
+        local = getattr(value, "_local_tensor", value)  # local shard of a DTensor
         if local.is_meta or local.is_sparse or is_lazy(local):
             return lambda: value
         copy = local.detach().to("cpu", copy=True)

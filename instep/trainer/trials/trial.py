@@ -1,4 +1,7 @@
-"""Steps of a run that leave no trace: the run's own step, on a place, data, log and hooks of their own."""
+"""Trials: steps of a run that leave no trace.
+
+They use the run's own step with a separate position, data, log and hooks.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +38,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-_HOOKS = {  # hooks in which a trial may be made: no batch is under way
+_HOOKS = {  # hooks in which a trial may be made, since no batch is being processed
     "fit": ("on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start"),
     "validate": ("on_validation_start", "on_validation_epoch_start"),
     "test": ("on_test_start", "on_test_epoch_start"),
     "predict": ("on_predict_start", "on_predict_epoch_start"),
 }
-_NEVER = "never"  # an interval of schedulers that never comes
+_NEVER = "never"  # an interval of schedulers that never ends
 
 
 class Trial:
-    """Trial within a run: inside of the block steps are taken, and at its end all is as it was, after an error too.
+    """Trial within a run: a block that takes steps, and undoes all of them at its end, also after an error.
 
-    Put back, bit for bit: the module (weights, buffers, gradients, modes, plain attributes), optimizers, the gradient
-    scaler, random generators, the place in the data, log, loggers, metrics, triggers and the Trainer's counters. The
-    module's own hooks of a batch and of an epoch's start are called; callbacks and schedulers are left out. Collective.
+    These are restored bit for bit: the module (weights, buffers, gradients, modes, plain attributes), optimizers, the
+    gradient scaler, random generators, the place in the data, log, loggers, metrics, triggers and the Trainer's
+    counters. The module's own hooks for a batch and for an epoch's start are called. Callbacks and schedulers are not.
+    Collective.
 
     Args:
         ctx: the run. No batch of it may be under way.
@@ -75,25 +79,25 @@ class Trial:
 
     @property
     def repeats(self) -> bool:
-        """Whether a resumed run calls this hook once more: what was to be found was found before."""
+        """Whether a resumed run calls this hook once more, so that the search was done already."""
         plan = self._run.resume
         return plan is not None and plan.resumed_reader is not None and not plan.restored
 
     @property
     def optimizer_steps(self) -> int:
-        """The optimizer steps that were taken: in manual optimization not every call of `step` need take one."""
+        """Number of optimizer steps taken. In manual optimization a call of `training_step` may take none."""
         return self._ctx.position.global_step - self._run.position.global_step
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The run's optimizers, whose rates may be set; they are put back as well."""
+        """Optimizers of the run, whose learning rates may be set. They are restored too."""
         return self._run.optimizers
 
     def check_batch_size(self) -> None:
-        """Raise where the loaders do not come from methods, which alone can use another batch size.
+        """Raise an error if loaders do not come from loader methods, since only these can use another batch size.
 
         Raises:
-            UsageError: some were passed to the Trainer's method.
+            UsageError: loaders were passed to the Trainer's method.
         """
         if any(loaders is not None for loaders in self._run.loaders.given.values()):
             raise UsageError(
@@ -107,7 +111,7 @@ class Trial:
         run, trainer, module = self._run, self._trainer, self._module
         self._check()
         of_rank = copy.deepcopy(self._strategy.rank_state())
-        self._strategy.abandon_step()  # weights that stand gathered are no weights to keep
+        self._strategy.abandon_step()  # weights that are gathered at this moment must not be recorded
         snapshot = self._snapshot = Snapshot()
         snapshot.keep_module(module)
         for optimizer in run.optimizers:
@@ -119,7 +123,7 @@ class Trial:
         if run.precision.scaler is not None:
             snapshot.capture_attributes(run.precision.scaler)
         snapshot.keep_random()
-        with self._undo as undo:  # closed at once if one of these fails
+        with self._undo as undo:  # closed at once if one of these calls fails
             undo.callback(self._put_back, of_rank)
             undo.callback(vars(trainer).update, {**vars(trainer), "_data": dict(trainer._data)})
             gradient = {entry.name: copy.copy(getattr(run.gradient, entry.name)) for entry in fields(run.gradient)}
@@ -157,7 +161,7 @@ class Trial:
             )
 
     def _open(self) -> None:
-        """Make a context like the run's, and let the Trainer and the module see it in the run's place."""
+        """Make a context like the run's, and let the Trainer and the module use it in place of the run's."""
         run, trainer, module = self._run, self._trainer, self._module
         ctx = self._ctx = copy.copy(run)
         ctx.position = copy.copy(run.position)
@@ -167,7 +171,7 @@ class Trial:
         ctx.position.epoch_over = False
         ctx.hooks = HookTable(trainer, module, ())
         ctx.ending, ctx.validation = Ending(), copy.copy(run.validation)
-        # Triggers that the module sets in a trial are not meant for the run.
+        # Triggers that the module sets in a trial must not reach the run.
         ctx.triggers = Triggers(run.settings.trigger_every)
         ctx.counts = StepCounts(updates_at_start=run.counts.updates_at_start)
         ctx.log = MetricLog("train", run.world_size)
@@ -192,26 +196,26 @@ class Trial:
         self._snapshot.restore()
 
     def _reset(self) -> None:
-        """Bring module, optimizers and strategy to where the trial began, from wherever a step has left them."""
+        """Restore module, optimizers and strategy to the trial's start, wherever a step has left them."""
         self._strategy.abandon_step()
         self._snapshot.restore()
-        self._strategy.prepare_training(self._module, self._run.optimizers)  # DDP's reducer is as a new one again
-        self._snapshot.restore()  # the buffers too, which that may have made alike on all ranks
+        self._strategy.prepare_training(self._module, self._run.optimizers)  # DDP's reducer must be as a new one
+        self._snapshot.restore()  # also buffers, which `prepare_training` may have made the same on all ranks
 
     # ---- data
 
     def _new_data(self, fresh: bool, steps: int | None = None) -> None:
-        """Begin with the data anew.
+        """Start again at the beginning of the data.
 
         Args:
-            fresh: ask the user's methods for the loaders again; else those that the run has are read.
-            steps: batches of each evaluation loader.
+            fresh: whether to request the loaders from the user's methods again; if not, the run's loaders are read.
+            steps: number of batches of each evaluation loader.
         """
         run, ctx = self._run, self._ctx
         self._close_data()
         given = dict.fromkeys(run.loaders.given) if fresh else {self._stage: run.loaders.raw(self._stage)}
         ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
-        if run.settings.global_batch_size is None:  # with a global batch size the loader's batch size decides it
+        if run.settings.global_batch_size is None:  # else the loader's batch size decides the accumulation
             ctx.loaders.accumulate = run.loaders.accumulate
         if steps is not None:
             limited = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
@@ -227,7 +231,7 @@ class Trial:
             self._ctx.loaders.close()
 
     def _training_batches(self) -> Iterator[Any]:
-        """Yield batches, epoch after epoch; make the step anew in each as the loop does."""
+        """Yield batches, epoch after epoch. In each epoch the step is made anew, as in the loop."""
         ctx, at = self._ctx, self._ctx.position
         source = ctx.source = ctx.loaders.train
         kept = _state_of(source)
@@ -250,7 +254,7 @@ class Trial:
                     raise DataError("the training loader gives no batch, so no step can be tried")
                 at.next_epoch()
         finally:
-            source.set_epoch(first)  # the user's samplers and data sets are told of it
+            source.set_epoch(first)  # the user's samplers and data sets learn the epoch by this
             kept()
 
     # ---- steps
@@ -259,8 +263,8 @@ class Trial:
         """Take one optimizer step on the next batches.
 
         Returns:
-            The mean loss of its samples over all ranks; infinity where it is not finite, nan where `training_step` gave
-            none. None: a signal came, or a stop was asked for, on some rank: the trial is to be left.
+            Mean loss of the step's samples over all ranks; infinity if it is not finite, nan if `training_step`
+            returned none. None if some rank got a signal or asked for a stop; then leave the trial.
 
         Raises:
             HookError: in manual optimization, `training_step` returned no loss.
@@ -274,7 +278,7 @@ class Trial:
         return loss if math.isfinite(loss) or not weight else math.inf
 
     def _window(self) -> tuple[float, float]:
-        """Run the micro-batches of one optimizer step; return the sum of their losses, and the samples behind it."""
+        """Run the micro-batches of one optimizer step. Return the sum of their losses, and the number of samples."""
         ctx, at = self._ctx, self._ctx.position
         if self._batches is None:
             self._batches = self._training_batches()
@@ -293,7 +297,7 @@ class Trial:
                 if index == 0:
                     raise DataError("one step takes more batches than an epoch has, so no step can be tried")
                 continue
-            mine = ctx.log.weight  # such a step's samples are known after it
+            mine = ctx.log.weight  # a step that takes its batches itself knows its samples only afterwards
             loss = output.get("loss") if isinstance(output, dict) else output
             if isinstance(loss, Tensor) and mine != 0:
                 samples = 1 if mine is None else mine
@@ -307,23 +311,25 @@ class Trial:
                 return total, weight
 
     def out_of_memory(self, steps: int) -> str:
-        """Run some steps as the run would with the batch size that module and data have now. Collective.
+        """Run some steps as the run would, with the current batch size of module and data. Collective.
 
-        In fit these are optimizer steps, and then batches of each validation loader; else batches of each loader.
+        In fit these are optimizer steps, followed by batches of each validation loader. Else they are batches of each
+        loader.
 
         Args:
-            steps: how many.
+            steps: number of optimizer steps or batches.
 
         Returns:
-            Why they did not fit: the error of the rank that ran out of memory; empty where they fitted on all ranks.
+            Error text of the rank that ran out of memory; empty if the steps fitted into memory on all ranks.
         """
         clear_device_cache(garbage_collection=self._run.device.type != "cpu")
         self._new_data(fresh=True, steps=steps)
-        self._sources()  # collective, so not within what may be left on one rank alone
+        self._sources()  # collective, so it must not be inside `out_of_memory`, which one rank alone may leave
         why = out_of_memory(lambda: self._run_steps(steps), f"trying batches ({self._run.fn})")
         self._close_data()
         if why:
-            clear_device_cache(garbage_collection=True)  # The error's frames hold the step's tensors, in a cycle.
+            # the error's frames hold the tensors of the step, in a reference cycle
+            clear_device_cache(garbage_collection=True)
             self._reset()
             self._module._log_into(self._ctx.log.buffer)
             clear_device_cache(garbage_collection=True)
@@ -331,11 +337,11 @@ class Trial:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal came, or a stop was asked for, on some rank: the trial is to be left. Collective."""
+        """Whether some rank got a signal or asked for a stop, so that the trial must be left. Collective."""
         return any(from_every_rank(self._run.triggers.pending))
 
     def reload_data(self) -> None:
-        """After the trial: let the run ask for its loaders again, which have another batch size now. Collective."""
+        """Let the run request its loaders again after the trial, since the batch size has changed. Collective."""
         run = self._run
         loaders = run.loaders
         loaders.reload_evaluation()
@@ -350,7 +356,7 @@ class Trial:
             plan_validation(run)
 
     def samples(self) -> int | None:
-        """Return how many samples a batch of one rank can have at most; None while unknown."""
+        """Return the largest possible number of samples in a batch of one rank; None if unknown."""
         known = [_samples(source) for source in self._sources()]
         sizes = [size for size in known if size is not None]
         most = -(-max(sizes) // self._strategy.data_world_size) if sizes else None
@@ -385,7 +391,7 @@ class Trial:
 
 
 def _samples(source: Any) -> int | None:
-    """Return the number of samples in a source's data; of several together the largest one's."""
+    """Return the number of samples in a source's data; for several sources together, the largest number."""
     parts = getattr(source, "flattened", None)
     if parts is not None:
         sizes = [size for size in map(_samples, parts) if size is not None]
@@ -397,7 +403,7 @@ def _samples(source: Any) -> int | None:
 
 
 def _state_of(source: Any) -> Callable[[], None]:
-    """Record the state of data sets that keep one beyond an epoch, and return a function that restores it."""
+    """Record the state of data sets whose state lasts longer than an epoch, and return a function that restores it."""
     data = [getattr(part, "dataset", None) for part in getattr(source, "flattened", [source])]
     kept = [(one, copy.deepcopy(one.state_dict())) for one in data if isinstance(one, Stateful)]
 
