@@ -66,41 +66,43 @@ class Accelerator(ProcessMethods):
     """Runs a loop that you write yourself on any number of processes and devices.
 
     It starts no processes: run the script by itself, under torchrun, or through `debug_launcher` and
-    `notebook_launcher`. `prepare` takes models, optimizers, loaders and schedulers in any order and gives back what
-    the loop uses in their place. Every sample of an epoch counts exactly once, in `backward` as in
-    `gather_for_metrics`, and a window of accumulated gradients is the mean over its samples, the last one too.
+    `notebook_launcher`. `prepare` takes models, optimizers, loaders and schedulers in any order and returns what the
+    loop uses in their place. Every sample of an epoch counts exactly once, in `backward` and in `gather_for_metrics`.
+    The gradient of an accumulation window is the mean over the window's samples, also in a shorter last window.
 
     An Accelerator is an active run (see `AcceleratorState`) until `end_training()` or `free_memory()`.
 
     Args:
-        device_placement: move models and batches to the device.
-        split_batches: as in `dataloader_config`, whose value it takes the place of.
-        mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: what the variable
-            INSTEP_PRECISION says, else "no".
-        gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`; None: what the
-            variable INSTEP_ACCUMULATE_GRAD_BATCHES says, else 1.
-        cpu: True uses the CPU although there is an accelerator; None: as the variable INSTEP_ACCELERATOR says.
+        device_placement: whether models and batches are moved to the device.
+        split_batches: as in `dataloader_config`; it replaces the value there.
+        mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: the value of the
+            environment variable INSTEP_PRECISION, else "no".
+        gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`; None: the value
+            of the environment variable INSTEP_ACCUMULATE_GRAD_BATCHES, else 1.
+        cpu: True uses the CPU even if there is an accelerator; None: as the environment variable INSTEP_ACCELERATOR
+            says.
         dataloader_config: how loaders are prepared.
-        strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: what the variables
-            INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS say, else "auto".
-        parallelism_config: how processes are laid out, in place of `strategy`.
+        strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: the values of the
+            environment variables INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, else "auto".
+        parallelism_config: sizes of the process mesh, in place of `strategy`.
         compile: "module": compile each model in `prepare`; an `instep.compile.CompileConfig`, or a dict of its fields,
             for repeated blocks and options.
         dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
-        dynamo_plugin: the same with more options.
+        dynamo_plugin: like `dynamo_backend`, with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
             of these.
-        project_dir: where checkpoints and logs go, unless `project_config` says it.
-        project_config: the same with more options.
-        gradient_accumulation_plugin: the number of micro-batches with more options.
-        step_scheduler_with_optimizer: False passes every `scheduler.step()` on.
+        project_dir: folder of checkpoints and logs, unless `project_config` sets it.
+        project_config: like `project_dir`, with more options.
+        gradient_accumulation_plugin: like `gradient_accumulation_steps`, with more options.
+        step_scheduler_with_optimizer: whether a scheduler steps only with its optimizer. False passes every
+            `scheduler.step()` on.
         kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `ProfileKwargs`; one of each.
         debug: checked collectives; None: as `INSTEP_DEBUG` says.
 
     Raises:
         SettingError: an argument is wrong, or two of them contradict each other.
-        StateError: the process state holds something else than is asked for.
+        StateError: the process state already exists with other values.
 
     Example:
         >>> import torch
@@ -134,7 +136,7 @@ class Accelerator(ProcessMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
         parallelism_config: ParallelismConfig | None = None,
-        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # torch's word for it
+        compile: str | bool | CompileConfig | dict[str, Any] | None = None,  # same name as torch.compile
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         log_with: LogWith = None,
@@ -184,7 +186,7 @@ class Accelerator(ProcessMethods):
         group = self._handlers.get(InitProcessGroupKwargs)
         process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
         self._process = process
-        # Who this process is stays known after end_training(), when the state holds nothing any more.
+        # These facts stay known after end_training(), when the process state is gone.
         self._device, self._distributed_type = process.device, process.distributed_type
         self._rank, self._local_rank = process.process_index, process.local_process_index
         self._world_size = process.num_processes
@@ -192,7 +194,7 @@ class Accelerator(ProcessMethods):
         self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        self._prepared = PreparedRun(  # this makes it the active run
+        self._prepared = PreparedRun(  # makes this Accelerator the active run
             process,
             self.precision,
             choose_strategy(strategy, process, self._handlers.get(DistributedDataParallelKwargs)),
@@ -246,7 +248,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one window; a new number holds from the next window on."""
+        """Micro-batches per window. A new number holds from the next window on."""
         return self._prepared.run.gradient.num_steps
 
     @gradient_accumulation_steps.setter
@@ -255,7 +257,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
+        """Whether the current micro-batch ends its window, so that gradients are reduced and optimizers step."""
         return self._prepared.syncs
 
     @sync_gradients.setter
@@ -283,7 +285,7 @@ class Accelerator(ProcessMethods):
     use_distributed: ReadOnly[bool] = ReadOnly(lambda a: a.num_processes > 1, "Whether there are several processes.")
     multi_device = use_distributed
 
-    # Of `dataloader_config`, as with Accelerate.
+    # Values of `dataloader_config`, as attributes like those of Accelerate.
     split_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.split_batches)
     """Value of `dataloader_config`."""
     dispatch_batches: ReadOnly[bool | None] = ReadOnly(lambda a: a.dataloader_config.dispatch_batches)
@@ -296,19 +298,21 @@ class Accelerator(ProcessMethods):
     # ---- preparing
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
-        """Make models, optimizers, loaders and schedulers ready, in any order. Collective.
+        """Prepare models, optimizers, loaders and schedulers for the loop, in any order. Collective.
 
         Args:
-            objects: what to prepare. Anything else comes back as it is.
-            device_placement: for each of `objects`, whether it is moved; None as the Accelerator says.
-            named: models and loaders under a name, by which a checkpoint finds them again. Two models of one class
-                need one. Optimizers and schedulers are found by the parameters they step.
+            objects: objects to prepare. Anything else is returned unchanged.
+            device_placement: for each of `objects`, whether it is moved to the device; None for the Accelerator's
+                setting.
+            named: models and loaders with a name, by which a checkpoint finds them again. Two models of one class need
+                names. Optimizers and schedulers are found by the parameters that they step.
 
         Returns:
-            What the loop uses in their place, in the given order; not a tuple for a single one.
+            The prepared objects in the given order, as a tuple; a single object is returned by itself.
 
         Raises:
-            SettingError: two models have one name, the placements are not as many as the objects, or one is a class.
+            SettingError: two models have the same name, the number of placements is not that of the objects, or an
+                object is a class.
 
         Example:
             >>> from instep import Accelerator
@@ -325,43 +329,44 @@ class Accelerator(ProcessMethods):
         evaluation_mode: bool = False,
         name: str | None = None,
     ) -> nn.Module:
-        """Bring a model to the device and spread it. Collective.
+        """Move a model to the device and let the strategy wrap it. Collective.
 
-        With mixed precision its forward runs under autocast and gives float32 back.
+        With mixed precision its forward runs under autocast and returns float32.
 
         Args:
             model: the module.
-            device_placement: whether to move it; None as the Accelerator says.
-            evaluation_mode: it is not trained: every rank gets the first one's weights, and no more.
-            name: its name in checkpoints; by default its class's.
+            device_placement: whether to move the model; None for the Accelerator's setting.
+            evaluation_mode: whether the model is only evaluated. Then every rank gets the weights of rank 0, and
+                nothing else happens.
+            name: name in checkpoints; by default the name of the model's class.
 
         Returns:
-            What to call in its place; with one process the module itself.
+            The module to call instead; with one process the model itself.
 
         Raises:
-            SettingError: another prepared model has that name, or it has a dot.
+            SettingError: another prepared model has that name, or the name has a dot.
         """
         return self._prepared.prepare_model(model, device_placement, evaluation_mode, name)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Make an optimizer step at the ends of windows only. Collective.
+        """Prepare an optimizer, so that it steps only at the ends of windows. Collective.
 
-        From here on ranks draw different random numbers, as with the Trainer; the first one keeps the user's stream.
+        From this call on, ranks draw different random numbers, as with the Trainer; rank 0 keeps the user's stream.
 
         Args:
-            optimizer: over parameters of prepared models, or any others.
+            optimizer: an optimizer of parameters of prepared models, or of others.
         """
         return self._prepared.prepare_optimizer(optimizer)
 
     def prepare_data_loader(
         self, loader: Any, device_placement: bool | None = None, name: str | None = None
     ) -> AcceleratedLoader:
-        """Make a loader give this rank its part of every batch, on its device. Collective.
+        """Prepare a loader, so that it yields this rank's part of every batch, on its device. Collective.
 
         Args:
             loader: a DataLoader, or any other iterable of batches.
-            device_placement: whether batches are moved; None as the Accelerator says.
-            name: its name in checkpoints; by default its data set's.
+            device_placement: whether batches are moved to the device; None for the Accelerator's setting.
+            name: name in checkpoints; by default that of the loader's data set.
 
         Raises:
             SettingError: another prepared loader has that name.
@@ -369,22 +374,22 @@ class Accelerator(ProcessMethods):
         return self._prepared.prepare_data_loader(loader, device_placement, name)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step once per optimizer step.
+        """Prepare a scheduler, so that it steps once per optimizer step.
 
         Args:
-            scheduler: made with the optimizer, prepared or not.
+            scheduler: a scheduler that was made with the optimizer, prepared or not.
         """
         return self._prepared.prepare_scheduler(scheduler)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's model in what `prepare` returned.
+        """Return the user's model from the one that `prepare` returned.
 
         Args:
-            model: wrapped, or not; another package's DataParallel and DistributedDataParallel come off too.
-            keep_fp32_wrapper: False also takes the precision off its forward.
-            keep_torch_compile: False also takes off what `torch.compile` put around it.
+            model: a model, wrapped or not. DataParallel and DistributedDataParallel of other packages are removed too.
+            keep_fp32_wrapper: whether to keep the precision of its forward.
+            keep_torch_compile: whether to keep the wrapper of `torch.compile`.
         """
         return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -392,7 +397,7 @@ class Accelerator(ProcessMethods):
         """Return the strategy of a prepared model, wrapped or not.
 
         Raises:
-            UsageError: it was not prepared here.
+            UsageError: the model was not prepared by this Accelerator.
         """
         return self._prepared.strategy_of(model)
 
@@ -400,13 +405,13 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Enter one micro-batch of a window: forward, backward, and `step`, which acts at the window's end.
+        """Enter one micro-batch of a window: forward, backward, and `step`, which steps only at the window's end.
 
         Args:
-            models: those trained here; default: all that are prepared.
+            models: the models that are trained in the block; default: all prepared models.
         """
         ends = self._prepared.window.enter(self.optimizers)
-        # Ranks that end by themselves have windows of unlike length: they must reduce in each micro-batch.
+        # Ranks that end on their own have windows of different lengths, so they must reduce in each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
         self._uses.block = (tuple(map(id, models)), False) if self._uses.waits else None
         try:
@@ -423,23 +428,23 @@ class Accelerator(ProcessMethods):
         """Return a context for the forward and backward of a micro-batch whose gradients need not be reduced yet.
 
         Args:
-            model: prepared, wrapped or not.
+            model: a prepared model, wrapped or not.
         """
         return self._prepared.strategy_of(model).no_sync()
 
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backpropagate a mean loss, weighed by its share in the window.
+        """Backpropagate a mean loss, multiplied by its weight in the window.
 
         Args:
             loss: 0-dim floating tensor: the mean over this rank's micro-batch.
-            num_items: over how many items (tokens, say) the loss is a mean. With it the window's gradient is that of
-                the mean over all items of all its micro-batches and ranks, as of one big batch; those of a batch that a
-                rank repeats do not count. Without it samples are counted.
+            num_items: number of items (such as tokens) over which the loss is a mean. With it, the window's gradient is
+                that of the mean over all items of all micro-batches and ranks, as of one big batch; items of a batch
+                that a rank repeats do not count. Without it, samples are counted.
             kwargs: passed to `Tensor.backward`.
 
         Raises:
-            UsageError: the loss depends on no parameter that is trained; `num_items` for some losses of a window
-                only, or outside of `accumulate`.
+            UsageError: the loss depends on no trained parameter, or `num_items` is given for only some losses of a
+                window or outside of `accumulate`.
         """
         if self._uses.waits:
             self._prepared.before_backward()
@@ -466,10 +471,10 @@ class Accelerator(ProcessMethods):
                 optimizer.hold_gradients()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the scaler's factor and the window's divisor, before they are looked at.
+        """Divide gradients by the scaler's factor and the window's divisor, before they are read.
 
         Args:
-            optimizer: whose gradients; default: all that are prepared.
+            optimizer: the optimizer or optimizers whose gradients are divided; default: all prepared ones.
         """
         if not self.sync_gradients:
             return
@@ -483,15 +488,15 @@ class Accelerator(ProcessMethods):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Scale gradients down to a norm, at the end of a window. Collective where losses came with `num_items`.
+        """Scale gradients down to a norm, at the end of a window. Collective if losses came with `num_items`.
 
         Args:
-            parameters: whose gradients.
+            parameters: the parameters whose gradients are clipped.
             max_norm: the largest norm.
-            norm_type: which norm.
+            norm_type: order of the norm.
 
         Returns:
-            The norm before, 0-dim; None within a window, where nothing is clipped.
+            The norm before clipping, a 0-dim tensor; None within a window, where nothing is clipped.
         """
         if not self.sync_gradients:
             return None
@@ -500,10 +505,10 @@ class Accelerator(ProcessMethods):
         return self._prepared.plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
+        """Clip every gradient element, at the end of a window. Collective if losses came with `num_items`.
 
         Args:
-            parameters: whose gradients.
+            parameters: the parameters whose gradients are clipped.
             clip_value: the largest absolute value.
         """
         if self.sync_gradients:
@@ -512,7 +517,7 @@ class Accelerator(ProcessMethods):
             self._prepared.plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the precision's context, for what is computed outside of a prepared model's forward.
+        """Return the precision's context, for computations outside of a prepared model's forward.
 
         Args:
             autocast_handler: other options for this block.
@@ -521,13 +526,14 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
-        """Hold ranks that have no batch left until the others are done, with `even_batches=False`. Collective.
+        """Let ranks that have no batch left wait for the others, with `even_batches=False`. Collective.
 
-        When the block ends, all ranks have the weights, optimizers and schedulers of those that took most steps.
+        At the end of the block, all ranks get the weights, optimizers and schedulers of a rank that took the most
+        steps.
 
         Args:
-            joinables: the prepared models that are trained inside. Their losses come without `num_items`, which all
-                ranks add up.
+            joinables: the prepared models that are trained in the block. Their losses must not have `num_items`, since
+                these are summed over all ranks.
         """
         window = self._prepared.window
         with ExitStack() as stack:
@@ -542,21 +548,22 @@ class Accelerator(ProcessMethods):
         """Return a torch profiler for the block.
 
         Args:
-            handler: its options; default: those of `kwargs_handlers`.
+            handler: options of the profiler; default: those of `kwargs_handlers`.
         """
         return profile(handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.process_index)
 
     # ---- saving
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Make objects part of `save_state` and `load_state`.
+        """Include objects in `save_state` and `load_state`.
 
         Args:
-            objects: anything with `state_dict` and `load_state_dict`, of tensors and JSON values; by class name.
-            named: the same under a name.
+            objects: objects with `state_dict` and `load_state_dict`, of tensors and JSON values. They are saved by
+                class name.
+            named: such objects, saved by this name.
 
         Raises:
-            SettingError: an object has not both methods, or a name is taken.
+            SettingError: an object lacks one of the methods, or a name is taken.
         """
         self._states.register(objects, named)
 
@@ -565,9 +572,9 @@ class Accelerator(ProcessMethods):
 
         Args:
             hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
-                that becomes the checkpoint. State dicts may be changed, replaced or taken out of the list, which are
-                not written then. Files that it writes into the folder, from one rank each, become part of the
-                checkpoint. It must not wait for other ranks.
+                that becomes the checkpoint. The hook may change or replace state dicts, or remove them from the list;
+                then they are not written. Files that the hook writes into the folder, each from one rank, become part
+                of the checkpoint. The hook must not wait for other ranks.
 
         Returns:
             The handle of the hook: `handle.remove()` removes it.
@@ -578,8 +585,8 @@ class Accelerator(ProcessMethods):
         """Call a hook before each load, on every rank.
 
         Args:
-            hook: `hook(models, folder)`: a list of the unwrapped models, and the checkpoint. Models that it takes out
-                of the list are its own to load.
+            hook: `hook(models, folder)`: a list of the unwrapped models, and the checkpoint. The hook itself must load
+                the models that it removes from the list.
 
         Returns:
             The handle of the hook: `handle.remove()` removes it.
@@ -599,24 +606,26 @@ class Accelerator(ProcessMethods):
     def save_state(
         self, output_dir: Location | None = None, safe_serialization: bool = True, *, background: bool = False
     ) -> Path | None:
-        """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
+        """Save everything that was prepared or registered, and verify it. Collective.
 
         Args:
-            output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
-                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest of this run.
-            safe_serialization: False warns: a state is always safetensors and JSON.
-            background: copy the state to host memory, which is kept, and write and verify it beside the training. The
-                next save waits for it, like `wait_for_saves` and `end_training`, and raises its error.
+            output_dir: name of the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next
+                number in `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest
+                states of this run.
+            safe_serialization: False only warns, since a state is always safetensors and JSON.
+            background: whether to copy the state to host memory, which is reused, and to write and verify it during the
+                training. The next save, `wait_for_saves` and `end_training` wait for it and raise its error.
 
         Returns:
             The folder; None in the background, where `wait_for_saves` returns it.
 
         Raises:
-            CheckpointError: it could not be written, or the project's folder holds a later state of another run; older
-                ones are intact.
-            FolderInUseError: another run saves in the project's folder; it is this one's from here to `end_training`.
+            CheckpointError: the state could not be written, or the project's folder holds a later state of another run;
+                older states are intact.
+            FolderInUseError: another run saves in the project's folder. This run owns the folder from its first save to
+                `end_training`.
             SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
-            DistributedError: not all ranks came.
+            DistributedError: not all ranks made the call.
         """
         if not safe_serialization:
             warn_user("save_state(safe_serialization=False) has no effect: a state is always safetensors and JSON")
@@ -625,10 +634,10 @@ class Accelerator(ProcessMethods):
         return saving.save(self._states, None if output_dir is None else to_path(output_dir), background)
 
     def wait_for_saves(self) -> Path | None:
-        """Wait for what `save_state(background=True)` has under way. Collective.
+        """Wait for a running `save_state(background=True)`. Collective.
 
         Returns:
-            The checkpoint, verified; None where nothing was under way.
+            The verified checkpoint; None if no save was running.
 
         Raises:
             CheckpointError: that save failed; on another rank RemoteError.
@@ -636,7 +645,7 @@ class Accelerator(ProcessMethods):
         return self._states.wait()
 
     def _check_open(self, name: str) -> None:
-        """Raise where the processes were taken apart already."""
+        """Raise UsageError if the process group is closed already."""
         if self._world_size > 1 and not is_held():
             raise UsageError(
                 f"accelerator.{name} comes after end_training(), which took the processes apart: all of them take part "
@@ -644,26 +653,26 @@ class Accelerator(ProcessMethods):
             )
 
     def load_state(self, input_dir: Location | None = None, resume: Resume | None = None, **unknown: Any) -> Path:
-        """Load what `save_state` saved into what is prepared and registered. Collective.
+        """Load what `save_state` saved into the prepared and registered objects. Collective.
 
-        The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
-        the same number of processes the run continues bit for bit.
+        The next pass of a loader goes on after the last batch that was done. Random generators are restored too, so
+        with the same number of processes the run continues bit for bit.
 
         Args:
-            input_dir: the folder, with or without `-<attempt>`, or `checkpoint_<number>` of an automatic one; default:
-                the newest of the project that verifies.
-            resume: which parts to load; None for all. `callbacks` are the registered objects, `position` the step, the
-                loaders and the random generators.
-            **unknown: none is taken.
+            input_dir: the folder, with or without `-<attempt>`, or `checkpoint_<number>` of an automatically named
+                state; default: the newest state of the project that verifies.
+            resume: which parts to load; None for all. In it, `callbacks` means the registered objects, and `position`
+                means the step, the loaders and the random generators.
+            **unknown: no other argument is accepted.
 
         Returns:
-            The folder that was loaded; `resume_report` says more.
+            The folder that was loaded; `resume_report` has details.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: it does not verify.
-            CheckpointError: it does not fit what is prepared.
-            SettingError: another argument; Accelerate's get a hint.
+            CheckpointNotFoundError: there is no such checkpoint.
+            CorruptCheckpointError: the checkpoint does not verify.
+            CheckpointError: the checkpoint does not fit the prepared objects.
+            SettingError: an unknown argument; for those of Accelerate the text has a hint.
         """
         _refuse("load_state", unknown, "input_dir, resume")
         self._check_open("load_state")
@@ -673,15 +682,15 @@ class Accelerator(ProcessMethods):
         return self.resume_report.path
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole model's state dict. Collective: on all ranks.
+        """Return the state dict of the whole model. Collective.
 
         Args:
-            model: prepared, wrapped or not; or any other, whose own state dict is returned.
-            unwrap: False gives the names that the wrapped model has.
+            model: a prepared model, wrapped or not. For any other model, its own state dict is returned.
+            unwrap: whether to use the names of the unwrapped model.
 
         Returns:
-            Name -> plain tensor; with a strategy whose ranks write their own parts of a checkpoint, on the main process
-            only, and empty elsewhere.
+            Name -> plain tensor. With a sharded strategy only the main process gets it, and other ranks get an empty
+            dict.
         """
         self._check_open("get_state_dict")
         if self._prepared.inner(model) is None:
@@ -698,16 +707,17 @@ class Accelerator(ProcessMethods):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> Path:
-        """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.
+        """Write a model's weights as `model.safetensors`, for any program to load. Collective.
 
         Args:
-            model: prepared or not, wrapped or not.
-            save_directory: the folder; made if it is not there.
-            max_shard_size: bytes of a file, or a text such as "5GB": a larger model is several files with an index.
-            safe_serialization: False writes `pytorch_model.bin`, by torch.save.
+            model: a model, prepared or not, wrapped or not.
+            save_directory: the folder, which is created if necessary.
+            max_shard_size: largest size of a file in bytes, or a text such as "5GB". A larger model is split into
+                several files with an index.
+            safe_serialization: whether to write safetensors. False writes `pytorch_model.bin` by `torch.save`.
 
         Returns:
-            The file, or the index.
+            The file; for several files, their index.
         """
         limit = parse_size("max_shard_size", max_shard_size)
         self._check_open("save_model")
@@ -718,86 +728,88 @@ class Accelerator(ProcessMethods):
         """Write an object by `torch.save`, from the main process; see `instep.accelerator.save`.
 
         Args:
-            obj: what to save.
-            f: where to; its folder is there.
-            safe_serialization: write a dict of tensors as safetensors.
+            obj: object to save.
+            f: path of the file; its folder must exist.
+            safe_serialization: whether to write a dict of tensors as safetensors.
 
         Raises:
-            UnsavableStateError: it cannot be pickled; the file that was there is intact.
+            UnsavableStateError: the object cannot be pickled; an existing file is intact.
         """
         save(obj, f, safe_serialization=safe_serialization)
 
     # ---- evaluation
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False, per_sample: bool = True) -> Any:
-        """Gather every rank's values for the batch in hand, each sample once. Collective.
+        """Gather every rank's values for the current batch, each sample once. Collective.
 
         Args:
-            data: nested tensors; without any tensor in it a list of Python objects with an entry per sample.
-            use_gather_object: `data` is such a list although it holds tensors.
-            per_sample: False: dimension 0 is not the sample (several rows per sample, a sum per batch). Then all rows
-                are taken, but for those of a rank that replays a batch because it has none left.
+            data: nested tensors; or, without any tensor in it, a list of Python objects with one entry per sample.
+            use_gather_object: whether `data` is such a list although it holds tensors.
+            per_sample: whether dimension 0 is the sample. Pass False for several rows per sample, or for one sum per
+                batch. Then all rows are gathered, except those of a rank that replays a batch because it has none left.
 
         Returns:
-            The same structure; rows in the order of ranks, so in the order of the data. 0-dim tensors become one row
-            per rank that has samples.
+            The same structure, with rows in the order of ranks, which is the order of the data. A 0-dim tensor becomes
+            one row per rank that has samples.
 
         Raises:
-            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples. As many as a
-                whole batch of the loader has are cut.
+            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples. A tensor with
+                the rows of a full batch of the loader is cut instead.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         share, size = (Share(), None) if loader is None else (loader.source.share, loader.batch_size)
         samples = share.mine
         if samples is None and share.last and per_sample:  # the last batch of a stream may be shorter
             data = cut_last(data, share.all, size)
-        samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
+        samples = samples if self._prepared.main_strategy.contributes else 0  # another rank counts for the same samples
         return gather_samples(data, samples, size, use_gather_object, per_sample)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """`instep.accelerator.skip_first_batches`.
+        """Skip the first batches of an epoch; see `instep.accelerator.skip_first_batches`.
 
         Args:
-            dataloader: what `prepare` returned for a loader, or any other.
-            num_batches: batches to leave out, counted from the epoch's beginning.
+            dataloader: a prepared loader, or any other.
+            num_batches: number of batches to leave out, counted from the epoch's beginning.
         """
         return skip_first_batches(dataloader, num_batches)
 
     # ---- triggers
 
     def set_trigger(self, name: str = "trigger", reason: str = "") -> None:
-        """Set a trigger on this process; free. `check_trigger` then is True on all of them.
+        """Set a trigger on this process, without communication. `check_trigger` then returns True on all processes.
 
         Args:
-            name: the trigger.
-            reason: why, for people.
+            name: name of the trigger.
+            reason: reason for people to read.
         """
         self.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
-        """Return whether any process has set a trigger since the last check; resets it on all. Collective.
+        """Return True if any process has set a trigger since the last check; reset it on all processes. Collective.
 
         Args:
-            name: the trigger; None for any.
+            name: name of the trigger; None for any trigger.
         """
         return self.triggers.check(name)
 
     # ---- collectives
 
     def gather(self, data: Any) -> Any:
-        """Join the tensors of all ranks, of equally many rows; see `instep.distributed.gather`. Collective.
+        """Concatenate tensors of all ranks, which need equal numbers of rows; see `instep.distributed.gather`.
+
+        Collective.
 
         Args:
             data: nested tensors.
 
         Raises:
-            DistributedError: ranks have different numbers of rows, as in an epoch's last batch: `gather_for_metrics`
-                takes those.
+            DistributedError: ranks have different numbers of rows, as in an epoch's last batch; use
+                `gather_for_metrics` for it.
         """
         return gather_rows(data, self._prepared.run.gradient.active_dataloader)
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """`instep.distributed.reduce`, times `scale`.
+        """Reduce tensors over all ranks as `instep.distributed.reduce` does, and multiply by `scale`. Collective.
 
         Args:
             data: nested tensors.
@@ -808,7 +820,7 @@ class Accelerator(ProcessMethods):
         return result if scale == 1.0 else map_leaves(lambda leaf: leaf * scale, result)
 
     def pad_across_processes(self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """`instep.distributed.pad_across_processes`."""
+        """Pad tensors to the same size on all ranks; see `instep.distributed.pad_across_processes`. Collective."""
         return distributed.pad_across_processes(data, dim, pad_index, pad_first)
 
     # ---- trackers
@@ -822,13 +834,13 @@ class Accelerator(ProcessMethods):
         """Start the loggers of `log_with`, and write what was logged before.
 
         Args:
-            project_name: the project's name with W&B, and with other loggers the folder's below the logging folder,
+            project_name: name of the W&B project. For other loggers, name of their folder below the logging folder,
                 unless they have a `save_dir`.
             config: hyperparameters.
             init_kwargs: arguments by logger name, such as `{"wandb": {"tags": ["a"]}}`.
 
         Raises:
-            UsageError: they were started before.
+            UsageError: the loggers are started already.
         """
         self._trackers.init(project_name, config, init_kwargs or {}, Path(self.logging_dir or "."))
 
@@ -841,40 +853,44 @@ class Accelerator(ProcessMethods):
         """Log values by name, from the main process.
 
         Args:
-            values: numbers, tensors with one element, texts where a logger has a place for them, or dicts of these.
-            step: the step; None: one after the last.
-            log_kwargs: further arguments for a `GeneralTracker`'s `log`, by its name.
+            values: numbers, tensors with one element, texts if a logger supports them, or dicts of these.
+            step: the step; None for the step after the last one.
+            log_kwargs: further arguments for the `log` of a `GeneralTracker`, by the tracker's name.
         """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a started logger, or with `unwrap` what it writes with.
+        """Return a started logger, or with `unwrap` the tracker's own object.
 
         Args:
-            name: "csv", "tensorboard", "wandb", or a class's name; the second of one kind is "csv-2".
-            unwrap: give what the logger writes with: a TensorBoard writer, a wandb run.
+            name: "csv", "tensorboard", "wandb", or the name of a class. The second logger of one kind has "-2" at the
+                end, such as "csv-2".
+            unwrap: whether to return the object that the logger writes with, such as a TensorBoard writer or a wandb
+                run.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: there is no logger of that name.
         """
         return self._trackers.get(name, unwrap)
 
     # ---- the end
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Release everything prepared and empty the device's cache; this run is not the active one any more.
+        """Release all prepared objects, and empty the device's cache. This run is then no longer the active one.
 
-        What is registered for checkpointing stays. What the caller's names hold is free from the assignment on: torch's
-        next allocation finds it, and the next `clear_device_cache()` gives it to other programs.
+        Objects that are registered for checkpointing stay. Memory of objects that the caller's names still hold is free
+        after the assignment: torch's next allocation can use it, and the next `clear_device_cache()` returns it to
+        other programs.
 
         Args:
-            objects: names to be rebound: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            objects: objects whose names are assigned anew: `model, optimizer = accelerator.free_memory(model,
+                optimizer)`.
 
         Returns:
-            As many Nones.
+            One None for each object.
         """
         self._prepared.end()
-        if self._states.pending is None:  # a save that still runs owns the folders
+        if self._states.pending is None:  # a running save still owns the folders
             self._states.release()
         clear_device_cache(garbage_collection=True)
         return (None,) * len(objects)
@@ -884,7 +900,7 @@ class Accelerator(ProcessMethods):
     def end_training(self) -> None:
         """Close the loggers, end the run and leave the process group. Collective; may be called twice."""
         self._trackers.finish()
-        if is_held():  # not the second time, when the group was left
+        if is_held():  # not in a second call, when the process group is gone
             self.wait_for_everyone("end_training")
         self.wait_for_saves()
         self._states.close()
@@ -893,7 +909,7 @@ class Accelerator(ProcessMethods):
 
 
 def _tensors(method: str, parameters: Any) -> list[Tensor]:
-    """List the parameters that a method got; raise a SettingError for anything else, such as a model."""
+    """List the parameters that a method got. Raise a SettingError for anything else, such as a model."""
     found = parameters
     if not isinstance(parameters, nn.Module) and not callable(parameters):
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -908,7 +924,7 @@ def _tensors(method: str, parameters: Any) -> list[Tensor]:
 
 
 def _refuse(method: str, unknown: Mapping[str, Any], known: str) -> None:
-    """Raise a SettingError for an argument that a method does not take."""
+    """Raise a SettingError for arguments that a method does not accept."""
     for name, value in unknown.items():
         hint = instead_of(f"Accelerator.{method}", name) or f"known are {known}"
         raise SettingError(f"accelerator.{method}({name}=...) is not taken: {hint}.", field=name, got=value)

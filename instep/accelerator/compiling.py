@@ -17,17 +17,17 @@ _BACKEND = Check(lambda value: isinstance(value, str) and value != "", 'a name s
 
 @dataclass(frozen=True)
 class TorchDynamoPlugin:
-    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`: `prepare` compiles each model then.
+    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`. Then `prepare` compiles each model.
 
     Args:
-        backend: torch's name, in capitals or not; "no" compiles nothing.
+        backend: torch's name of the backend, in upper or lower case; "no" compiles nothing.
         mode: "default", "reduce-overhead" or "max-autotune".
-        fullgraph: a graph that breaks is an error.
-        dynamic: let shapes vary; None: as torch finds out.
+        fullgraph: whether a graph break raises an error.
+        dynamic: whether shapes may vary; None lets torch find out.
         options: options of the backend.
-        disable: compile nothing, for a test.
-        use_regional_compilation: compile the blocks in each `nn.ModuleList` of the model, which are alike, and not the
-            whole model. A model without such a list is compiled as a whole.
+        disable: whether to compile nothing, for a test.
+        use_regional_compilation: whether to compile the repeated blocks in each `nn.ModuleList` of the model instead of
+            the whole model. A model without such a list is compiled as a whole.
 
     Example:
         >>> TorchDynamoPlugin(backend="EAGER", dynamic=True).to_kwargs()
@@ -49,21 +49,21 @@ class TorchDynamoPlugin:
         check_fields(self)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile` that differ from its own."""
+        """Return the arguments that differ from the defaults of `torch.compile`."""
         known = [each for each in fields(self) if each.name != "use_regional_compilation"]
         given = {each.name: value for each in known if (value := getattr(self, each.name)) != each.default}
         return {**given, "backend": str(getattr(self.backend, "value", self.backend)).lower()}
 
 
 def compile_asked_for(
-    compile: Any,  # torch's word for it
+    compile: Any,  # same name as torch.compile
     plugin: TorchDynamoPlugin | None,
     backend: str | None,
 ) -> CompileConfig | None:
-    """Return how models are compiled; None where they are not.
+    """Return how models are compiled; None if they are not.
 
     Raises:
-        SettingError: more than one says it, or the whole step is asked for.
+        SettingError: more than one argument is given, or the whole step is to be compiled.
     """
     given = {"compile": compile, "dynamo_plugin": plugin, "dynamo_backend": backend}
     names = [name for name, value in given.items() if value is not None]
@@ -87,7 +87,7 @@ def compile_asked_for(
 
 
 def compiled(model: nn.Module, config: CompileConfig) -> nn.Module:
-    """Compile a model, or its blocks; a model that is compiled stays as it is."""
+    """Compile a model, or its blocks. A model that is compiled already is returned unchanged."""
     if hasattr(model, "_orig_mod"):
         return model
     if compile_regions(model, config):

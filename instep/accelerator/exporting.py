@@ -11,21 +11,21 @@ from instep.state import PartialState
 from instep.types import PathLike
 from instep.utils.paths import local_path
 
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # file names on the Hugging Face hub
 
 
 def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save an object by `torch.save`, on the main process. A reader sees the whole new file or the whole old one.
+    """Save an object by `torch.save`, on the main process. A reader sees either the new file or the old one, whole.
 
     Args:
         obj: the object.
         f: the file; its folder must exist.
-        save_on_each_node: each node's first process writes, for disks that nodes do not share.
-        safe_serialization: write a dict of tensors as safetensors.
+        save_on_each_node: whether the first process of each node writes, for disks that nodes do not share.
+        safe_serialization: whether to write a dict of tensors as safetensors.
 
     Raises:
-        UnsavableStateError: the object cannot be pickled, or is no dict of tensors with `safe_serialization`; the file
-            that was there is intact.
+        UnsavableStateError: the object cannot be pickled, or with `safe_serialization` is no dict of tensors; an
+            existing file is intact.
 
     Example:
         >>> import tempfile

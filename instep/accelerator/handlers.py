@@ -1,8 +1,8 @@
-"""Settings of the Accelerator as plain dataclasses: what is passed is what holds, the environment is not read.
+"""Settings of the Accelerator as plain dataclasses. The environment is not read for them.
 
-The names are Hugging Face Accelerate's. Every value is checked when the object is made. `options()` gives the keyword
-arguments of the piece that a handler is about, on a lower floor: the strategy, the precision, the process state or
-torch's profiler, which `profile` runs with a trace file per rank.
+The names are those of Hugging Face Accelerate. Every value is checked when the object is made. `options()` returns the
+keyword arguments for the part that a handler configures: the strategy, the precision, the process state or torch's
+profiler. `profile` runs this profiler and writes a trace file per rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _time(value: timedelta | float) -> timedelta:
 
 
 def _backends() -> set[str]:
-    """Collect the collective backends that torch knows, and those that the extensions of our devices bring."""
+    """Collect the collective backends that torch knows, and those of instep's kinds of devices."""
     ours = {kind.backend for kind in KINDS.values() if kind.backend is not None}
     return ours | set(getattr(torch.distributed.Backend, "backend_list", ()))
 
@@ -84,7 +84,7 @@ def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class KwargsHandler:
-    """Base of the settings that `Accelerator(kwargs_handlers=[...])` takes. It takes at most one object of each class.
+    """Base of the settings for `Accelerator(kwargs_handlers=[...])`, which takes at most one object of each class.
 
     Example:
         >>> GradScalerKwargs(init_scale=1024.0).to_kwargs()
@@ -97,7 +97,7 @@ class KwargsHandler:
         check_fields(self)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments for the lower floor, less the fields that are None: those ask for nothing."""
+        """Return the keyword arguments for the configured part, without the fields that are None."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in given.items() if value is not None}
 
@@ -112,8 +112,8 @@ class AutocastKwargs(KwargsHandler):
     """Settings of autocast, for `Accelerator(kwargs_handlers=[...])` or one `accelerator.autocast(handler)`.
 
     Args:
-        enabled: False computes in the weights' dtype inside.
-        cache_enabled: keep the 16-bit copies of the weights for the length of the context.
+        enabled: whether autocast is on. False computes in the dtype of the weights inside the context.
+        cache_enabled: whether to keep the 16-bit copies of the weights for the length of the context.
 
     Example:
         >>> AutocastKwargs(cache_enabled=False).options()
@@ -125,7 +125,7 @@ class AutocastKwargs(KwargsHandler):
 
 
 class DDPCommunicationHookType(Word):
-    """Ways in which DDP's gradients travel, by Accelerate's names; the plain text means the same."""
+    """Ways to communicate DDP's gradients, with Accelerate's names. Each value equals its text."""
 
     NO = "no"
     FP16 = "fp16"
@@ -139,17 +139,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Settings for averaging gradients over processes; `options()` are the arguments of the strategy "ddp".
 
     Args:
-        broadcast_buffers: take the first rank's buffers at each forward.
+        broadcast_buffers: whether each forward begins with the buffers of rank 0.
         bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a smaller first one).
-        find_unused_parameters: search, in each step, for parameters that took no part.
-        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
+        find_unused_parameters: whether to search in each step for parameters that were not used.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
         static_graph: promise that every step uses the same parameters in the same way.
-        comm_hook: compress gradients on their way: "fp16", "bf16", "power_sgd", or a `DDPCommunicationHookType`.
-        comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
+        comm_hook: compression of gradients for the communication: "fp16", "bf16", "power_sgd", or a
+            `DDPCommunicationHookType`.
+        comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.
         comm_state_option: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
 
     Raises:
-        SettingError: a value is wrong, or hook, wrapper and state do not go together.
+        SettingError: a value is wrong, or hook, wrapper and state do not fit each other.
 
     Example:
         >>> from instep.accelerator import Accelerator
@@ -171,7 +172,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        resolve_strategy("ddp", 1, options=self.options())  # knows its hooks, and refuses what does not go together
+        resolve_strategy("ddp", 1, options=self.options())  # checks the hook, and refuses combinations that do not work
 
     def options(self) -> dict[str, Any]:
         options = super().options()
@@ -191,8 +192,8 @@ class GradScalerKwargs(KwargsHandler):
         init_scale: the first factor of the loss.
         growth_factor: number above 1 that multiplies the factor after `growth_interval` steps without an overflow.
         backoff_factor: number between 0 and 1 that multiplies the factor after an overflow.
-        growth_interval: in optimizer steps.
-        enabled: False trains without scaling.
+        growth_interval: number of optimizer steps without an overflow before the factor grows.
+        enabled: whether to scale. False trains without scaling.
 
     Example:
         >>> handler = GradScalerKwargs(init_scale=1024.0, growth_interval=500)
@@ -212,11 +213,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Settings for making the process group; `options()` are arguments of `PartialState`.
 
     Args:
-        backend: torch's name, such as "gloo"; None takes the device's.
-        timeout: of every collective, as a timedelta or in seconds; None takes torch's (10 minutes for nccl, 30 for
-            others).
-        pg_options: the backend's own options object.
-        device_id: the device to bind the group to, where the backend wants to know early.
+        backend: torch's name of the backend, such as "gloo"; None takes the device's backend.
+        timeout: time limit of every collective, as a timedelta or in seconds; None takes torch's (10 minutes for nccl,
+            30 for others).
+        pg_options: options object of the backend.
+        device_id: device that the group is bound to, for backends that need it early.
 
     Example:
         >>> InitProcessGroupKwargs(timeout=60).options()
@@ -234,16 +235,17 @@ class ProfileKwargs(KwargsHandler):
     """Settings of `accelerator.profile(handler)`.
 
     Args:
-        activities: of "cpu", "cuda", "xpu", "mtia", "hpu"; None records the CPU and whatever accelerator is here.
+        activities: a list of "cpu", "cuda", "xpu", "mtia" and "hpu"; None records the CPU and the accelerator, if there
+            is one.
         schedule_option: arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`, `skip_first`,
             `skip_first_wait`), in calls of `step()`; None records everything.
-        on_trace_ready: called with the profiler whenever a recording is complete.
-        record_shapes: note the shapes of inputs.
-        profile_memory: note allocations.
-        with_stack: note the line of source of every operation.
-        with_flops: estimate operations of matrix products and convolutions.
-        with_modules: note which module called.
-        output_trace_dir: write a Chrome trace per rank into this folder; None writes none.
+        on_trace_ready: function that is called with the profiler whenever a recording is complete.
+        record_shapes: whether to record the shapes of inputs.
+        profile_memory: whether to record allocations.
+        with_stack: whether to record the source line of every operation.
+        with_flops: whether to estimate the operations of matrix products and convolutions.
+        with_modules: whether to record which module called an operation.
+        output_trace_dir: folder for a Chrome trace per rank; None writes none.
 
     Example:
         >>> import torch
@@ -272,12 +274,13 @@ class GradientAccumulationPlugin:
     """Settings for accumulating gradients, for `Accelerator(gradient_accumulation_plugin=...)`.
 
     Args:
-        num_steps: micro-batches of one window.
-        adjust_scheduler: True: the schedule was written in batches, so that one optimizer step moves it on by as many
-            as the window had. False: one scheduler step per optimizer step.
-        sync_with_dataloader: a window ends with its loader, full or not. False: the next epoch goes on with it, and
-            each batch counts as one of a full window.
-        sync_each_batch: reduce gradients at every backward: more communication, less memory under sharding.
+        num_steps: micro-batches per window.
+        adjust_scheduler: whether the schedule counts batches. Then each optimizer step steps the scheduler once for
+            every batch of the window. False: one scheduler step per optimizer step.
+        sync_with_dataloader: whether a window ends with its loader, full or not. False: the next epoch continues the
+            window, and each batch counts as one of a full window.
+        sync_each_batch: whether to reduce gradients at every backward, which needs more communication and, with
+            sharding, less memory.
 
     Example:
         >>> from instep.accelerator import Accelerator
@@ -299,14 +302,17 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Settings for where an Accelerator writes, and how many checkpoints it keeps.
+    """Settings of an Accelerator's folders, and of how many checkpoints it keeps.
 
     Args:
-        project_dir: the folder of checkpoints; None: the Accelerator's `project_dir`, or only where a call names one.
-        logging_dir: the folder of loggers; None takes `project_dir`.
-        automatic_checkpoint_naming: `save_state()` without a folder numbers its own below `project_dir`.
-        total_limit: checkpoints to keep, the newest ones; None keeps all.
-        iteration: number of the next automatic state, by which `load_state(".../checkpoint_<number>")` finds it.
+        project_dir: folder of checkpoints. None: the Accelerator's `project_dir`; without that, only folders that a
+            call names.
+        logging_dir: folder of loggers; None takes `project_dir`.
+        automatic_checkpoint_naming: whether `save_state()` without a folder saves into a numbered folder below
+            `project_dir`.
+        total_limit: how many of the newest checkpoints to keep; None keeps all.
+        iteration: number of the next automatically named state, with which `load_state(".../checkpoint_<number>")`
+            finds it.
 
     Raises:
         SettingError: a value is wrong.
@@ -333,13 +339,13 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: PathLike | None = None) -> None:
-        """Set the folder of checkpoints, and that of loggers where none is set yet.
+        """Set the folder of checkpoints, and that of loggers if none is set yet.
 
         Args:
             project_dir: the folder; None for none.
 
         Raises:
-            SettingError: it is no path.
+            SettingError: `project_dir` is no path.
         """
         self.project_dir = None if project_dir is None else PATH("project_dir", project_dir)
         if self.logging_dir is None:
@@ -354,10 +360,10 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
     """Sort handlers by their class.
 
     Args:
-        handlers: what `kwargs_handlers` got; None for none.
+        handlers: value of `kwargs_handlers`; None for no handlers.
 
     Raises:
-        SettingError: one is not a handler, belongs to another argument, or there are two of one class.
+        SettingError: an object is not a handler or belongs to another argument, or there are two of one class.
 
     Example:
         >>> by_kind([AutocastKwargs()])[AutocastKwargs].enabled
@@ -389,16 +395,16 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
 def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Iterator[Profiler]:
     """Record the code of the `with` block.
 
-    With `output_trace_dir` every rank writes `profile_<rank>.json` there, for chrome://tracing or Perfetto; what later
-    cycles of a schedule record goes to `profile_<rank>_<cycle>.json`, from 2. Traces are written after an error too;
-    what `on_trace_ready` raises is raised at the end of the block.
+    With `output_trace_dir` every rank writes `profile_<rank>.json` into it, for chrome://tracing or Perfetto. The
+    second and later cycles of a schedule go to `profile_<rank>_<cycle>.json`, from 2. Traces are also written after an
+    error. An error of `on_trace_ready` is raised at the end of the block.
 
     Args:
         handler: what to record; None takes `ProfileKwargs()`.
-        process_index: the rank, for the file's name.
+        process_index: the rank, for the name of the file.
 
     Returns:
-        torch's profiler: with a schedule call its `step()` after every batch.
+        torch's profiler. With a schedule, call its `step()` after every batch.
 
     Example:
         >>> with profile(ProfileKwargs(activities=["cpu"])) as profiler:

@@ -1,4 +1,4 @@
-"""The loaders that `Accelerator.prepare` returns, and what is gathered of their batches."""
+"""The loaders that `Accelerator.prepare` returns, and the gathering of values for their batches."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from instep.utils.warn import warn_user
 
 
 class AcceleratedLoader:
-    """This rank's batches, on its device; each pass is the next epoch.
+    """This rank's batches, on its device. Each pass is the next epoch.
 
-    While a batch is in hand, `GradientState` knows of it: whether it is the last, and how many of its samples count.
+    While the loop uses a batch, `GradientState` knows whether it is the last one, and how many of its samples count.
 
     Args:
-        source: the batches.
-        gradient: where the loop says where it stands.
-        uses: what reports uses of batches.
-        device: where the batches go; None leaves them where they are.
-        non_blocking: do not wait for copies from pinned memory.
+        source: source of the batches.
+        gradient: gradient state, into which the loop's place is written.
+        uses: object that reports uses of batches.
+        device: device that batches are moved to; None does not move them.
+        non_blocking: whether the host does not wait for copies from pinned memory.
         restore_position: as in `DataLoaderConfiguration`.
-        name: its name in checkpoints; None: by its data.
-        kind: the class that it passes for in `isinstance`; None: that of the user's loader.
-        optimizers: those that are prepared; where there are some, a pass with gradients but no batch is warned of.
+        name: name in checkpoints; None: named by its data.
+        kind: class that `isinstance` sees; None: that of the user's loader.
+        optimizers: the prepared optimizers. If there are any, a pass without a batch but with gradients on gives a
+            warning.
 
     Attributes:
-        batch_idx: number of the batch in hand, from 0 in an epoch; -1 before the first.
+        batch_idx: number of the current batch, from 0 in an epoch; -1 before the first.
         epoch: the epoch of the pass that runs or ran last; -1 before the first.
-        batches_done: how many of the epoch's batches were trained on: `backward` has seen them, or an optimizer has
-            stepped after them. None in a pass where neither has happened yet.
-        trains: whether either has happened in this pass or an earlier one.
-        full_batches: batches with a lower number weigh the same.
+        batches_done: how many batches of the epoch were trained on, which means that `backward` was called or an
+            optimizer has stepped after them. None if neither has happened in this pass yet.
+        trains: whether the loop has trained on this loader, in this pass or an earlier one.
+        full_batches: number below which all batches weigh the same.
         reliable: whether the sizes of the windows were known when the pass began.
-        opening: the pass's first batches, of which none was used yet; else None.
-        reads_ahead: whether the script was always ahead of its use, in the pass before.
+        opening: the first batches of the pass, until one of them was used; then None.
+        reads_ahead: whether the script read ahead of its use in the previous pass.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class AcceleratedLoader:
         self._non_blocking = non_blocking
         self._restore_position = restore_position
         self._next_epoch = 0
-        self._others = 0  # batches of the epoch that other ranks have done, beyond the batches' numbers
-        self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
-        self._restored: RestoredPlace | None = None  # where `load_state` was, until something uses it
-        self._held, self._ahead = 1, 0  # as the opening of a pass has found them
+        self._others = 0  # batches of the epoch that other ranks have done, not included in the batches' numbers
+        self._pass: object = None  # the running pass; older iterators of the same loader are refused
+        self._restored: RestoredPlace | None = None  # place that `load_state` restored, until something uses it
+        self._held, self._ahead = 1, 0  # as found at the opening of a pass
 
     # ---- what users of a DataLoader read
 
@@ -95,18 +96,18 @@ class AcceleratedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per rank and batch; None when unknown."""
+        """Samples per rank and batch; None if unknown."""
         return self.source.batch_size
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of all ranks' batches together; None when unknown."""
+        """Samples in a batch of all ranks together; None if unknown."""
         size = self.source.batch_size
         return None if size is None else size * self.source.world_size
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch in hand is the epoch's last."""
+        """Whether the current batch is the epoch's last."""
         return self.source.share.last
 
     def __len__(self) -> int:
@@ -114,24 +115,27 @@ class AcceleratedLoader:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next pass, from 0; after `load_state` the one that it goes on with, or begins."""
+        """Epoch of the next pass, from 0. After `load_state` it is the epoch that the pass continues or begins."""
         place = self._unused_place()
         return self._next_epoch if place is None else place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch: its order is a function of the seed and this number."""
+        """Set the epoch of the next pass. Its order is a function of the seed and the epoch."""
         place = self._unused_place()
         if place is not None and place.epoch != epoch:
-            self._restored = None  # the script goes elsewhere
+            self._restored = None  # the script goes to another epoch
         self._next_epoch = epoch
         if self._pass is None:
-            self.source.set_epoch(epoch)  # samplers and data sets of the user that have a set_epoch are called at once
+            self.source.set_epoch(epoch)  # calls a set_epoch of the user's samplers and data sets at once
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """Give one pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
+        """Yield one pass, after this number of batches of the epoch.
+
+        None: from a restored place, or the epoch's beginning.
+        """
         gradient = self._gradient
         place = self._begin(batches)
         self._pass = this = object()
@@ -174,14 +178,14 @@ class AcceleratedLoader:
         if not opening.outlasts:
             opening.end()
         done = 0 if place is None else place.batches
-        # Nothing was left of the epoch that was restored.
+        # The restored epoch had no batch left.
         if opening.is_empty and place is not None and done and batches in (None, done):
             self._restored = place.next_epoch()
             if batches is None:
                 yield from self.passes_from(None)
 
     def _begin(self, batches: int | None) -> RestoredPlace | None:
-        """Go to the first batch of a pass; return the restored place that it begins at."""
+        """Go to the first batch of a pass. Return the restored place at which it begins, or None."""
         source, place = self.source, self._unused_place()
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
@@ -231,13 +235,17 @@ class AcceleratedLoader:
     def set_windows(self, num_steps: int) -> None:
         """Set the number of batches in a window of accumulated gradients."""
         read_ahead = 0 if self._restored is None else most_kept(num_steps, self._held)
-        self.source.history = num_steps + max(read_ahead, self._held - 1)  # a checkpoint goes back to a window's begin
+        # a checkpoint may go back to the beginning of a window
+        self.source.history = num_steps + max(read_ahead, self._held - 1)
         plan = self.source.plan
         self.full_batches = plan.full_batches(num_steps)
         self.reliable = num_steps == 1 or not plan.corrects
 
     def _show(self) -> None:
-        """Let the gradient state speak of this loader: with every batch, since a loop may have been left early."""
+        """Make this loader the active one in the gradient state.
+
+        Done with every batch, since an inner loop may be left early.
+        """
         source, gradient = self.source, self._gradient
         gradient.active_dataloader = self
         share = source.share
@@ -254,32 +262,33 @@ class AcceleratedLoader:
 
     @property
     def active(self) -> Any:
-        """The loader that gives batches now, the innermost one."""
+        """The innermost loader that yields batches now."""
         return self._gradient.active_dataloader
 
     @property
     def most_kept(self) -> int:
-        """Number of batches kept until the script either skips the finished ones or does not."""
+        """How many batches to keep at most, while it is not known whether the script skips the finished ones."""
         return most_kept(self._gradient.num_steps, self._held)
 
     # ---- checkpoints
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch, and the number of the batch in hand."""
+        """The epoch, and the number of the current batch."""
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None, untrained: bool = False) -> StateDict:
-        """Return where the loop stands in this loader: the epoch, and how many of its batches are done.
+        """Return the loop's place in this loader: the epoch, and how many of its batches are done.
 
-        A place that `load_state` restored stays until something uses it. In a loop that trains on the loader a batch is
-        done when `accelerator.backward` has seen it, or a prepared optimizer has stepped after it. Else it is done when
-        it was given out, the one in hand too; a pass that was left has no place to go back to then.
+        A place that `load_state` restored stays until something uses it. In a loop that trains on the loader, a batch
+        is done once `accelerator.backward` was called for it, or a prepared optimizer has stepped after it. In any
+        other loop a batch is done once it was yielded, also the current one; and after a pass that was left early, the
+        next epoch follows.
 
         Args:
-            window_begin: number of the first batch of an accumulation window that is open: batches from there on count
-                for nothing yet.
-            untrained: the loop is to train, and has trained on no loader yet.
+            window_begin: number of the first batch of an open accumulation window. Batches from there on do not count
+                as done.
+            untrained: whether the loop will train, and has trained on no loader yet.
         """
         place, done = self._unused_place(), self.batches_done
         if place is not None:
@@ -306,10 +315,10 @@ class AcceleratedLoader:
         return {"epoch": self.epoch, "source": self.source.state_dict(done), "batches": done + self._others, **about}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Make the next pass go on where the state says."""
+        """Let the next pass go on at the place in the state."""
         source, epoch, batches = self.source, int(state["epoch"]), 0
         if state["source"] is None:
-            source.set_epoch(epoch + 1)  # drops what an earlier state had set
+            source.set_epoch(epoch + 1)  # drops what an earlier state has set
         else:
             source.load_state_dict(state["source"])
             batches = state.get("batches", source.first_batch)
@@ -327,12 +336,12 @@ class AcceleratedLoader:
         return self._restored
 
     def use_up(self, place: RestoredPlace) -> None:
-        """Use up the place that `load_state` restored."""
+        """Drop the place that `load_state` restored, since it is used now."""
         if self._restored is place:
             self._restored = None
 
     def forget_beginning(self) -> None:
-        """Forget a restored place at an epoch's beginning, where no pass over this loader runs."""
+        """Forget a restored place at an epoch's beginning, if no pass over this loader runs."""
         if self._pass is None and self._restored is not None and self._restored.state["source"] is None:
             self._restored = None
 
@@ -341,27 +350,27 @@ class AcceleratedLoader:
         return self.__dict__.get("_kind", AcceleratedLoader)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the user's loader alone: where this one stands belongs to the run."""
+        """Pickle only the user's loader, since this loader's place belongs to the run."""
         return _itself, (self.source.loader,)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not set yet: while being copied
+        if name == "source":  # not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.source.loader, name)
 
     def close(self) -> None:
-        """Release worker processes, and of a pass whose batches the script holds."""
+        """Release worker processes, and the pass whose batches the script still holds."""
         if self.opening is not None and self.opening.outlasts:
             self._end_opening(self.opening)
         self.source.close()
 
 
 class _WithoutFirst:
-    """Batches, or a batch sampler, without the first ones, which are read and dropped.
+    """Batches or a batch sampler without the first items, which are read and dropped.
 
     Args:
-        inner: any iterable; its attributes are those of the object too.
-        num_batches: how many to leave out of each pass.
+        inner: any iterable; its attributes are forwarded.
+        num_batches: number of items to leave out of each pass.
     """
 
     def __init__(self, inner: Any, num_batches: int) -> None:
@@ -375,13 +384,13 @@ class _WithoutFirst:
         return max(0, len(self.inner) - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not set yet: while being copied
+        if name == "inner":  # not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
 class SkippedLoader(_WithoutFirst):
-    """One prepared loader's next pass, without its epoch's first batches; see `skip_first_batches`."""
+    """Next pass of a prepared loader, without the first batches of its epoch; see `skip_first_batches`."""
 
     inner: AcceleratedLoader
 
@@ -390,7 +399,10 @@ class SkippedLoader(_WithoutFirst):
 
 
 def _skip_unprepared(loader: Any, num_batches: int) -> Any:
-    """Skip in a loader that was not prepared; `prepare` takes the result of a plain DataLoader with a length."""
+    """Skip batches of a loader that was not prepared.
+
+    The result of a plain DataLoader with a length can be prepared.
+    """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return _WithoutFirst(loader, num_batches)
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -402,13 +414,13 @@ def _skip_unprepared(loader: Any, num_batches: int) -> Any:
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Make a loader whose passes leave out the first batches of each epoch.
 
-    The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
-    already skips nothing twice. It is the number that was done then, also where another number of processes took more
-    or fewer samples at once. Which samples count stays known, so `gather_for_metrics` is exact.
+    The number counts from the epoch's beginning, also after `load_state`: if you skip as many batches as were done,
+    nothing is skipped twice. This is the number that was done when the state was saved, even if another number of
+    processes did them. It stays known which samples count, so `gather_for_metrics` is exact.
 
     Args:
-        loader: a loader that `prepare` returned. Of any other loader, the first batches of each pass are left out.
-        num_batches: batches to leave out.
+        loader: a prepared loader. For any other loader, the first batches of each pass are left out.
+        num_batches: number of batches to leave out.
 
     Returns:
         The loader.
@@ -435,14 +447,14 @@ def _itself(loader: Any) -> Any:
 
 
 def gather_rows(data: Any, loader: AcceleratedLoader | None) -> Any:
-    """Join the tensors of all ranks, which have as many rows on each rank. Collective.
+    """Concatenate the tensors of all ranks, which must have the same number of rows. Collective.
 
     Args:
         data: nested tensors.
-        loader: the one that gives the batch in hand.
+        loader: loader of the current batch, or None.
 
     Raises:
-        DistributedError: ranks have different numbers of rows; in the last batch the text says what takes them.
+        DistributedError: ranks have different numbers of rows; in the last batch the text names the method for it.
     """
     try:
         return gather(data)
@@ -464,9 +476,11 @@ def gather_samples(
 
     Args:
         data: nested tensors, or a list of objects.
-        samples: how many this rank has in the batch in hand; 0 where it replays one, None outside of a loader.
-        batch_size: how many a whole batch of the loader has, where that is known: so many rows are cut in the last one.
-        use_gather_object: as there, like `per_sample`.
+        samples: number of this rank's samples in the current batch; 0 if the rank replays a batch, None outside of a
+            loader.
+        batch_size: number of samples in a full batch of the loader, if known. In the last batch, this number of rows is
+            cut.
+        use_gather_object: as in `Accelerator.gather_for_metrics`.
         per_sample: whether dimension 0 is the sample.
     """
     if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
@@ -477,14 +491,14 @@ def gather_samples(
             )
         rows = [] if samples == 0 else list(data)
         return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
-    tensor_leaves(data, "gather_for_metrics")  # an error names the call that the user wrote
+    tensor_leaves(data, "gather_for_metrics")  # so an error names the call that the user wrote
     if samples and per_sample:
         data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)
     return gather_ragged(data, 0 if samples == 0 else None)
 
 
 def cut_last(data: Any, samples: int | None, batch_size: int | None) -> Any:
-    """Cut tensors with as many rows as a whole batch to the samples of a pass's last batch."""
+    """Cut tensors with the rows of a full batch down to the samples of a pass's last batch."""
 
     def cut(leaf: Any) -> Any:
         whole = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch_size
@@ -498,7 +512,7 @@ def _rows_of_leaf(leaf: Any, samples: int, batch_size: int | None) -> Any:
 
 
 def _rows(values: Any, samples: int, batch_size: int | None) -> Any:
-    """Return a row per sample: all that there are, or the first of as many as a whole batch has."""
+    """Return one row per sample: all rows, or the first of them if there are as many as in a full batch."""
     padded = batch_size is not None and len(values) == batch_size > samples
     if len(values) != samples and not padded:
         raise DataError(

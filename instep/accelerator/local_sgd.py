@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains by itself for some steps, then all take the mean of their weights."""
+"""Local SGD: every rank trains on its own for some steps, then all ranks average their weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context in which each rank trains by itself, and weights are averaged every `local_sgd_steps` optimizer steps.
+    """Context in which each rank trains on its own, and weights are averaged every `local_sgd_steps` optimizer steps.
 
-    Gradients are not reduced inside. The mean is taken of the trainable parameters and of the floating buffers (running
-    statistics), also at the end of the block; the optimizers' own state stays each rank's, as do integer buffers. After
-    an error nothing is averaged. With one process, or `enabled=False`, nothing happens.
+    Gradients are not reduced inside the context. Trainable parameters and floating-point buffers (running statistics)
+    are averaged, also at the end of the block. Optimizer states and integer buffers are not averaged. After an error
+    nothing is averaged. With one process, or with `enabled=False`, nothing happens.
 
-    All ranks take the same number of steps, which is checked whenever they meet.
+    All ranks must take the same number of steps, which is checked at every average.
 
     Args:
         accelerator: the `Accelerator`.
         model: the model that `accelerator.prepare` returned.
         local_sgd_steps: optimizer steps between two averages.
-        enabled: False leaves training as it is.
+        enabled: whether the context does anything.
 
     Raises:
         SettingError: the number of steps is wrong, or ranks hold only parts of the weights.
-        DistributedError: (when ranks meet) they took different numbers of steps.
+        DistributedError: (at an average) ranks took different numbers of steps.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an optimizer step, and average when it is time; inside a window of accumulated gradients do nothing."""
+        """Count an optimizer step, and average if it is due. Inside an accumulation window, do nothing."""
         if not self.enabled or not GradientState().sync_gradients:
             return
         self.steps += 1
@@ -91,7 +91,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        """Average the weights. Collective. The message before it keeps ranks at different steps from pairing theirs."""
+        """Average the weights. Collective. The message before it makes sure that all ranks are at the same step."""
         steps = gather_object(self.steps)
         if len(set(steps)) > 1:
             raise DistributedError(
@@ -104,7 +104,7 @@ class LocalSGD:
     def _check_replicated(self) -> None:
         module = self._accelerator.unwrap_model(self._model)
         for name, parameter in module.named_parameters():
-            # A DTensor knows its mesh; a parameter that DeepSpeed has cut up knows its own number.
+            # DTensors have a device_mesh; parameters that DeepSpeed has sharded have a ds_id.
             if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
                 raise SettingError(
                     f"LocalSGD needs the whole model on every rank, and {name} is sharded over ranks. Use strategy="

@@ -1,4 +1,4 @@
-"""Logger and progress bar that know of the other ranks: a line from the main process, or one per rank in order."""
+"""Logger and progress bar for several ranks: a line from the main process, or one per rank in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _MOST_TEXTS = 1000
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
-    """Find this process's place, and whether the process state says so, not the launcher. Builds nothing."""
+    """Return this process's environment, and whether it comes from the process state, not the launcher.
+
+    Builds no state.
+    """
     joined = process.is_held()
     return process.held().environment if joined else read_environment(), joined
 
@@ -24,10 +27,10 @@ def known_place() -> tuple[ProcessEnvironment, bool]:
 class RankLogger(logging.LoggerAdapter):
     """Python's logger with two more arguments in every call.
 
-    `main_process_only=True`, the default: rank 0 alone logs. False: all do, with their rank in front. `in_order=True`:
-    all do, one after the other; it is a collective, whatever the level.
+    With `main_process_only=True`, the default, only rank 0 logs. With False all ranks log, with their rank in front.
+    With `in_order=True` all ranks log one after the other; this is a collective, whatever the level.
 
-    Before the process state exists the launcher's environment says which rank this is; `in_order` then does not wait.
+    Before the process state exists, the rank comes from the launcher's environment, and `in_order` does not wait.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -44,15 +47,15 @@ class RankLogger(logging.LoggerAdapter):
         stacklevel: int = 2,
         **kwargs: Any,
     ) -> None:
-        """Log as python does.
+        """Log as Python's logger does.
 
         Args:
             level: a number of `logging`.
             msg: the text, with places for `args`.
-            args: filled into the text.
-            main_process_only: whether rank 0 alone logs.
+            args: values for the places in the text.
+            main_process_only: whether only rank 0 logs.
             in_order: whether all ranks log, in the order of their ranks.
-            stacklevel: how many frames up the line is said to come from; 1 is this method, 2 who calls it.
+            stacklevel: stack frame that the line is reported from: 1 is this method, 2 is its caller.
             kwargs: `exc_info`, `extra`, `stack_info`.
         """
         place, joined = known_place()
@@ -70,9 +73,9 @@ class RankLogger(logging.LoggerAdapter):
         return msg, kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this text comes, on this rank and through this object.
+        """Log a warning the first time that this rank logs this text through this object.
 
-        Of texts that differ from call to call the last thousand are remembered.
+        Only the last thousand different texts are remembered.
         """
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:
@@ -85,12 +88,12 @@ class RankLogger(logging.LoggerAdapter):
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     """Return a logger whose calls take `main_process_only` and `in_order`.
 
-    Only the logger of this name is touched; handlers and the root's level are the program's to set
+    Only the logger of this name is changed. The program itself must set handlers and the level of the root
     (`logging.basicConfig`).
 
     Args:
-        name: as for `logging.getLogger`; usually `__name__`.
-        log_level: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL"; None leaves the logger's level.
+        name: as in `logging.getLogger`; usually `__name__`.
+        log_level: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL"; None keeps the logger's level.
 
     Raises:
         SettingError: the level is unknown.
@@ -109,15 +112,15 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Make a `tqdm.auto` bar that only the first process of every node shows.
+    """Make a `tqdm.auto` bar that is shown only by the first process of every node.
 
     Args:
-        args: tqdm's own, as are `kwargs`: the iterable first.
-        main_process_only: False shows a bar on every process.
+        args: arguments of tqdm, beginning with the iterable. `kwargs` are tqdm's too.
+        main_process_only: whether only the first process of a node shows the bar; with False every process does.
 
     Raises:
         MissingPackageError: tqdm is not installed.
-        SettingError: the first argument is `main_process_only`, as other libraries had it.
+        SettingError: the first argument is a bool: pass `main_process_only` by name.
 
     Example:
         >>> sum(tqdm(range(3), disable=True))

@@ -1,4 +1,4 @@
-"""Running out of memory: trying again with a smaller batch, on all ranks alike, and giving memory back."""
+"""Out-of-memory errors: trying again with a smaller batch on all ranks, and releasing memory."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[int], int] = _halve,
 ) -> Any:
-    """Make a function try again with a smaller batch size for as long as memory runs out.
+    """Make a function run again with a smaller batch size as long as it runs out of memory.
 
-    The function gets the batch size first and is called without it. It should build its models, optimizers and loaders
-    inside, so that nothing of a failed attempt is kept. The size is one for all ranks: if any of them runs out of
-    memory, all try again with the next size. The size that worked is where the next call begins.
+    The function gets the batch size as its first argument, and you call it without this argument. It should build its
+    models, optimizers and loaders inside, so that nothing of a failed attempt is kept. All ranks use the same size: if
+    one of them runs out of memory, all try again with the next size. A later call begins with the size that worked.
 
-    With several processes every attempt ends in an agreement of all ranks. A rank that runs out of memory alone, while
-    the others wait for it in a collective of the function, is only heard once that collective has timed out; all
-    ranks then raise.
+    With several processes, every attempt ends with an agreement of all ranks. If one rank runs out of memory while the
+    others wait for it in a collective of the function, they learn of it only when that collective has timed out; then
+    all ranks raise.
 
     Args:
-        function: takes `batch_size` first; left out when used with arguments: `@find_executable_batch_size(...)`.
+        function: function with `batch_size` as its first parameter. Leave it out in the decorator with arguments:
+            `@find_executable_batch_size(...)`.
         starting_batch_size: the first size to try, the same on all ranks; samples per process.
-        reduce_batch_size_fn: takes a size that was too large, gives the next; default: half of it, which keeps sizes
-            that devices like.
+        reduce_batch_size_fn: function that takes a size that was too large and returns the next one. Default: half the
+            size, so that a power of two stays one.
 
     Returns:
         The function without its first argument.
 
     Raises:
         HookError: the function takes no batch size, or a call passes arguments that it does not take.
-        SettingError: an argument is wrong, or `reduce_batch_size_fn` does not give a smaller size.
-        UsageError: (from the call) memory did not suffice for any size above 0.
-        RemoteError: (from the call) another rank raised something else than an out-of-memory error.
+        SettingError: an argument is wrong, or `reduce_batch_size_fn` does not return a smaller size.
+        UsageError: (from the call) no size above 0 fitted into memory.
+        RemoteError: (from the call) another rank raised another error.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=16)
@@ -136,7 +137,7 @@ class _Search:
             if not short:
                 self.size = size
                 return result
-            # The error's traceback holds the frames that hold the tensors.
+            # The error's traceback keeps frames alive, and with them the tensors.
             del result, error
             clear_device_cache(garbage_collection=True)
             smaller = self.reduce(size)
@@ -162,7 +163,7 @@ class _Search:
 
 
 def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
-    """Find out whether any rank ran out of memory, with its error's text; raise any other error on all. Collective."""
+    """Return whether any rank ran out of memory, and its error text. Raise any other error on all ranks. Collective."""
     short = error is not None and is_out_of_memory(error)
     verdicts = from_every_rank((size, short, f"{type(error).__name__}: {error}" if short else ""))
     sizes = [verdict[0] for verdict in verdicts]
@@ -175,10 +176,10 @@ def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give memory back to the device, and None for every object: `model, optimizer = release_memory(model, optimizer)`.
+    """Release memory of the device, and return one None per object: `model, loss = release_memory(model, loss)`.
 
-    What the caller's names hold is free from that assignment on: torch's next allocation finds it, and the next
-    `clear_device_cache()` gives it to the device.
+    Memory of objects that the caller's names still hold is free after the assignment: torch's next allocation can use
+    it, and the next `clear_device_cache()` returns it to the device.
 
     Args:
         objects: models, optimizers, tensors.

@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: how processes are laid out, in Accelerate's words."""
+"""`ParallelismConfig`: sizes of a process mesh, with Accelerate's names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ORDER = ("dp_replicate", "dp_shard", "cp", "tp")  # order of a mesh's dimension
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """Sizes of the dimensions that processes are laid out in; for `Accelerator(parallelism_config=...)`.
+    """Sizes of the mesh dimensions over which processes are arranged, for `Accelerator(parallelism_config=...)`.
 
     Args:
-        dp_replicate_size: groups of processes that hold copies of each other's weights.
-        dp_shard_size: processes that cut the weights up.
-        tp_size: processes that cut layers up; the model says how by its `parallelize`.
-        cp_size: processes that share a sequence.
+        dp_replicate_size: number of groups of processes whose weights are copies of each other.
+        dp_shard_size: number of processes that shard the weights.
+        tp_size: number of processes that split layers; the model's `parallelize` says how.
+        cp_size: number of processes that share a sequence.
 
     Raises:
-        SettingError: a size is below 1, or copies of cut layers are not cut up by `dp_shard_size` too.
+        SettingError: a size is below 1, or copies of split layers are not sharded by `dp_shard_size` too.
 
     Example:
         >>> config = ParallelismConfig(dp_shard_size=4, tp_size=2)
@@ -54,7 +54,7 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each dimension, as `MeshStrategy` calls them, in the order of the mesh."""
+        """Size of each dimension, with the names of `MeshStrategy`, in the order of the mesh."""
         return {name: getattr(self, f"{name}_size") for name in _ORDER}
 
     @property
@@ -64,55 +64,55 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes, or groups of them, that read data of their own."""
+        """Number of processes, or groups of them, that read data of their own."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes of one such group."""
+        """Number of processes that read the same data."""
         return self.tp_size * self.cp_size
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions of more than one process that read data of their own."""
+        """Dimensions larger than 1 whose processes read different data."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The dimensions of more than one process that read the same data."""
+        """Dimensions larger than 1 whose processes read the same data."""
         return self._active("tp", "cp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The dimensions that cut the weights up."""
+        """Dimensions larger than 1 that shard the weights."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which a loss is averaged."""
+        """Dimensions larger than 1 over which a loss is averaged."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The dimensions of more than one process."""
+        """Dimensions larger than 1."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     def _active(self, *names: str) -> list[str]:
         return [name for name in names if self.sizes[name] > 1]
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return names and sizes of the mesh's dimensions, in its order."""
+        """Return names and sizes of the mesh's dimensions, in order."""
         names = tuple(name for name in _ORDER if self.sizes[name] > 1)
         return names, tuple(self.sizes[name] for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make torch's mesh of these sizes, with the joint dimensions dp, dp_shard_cp and dp_cp. Collective.
+        """Make torch's mesh of these sizes, with the combined dimensions dp, dp_shard_cp and dp_cp. Collective.
 
         Args:
-            device_type: "cuda" or "cpu", say.
+            device_type: such as "cuda" or "cpu".
 
         Returns:
-            The mesh of the dimensions of more than one process; None where there is none.
+            The mesh of all dimensions larger than 1; None if there is none.
         """
         from torch.distributed import device_mesh  # late: only who asks for a mesh pays for it
 
@@ -127,7 +127,7 @@ class ParallelismConfig:
         return mesh
 
     def strategy(self) -> str | Strategy:
-        """Return the strategy that lays processes out so: "ddp" for copies alone, else a `MeshStrategy`."""
+        """Return the strategy for this mesh: "ddp" for copies only, else a `MeshStrategy`."""
         if self.active_mesh_dims in (["dp_replicate"], []):
             return "ddp"
         sizes = {"dp_replicate": self.dp_replicate_size, "dp_shard": self.dp_shard_size}

@@ -1,4 +1,4 @@
-"""Preparation: from the user's objects to what a loop uses in their place, and the record of all of them."""
+"""Preparation: makes the objects that a loop uses from those of the user, and records all of them."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": 
 
 
 class PreparedRun:
-    """Models, optimizers, loaders and schedulers that an Accelerator has prepared, and the active run they belong to.
+    """Models, optimizers, loaders and schedulers that an Accelerator has prepared, and the active run of them.
 
     Args:
         process: this process.
-        precision: of all models.
-        strategy: each model gets a copy.
-        accumulation: how windows are made.
+        precision: precision of all models.
+        strategy: strategy, of which each model gets a copy.
+        accumulation: settings of accumulation windows.
         loader_config: how loaders are prepared.
         moves: whether models and batches are moved to the device.
-        step_with_optimizer: whether schedulers step with their optimizers only.
-        compile: how models are compiled; None leaves them.
+        step_with_optimizer: whether schedulers step only with their optimizers.
+        compile: how models are compiled; None for not at all.
     """
 
     loader_type: type[AcceleratedLoader] = AcceleratedLoader
@@ -92,17 +92,17 @@ class PreparedRun:
 
     @property
     def syncs(self) -> bool:
-        """Whether the micro-batch in hand ends its window."""
+        """Whether the current micro-batch ends its window."""
         return self.run.gradient.sync_gradients
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those that were skipped included."""
+        """Number of optimizer steps so far, including skipped ones."""
         return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @property
     def is_untrained(self) -> bool:
-        """Whether optimizers were prepared, and nothing has stepped or was trained on."""
+        """Whether optimizers were prepared, but no step and no training has happened yet."""
         trained = any(loader.trains or loader.batches_done is not None for loader in self.dataloaders)
         return bool(self.optimizers) and not (self.step or trained)
 
@@ -111,7 +111,8 @@ class PreparedRun:
     def begin(self) -> None:
         """Become the active run."""
         plugin = self._accumulation
-        self.plain = copy.deepcopy(self._strategy)  # steps, scales and says whose data is whose, for all models
+        # strategy for all models: it steps, scales, and knows which rank reads which data
+        self.plain = copy.deepcopy(self._strategy)
         self.plain.connect(self.device, self.precision)
         self._active = True
         self.run = push_run(Run("Accelerator", self.precision.mixed_precision, self._strategy, plugin.num_steps))
@@ -120,7 +121,7 @@ class PreparedRun:
         self.window = Window(self.run, self.world_size, self.device)
 
     def end(self) -> None:
-        """Release everything; this run is not the active one any more."""
+        """Release everything. This run is then no longer the active one."""
         for loader in self.dataloaders:
             loader.close()
         self._forget()
@@ -133,9 +134,9 @@ class PreparedRun:
         for strategy in getattr(self, "_strategies", {}).values():
             strategy.teardown()
         self.models: dict[str, nn.Module] = {}  # unwrapped, by name
-        self._strategies: dict[int, Strategy] = {}  # strategy by the id of the unwrapped model
+        self._strategies: dict[int, Strategy] = {}  # id of an unwrapped model -> its strategy
         self._wrapped: dict[int, nn.Module] = {}
-        self._given: list[Optimizer] = []  # optimizers given to the `prepare` that runs now
+        self._given: list[Optimizer] = []  # optimizers passed to the running `prepare`
         self._ask_again()
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -143,7 +144,7 @@ class PreparedRun:
 
     @property
     def seed(self) -> int:
-        """Seed of the data's order: torch's seed when it was first asked for, rank 0's."""
+        """Seed of the data's order: `data_seed`, or rank 0's torch seed when it was first needed."""
         if self._seed is None:
             data_seed = self.loader_config.data_seed
             seed = torch.initial_seed() & (2**63 - 1) if data_seed is None else data_seed
@@ -151,7 +152,7 @@ class PreparedRun:
         return self._seed
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None, **named: Any) -> Any:
-        """Make models, optimizers, loaders and schedulers ready, in any order. Collective."""
+        """Prepare models, optimizers, loaders and schedulers, in any order. Collective."""
         placements = [None] * len(objects) if device_placement is None else list(device_placement)
         if len(placements) != len(objects):
             raise SettingError(
@@ -164,7 +165,8 @@ class PreparedRun:
         items += [(name, item, None) for name, item in named.items()]
         self._given = [getattr(item, "optimizer", item) for _, item, _ in items if isinstance(item, Optimizer)]
         done: dict[int, Any] = {}
-        # Models first: what names and moves parameters; schedulers last: they need their optimizers.
+        # Models come first, since they name and move parameters. Schedulers come last, since they need their
+        # optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
             for index, (name, item, place) in enumerate(items):
                 if index not in done:
@@ -190,11 +192,11 @@ class PreparedRun:
         return self.prepare_scheduler(item) if is_scheduler and not isinstance(item, Optimizer) else None
 
     def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
-        """Bring a model to the device and spread it. Collective."""
+        """Move a model to the device and let the strategy wrap it. Collective."""
         known = self.inner(model)
         if known is not None:
             return self._wrapped[id(known)]
-        model = self._strategy.unwrap(model)  # it may be what prepare returned before free_memory()
+        model = self._strategy.unwrap(model)  # the model may be one that was prepared before free_memory()
         self._claim_run()
         name = name or type(without_compile(model)).__name__
         if "." in name:
@@ -227,7 +229,7 @@ class PreparedRun:
         return self._wrapped[id(model)]
 
     def _wrap(self, strategy: Strategy, model: nn.Module) -> nn.Module:
-        """Spread a model that is trained; a strategy that needs its optimizer finds that in the same `prepare`."""
+        """Wrap a model that is trained. A strategy that needs the optimizer for it finds it in the same `prepare`."""
         if not strategy.wraps_with_optimizer:
             return strategy.wrap(model)
         if self.plain in self._strategies.values():
@@ -240,11 +242,11 @@ class PreparedRun:
             )
         own = set(model.parameters())
         wrapped = strategy.wrap(model, [given for given in self._given if not own.isdisjoint(parameters_of(given))])
-        self.plain = strategy  # this strategy steps, scales and clips by itself
+        self.plain = strategy  # this strategy itself steps, scales and clips
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Make an optimizer step at the ends of windows only. Collective."""
+        """Prepare an optimizer, so that it steps only at the ends of windows. Collective."""
         if type(optimizer) is AcceleratedOptimizer:
             optimizer = optimizer.optimizer
         for known in self.optimizers:
@@ -260,14 +262,14 @@ class PreparedRun:
         return prepared
 
     def prepare_data_loader(self, loader: Any, place: bool | None, name: str | None) -> AcceleratedLoader:
-        """Make a loader give this rank its part of every batch, on its device. Collective."""
+        """Prepare a loader, so that it yields this rank's part of every batch, on its device. Collective."""
         for known in self.dataloaders:
             if known is loader or known.source is loader or known.source.loader is loader:
                 return known
         if name is not None and any(known.name == name for known in self.dataloaders):
             raise SettingError(f"two loaders are called {name!r}; give each a name of its own", field="name", got=name)
         if isinstance(loader, AcceleratedLoader):
-            loader = loader.source.loader  # prepared before free_memory()
+            loader = loader.source.loader  # the loader was prepared before free_memory()
         self._claim_run()
         config, source = self.loader_config, loader
         device = self.device if (self._moves if place is None else place) else None
@@ -287,7 +289,8 @@ class PreparedRun:
                 streams=config.streams,
             )
         kind = None
-        if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not
+        # it has the methods of torchdata's class, even if the data is not read through it
+        if config.use_stateful_dataloader:
             kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
             kind = kind.StatefulDataLoader
         prepared = self.loader_type(
@@ -305,7 +308,7 @@ class PreparedRun:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step once per optimizer step."""
+        """Prepare a scheduler, so that it steps once per optimizer step."""
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
         for known in self.schedulers:
@@ -319,7 +322,7 @@ class PreparedRun:
         return prepared
 
     def _ask_again(self) -> None:
-        """Have the next backward look for the optimizers' parameters in the models."""
+        """Let the next backward check again that the models own the optimizers' parameters."""
         self._checked, self.uses.waits = False, True
 
     def before_backward(self) -> None:
@@ -329,7 +332,7 @@ class PreparedRun:
         self.uses.report_backward()
 
     def _check_optimizers(self) -> None:
-        """Warn of parameters in no prepared model, before the first backward: each rank trains those by itself."""
+        """Warn before the first backward of parameters in no prepared model: each rank trains these on its own."""
         self._checked = True
         known = {p for strategy in self._strategies.values() for p in strategy.parameters()}
         for prepared in self.optimizers:
@@ -346,20 +349,20 @@ class PreparedRun:
                 )
 
     def _claim_run(self) -> None:
-        if not self._active:  # free_memory() or end_training() came before
+        if not self._active:  # free_memory() or end_training() was called before
             self.begin()
 
     @property
     def main_strategy(self) -> Strategy:
-        """The strategy of the one model that is trained, where there can be one only; else the first model's.
+        """Strategy of the trained model if there can be only one, else that of the first model.
 
-        All know which part of the data this rank reads.
+        Every strategy knows which part of the data this rank reads.
         """
         trained = self.plain in self._strategies.values()
         return self.plain if trained else next(iter(self._strategies.values()), self.plain)
 
     def agree_on_steps(self) -> None:
-        """Load the state of optimizers and schedulers from a rank that has taken most steps. Collective."""
+        """Load the state of optimizers and schedulers from a rank that has taken the most steps. Collective."""
         steps = gather_object(self.step)
         if min(steps) == max(steps):
             return
@@ -376,7 +379,7 @@ class PreparedRun:
                 optimizer.steps_taken = number
 
     def restore_counters(self, step: int, seed: int) -> None:
-        """Go on at the step and with the seed of a checkpoint."""
+        """Continue at the step and with the seed of a checkpoint."""
         self._seed = seed
         for optimizer in self.optimizers:
             optimizer.steps_taken = step
@@ -389,7 +392,10 @@ class PreparedRun:
         self.plain.gradients.unscale(optimizer.optimizer)
 
     def unscale_owners(self, parameters: Sequence[Tensor]) -> None:
-        """Unscale the gradients of the optimizers that own these parameters; others may have none yet."""
+        """Unscale the gradients of the optimizers that own these parameters.
+
+        Other optimizers may have no gradients yet.
+        """
         if self.plain.precision.scaler is not None or self.window.corrects:
             ids = {id(parameter) for parameter in parameters}
             for optimizer in self.optimizers:
@@ -397,7 +403,7 @@ class PreparedRun:
                     self.unscale(optimizer)
 
     def precision_state(self) -> dict[str, Any]:
-        """Return the gradient scaler's state, adapted to the last step; empty without one."""
+        """Return the gradient scaler's state after the last step; empty without a scaler."""
         self.plain.gradients.update_scaler()
         return self.plain.precision.state_dict()
 
@@ -409,7 +415,7 @@ class PreparedRun:
         return self._strategies[id(inner)]
 
     def inner(self, model: nn.Module) -> nn.Module | None:
-        """Return the prepared model that is meant, which may be wrapped, or compiled afterwards."""
+        """Return the prepared model that is given, wrapped, or compiled after it was prepared."""
         candidates = (model, without_compile(model))
         for inner in self.models.values():
             if any(one is inner or one is self._wrapped[id(inner)] for one in candidates):
@@ -417,7 +423,7 @@ class PreparedRun:
         return None
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
-        """Return the user's model in what `prepare` returned."""
+        """Return the user's model from the one that `prepare` returned."""
         inner = self.inner(model)
         if inner is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
@@ -428,7 +434,7 @@ class PreparedRun:
         return inner if inner is not without_compile(inner) else compiled_as(model, inner)
 
     def set_accumulation(self, num_steps: int) -> None:
-        """Make windows of another length, from the next one on."""
+        """Change the length of windows, from the next window on."""
         self._accumulation = replace(self._accumulation, num_steps=num_steps)
         self.window.set_length(num_steps)
 
@@ -436,9 +442,9 @@ class PreparedRun:
 def choose_strategy(
     strategy: str | Strategy | None, process: PartialState, options: DistributedDataParallelKwargs | None
 ) -> Strategy:
-    """Return the strategy that is asked for by argument or by environment."""
+    """Return the strategy that the argument or the environment asks for."""
     count = process.num_processes
-    wanted = {} if options is None or count == 1 else options.options()  # alone there is nothing to communicate
+    wanted = {} if options is None or count == 1 else options.options()  # a single process communicates nothing
     if strategy is None:
         strategy, asked = asked_strategy()
         wanted = {**asked, **wanted}
@@ -446,7 +452,7 @@ def choose_strategy(
 
 
 def precision_asked_for(mixed_precision: str | None) -> str:
-    """Return the name of the precision: the argument, else what the environment says, else "no"."""
+    """Return the name of the precision: the argument, else the environment's value, else "no"."""
     if mixed_precision is None:
         asked = env.from_env("precision", precision_name) or "32-true"
         mixed_precision = next((short for short, name in _PRECISION.items() if name == asked), asked)
@@ -471,7 +477,7 @@ def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping
 
 
 def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
-    """Return how windows are made: the plugin or the argument, else what the environment says, else 1."""
+    """Return the accumulation settings: the plugin or the argument, else the environment's value, else 1."""
     if plugin is None:
         if steps is not None:
             at_least(1)("gradient_accumulation_steps", steps)
@@ -487,5 +493,5 @@ def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int
 
 
 def _is_dispatched(model: nn.Module) -> bool:
-    """Return True if `dispatch_model` has divided a model over devices, where it stays."""
+    """Return True if `dispatch_model` has divided a model over devices, so that it must not be moved."""
     return "hf_device_map" in vars(model) and DISPATCHED in vars(model)

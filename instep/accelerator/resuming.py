@@ -1,9 +1,10 @@
 """The place that `load_state` restored in a loader, until the script uses it.
 
-After K batches of an epoch a script either goes on with what the loader gives, or passes over K batches by itself
-(`if step < done: continue`, `itertools.islice`). Only a *use* shows which: a forward of a prepared model with gradients
-on, `accelerator.backward`, a step, or another gradient or value of a parameter that a prepared optimizer owns. Neither
-`next` nor a forward under `no_grad` is one. Until the first use each pass begins at K again:
+After K batches of an epoch a script either goes on with what the loader gives, or passes over K batches by itself (`if
+step < done: continue`, `itertools.islice`). Only a *use* of a batch shows which of the two it does. A use is a forward
+of a prepared model with gradients on, `accelerator.backward`, a step, or a change in the gradient or value of a
+parameter that a prepared optimizer owns. Neither `next` nor a forward under `no_grad` is a use. Until the first use,
+each pass begins at K again:
 
 | state     | the next batch                              | what ends it                                             |
 |-----------|---------------------------------------------|----------------------------------------------------------|
@@ -13,13 +14,13 @@ on, `accelerator.backward`, a step, or another gradient or value of a parameter 
 | straight  | the next in order                           | the end; of an evaluation: then come those before K      |
 | used      | after the used one the next in order        | the end of the pass                                      |
 
-The first use makes any of them "used". Offering becomes straight where the script holds all that it was given (it
-reads ahead), or a prepared model has evaluated a batch. So no used batch comes again, a batch that was passed over for
-another reason is left out, and an unused pass has as many batches as a whole one.
+The first use changes any state to "used". "Offering" changes to "straight" if the script holds all batches that it was
+given (it reads ahead), or if a prepared model has evaluated a batch. So no used batch comes again, a batch that was
+passed over for another reason is left out, and an unused pass has as many batches as a whole one.
 
-A script that holds several batches at its first use reads ahead, or takes a window's batches at once. A pass of it
-counts as done what was used of them, by its calls of `accelerator.backward`; without these what it was given, unless it
-is always ahead by as many.
+A script that holds several batches at its first use either reads ahead, or takes all batches of a window at once. Its
+calls of `accelerator.backward` show which batches are done. Without these calls, all batches that it was given count as
+done, unless the script is always ahead by the same number.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _END = object()
 _CONTAINERS = (tuple, list, dict, zip)
-_DEPTH = 4  # from a tensor over its batch and the tuple of a zip to the zip itself
+_DEPTH = 4  # levels of references: from a tensor over its batch and the tuple of a zip to the zip itself
 _ADVICE = (
     "Leave the place to load_state, and take the script's own skipping out; or skip with "
     "accelerator.skip_first_batches(loader, n), which counts from the epoch's beginning"
@@ -52,23 +53,23 @@ _ADVICE = (
 
 
 class RestoredPlace:
-    """A loader's place as `load_state` restored it.
+    """Place in a loader that `load_state` restored.
 
     Args:
-        state: the loader's state, which a save before the first use writes again.
-        epoch: the epoch that the next pass goes on with, or begins.
-        batches: how many of its batches are done, in the count of those who did them: another number of processes may
-            have taken more or fewer samples at once.
+        state: state of the loader; a save before the first use writes it again.
+        epoch: epoch that the next pass continues or begins.
+        batches: how many batches of the epoch are done, as counted by the processes that did them. Another number of
+            processes may have had more or fewer samples per batch.
     """
 
     def __init__(self, state: StateDict, epoch: int, batches: int) -> None:
         self.state, self.epoch, self.batches = state, epoch, batches
         self.held: int = state.get("held", 1)
         """How many batches the script held at its first use, in the run that saved the state."""
-        self._left = False  # a pass has moved the source from here
+        self._left = False  # whether a pass has moved the source away from this place
 
     def go(self, source: PreparedLoader) -> None:
-        """Advance the source to this place."""
+        """Move the source to this place."""
         if self._left and self.state["source"] is not None:
             source.load_state_dict(self.state["source"])
         self._left = True
@@ -81,17 +82,17 @@ class RestoredPlace:
 
 
 class Uses:
-    """Uses of a run's batches, reported to the passes that wait for their first one.
+    """Uses of a run's batches. They are reported to the passes that wait for their first use.
 
     Args:
-        models: returns the prepared models, as they are called.
-        parameters: returns the parameters of the prepared optimizers.
-        loaders: returns the prepared loaders.
+        models: function that returns the prepared models in the form that is called.
+        parameters: function that returns the parameters of the prepared optimizers.
+        loaders: function that returns the prepared loaders.
 
     Attributes:
-        waits: whether `backward` has to be reported.
-        block: under `accumulate` the ids of its models, and whether a backward was there; others there are of the same
-            batch. None: elsewhere.
+        waits: whether `backward` must be reported.
+        block: inside `accumulate`, the ids of its models, and whether a backward has run; later ones there belong to
+            the same batch. None outside of `accumulate`.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Uses:
         self.block: tuple[tuple[int, ...], bool] | None = None
 
     def report_backward(self) -> None:
-        """Report a backward on the batches in hand."""
+        """Report a backward on the current batches."""
         openings = self._openings()
         models, again = self.block or ((), False)
         for opening in openings:
@@ -116,7 +117,7 @@ class Uses:
         self.waits = bool(openings)
 
     def report_forward(self, active: AcceleratedLoader | None) -> None:
-        """Report a forward of a prepared model on the batches in hand."""
+        """Report a forward of a prepared model on the current batches."""
         if torch.is_grad_enabled():
             for opening in self._openings():
                 opening.use()
@@ -124,12 +125,12 @@ class Uses:
             active.opening.evaluates = True
 
     def forget_beginnings(self) -> None:
-        """Forget places at an epoch's beginning of the loaders that do not run: the training has begun."""
+        """Forget the places at an epoch's beginning of loaders that are not running, since the training has begun."""
         for loader in self._loaders():
             loader.forget_beginning()
 
     def marks(self) -> list[Any]:
-        """Return what changes when a parameter or its gradient does."""
+        """Return values that change when a parameter or its gradient changes."""
         trained = [p for p in self._parameters() if p.requires_grad]
         return [(p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in trained]
 
@@ -141,19 +142,19 @@ class Opening:
     """The first batches of a pass, until one of them is used.
 
     Args:
-        loader: whose pass it is.
-        uses: what reports uses.
+        loader: loader of the pass.
+        uses: object that reports uses.
         raw: the pass's batches, before they are moved to the device.
-        place: the restored place; None where there is none.
-        goes_on: whether the pass begins there, and not where the script says.
-        offers: whether the script may pass over what is done.
+        place: the restored place, or None.
+        goes_on: whether the pass begins at the restored place, and not where the script asks for.
+        offers: whether the script may skip the finished batches itself.
 
     Attributes:
-        rest: the batches after these, on the device.
-        used: whether one was used.
-        evaluates: whether a prepared model has computed without gradients on a batch of the pass.
+        rest: the batches after the first ones, on the device.
+        used: whether one of the first batches was used.
+        evaluates: whether a prepared model has run without gradients on a batch of the pass.
         held: how many batches the script held at the first use.
-        always_ahead: whether it reads ahead, by one batch less than it held; None as long as that is not known.
+        always_ahead: whether the script reads ahead, by one batch less than it held; None if not known yet.
         outlasts: whether the pass has ended, and the script still holds batches that it may use.
     """
 
@@ -176,14 +177,16 @@ class Opening:
         self._offers = offers and self._goes_on
         self._warns = offers and goes_on and place is not None
         self._given: list[list[weakref.ref[Any]]] = []
-        self._before: list[list[weakref.ref[Any]]] = []  # batches given before all finished ones were passed over
+        # batches yielded before the script had passed over all finished ones
+        self._before: list[list[weakref.ref[Any]]] = []
         self._skipped = False
         self._hooks: list[Any] = []
         self._marks: list[Any] = []
-        self._asked = 0  # how often the script has asked for a batch since the first use
-        self._group = 1  # batches that it was given between two uses
-        self._backwards_of = Counter[tuple[int, ...]]()  # since it was given them; each of several models has its own
-        self._sums = False  # one backward is for several of them
+        self._asked = 0  # how often the script has requested a batch since the first use
+        self._group = 1  # batches that the script got between two uses
+        # backward calls since the script got these batches, counted for each group of models
+        self._backwards_of = Counter[tuple[int, ...]]()
+        self._sums = False  # whether one backward covers several batches
         uses.waits = True
         if place is not None:
             self._marks = uses.marks()
@@ -192,24 +195,24 @@ class Opening:
     def _watch_models(self) -> None:
         watch = _ForwardWatch(self._loader, self._uses)
         for model in {id(model): model for model in self._uses.models()}.values():
-            if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+            if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule accepts no hooks
                 self._hooks.append(model.register_forward_pre_hook(watch))
 
     def stop_watching(self) -> None:
-        """Take the hooks off the models."""
+        """Remove the hooks from the models."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @property
     def is_empty(self) -> bool:
-        """Whether the pass has given nothing."""
+        """Whether the pass has yielded no batch."""
         return not self._given
 
     # ---- uses
 
     def look(self) -> bool:
-        """Look for a use that nothing has reported; return whether there was one."""
+        """Check for a use that was not reported; return True if a batch is used."""
         loader = self._loader
         if not self.used and loader.opening is self:
             changed = self._place is not None and self._uses.marks() != self._marks
@@ -218,10 +221,10 @@ class Opening:
         return self.used
 
     def use(self) -> None:
-        """Use the batch in hand, for the first time.
+        """Record the first use of a batch.
 
         Raises:
-            UsageError: a batch was given twice, and the script holds both.
+            UsageError: a batch was yielded twice, and the script holds both.
         """
         if self.used:
             return
@@ -234,7 +237,7 @@ class Opening:
         self._loader.use_up(place)
         self._uses.forget_beginnings()
         if any(map(_is_alive, self._before)):
-            gc.collect()  # a cycle of references may hold the batches
+            gc.collect()  # a reference cycle may hold the batches
         if any(map(_is_held, self._before)):
             raise UsageError(
                 f"after load_state the script asked for {len(self._before) + len(self._given)} batches before it used "
@@ -251,7 +254,7 @@ class Opening:
             )
 
     def count_backward(self, models: tuple[int, ...]) -> None:
-        """Count a backward of some models, which have one for each batch that was used."""
+        """Count a backward of some models. Models that are trained together have one backward for each used batch."""
         self._backwards_of[models] += 1
 
     @property
@@ -259,7 +262,7 @@ class Opening:
         return max(self._backwards_of.values(), default=0)
 
     def end(self) -> None:
-        """Warn where a whole pass was passed over."""
+        """Warn if the script has passed over all batches of the pass."""
         self.stop_watching()
         if self._offers and not self.used and not self.evaluates and self._given and self._place is not None:
             warn_user(
@@ -270,9 +273,9 @@ class Opening:
 
     @property
     def ahead(self) -> int:
-        """How many batches the script holds that it has not used."""
+        """Number of batches that the script holds and has not used."""
         always = self.always_ahead and not self.outlasts
-        if always is None:  # as in the pass before; or it was given one, and used one
+        if always is None:  # not known, so as in the previous pass, or by whether the script used the batch that it got
             always = self._has_used if self._asked else self._loader.reads_ahead
         if always:
             return self.held - 1
@@ -280,20 +283,21 @@ class Opening:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether the script holds several batches, and nobody knows which ones it has used."""
+        """Whether the script holds several batches, and it is unknown which of them it has used."""
         return self.used and self._group > 1 and not self._backwards and self._has_used and not self.ahead
 
     @property
     def _has_used(self) -> bool:
-        """Whether the script has used something since it was given the last batch."""
+        """Whether the script has used a batch since it got the last one."""
         return self._loader.batches_done == self._loader.batch_idx + 1
 
     def _ask(self) -> bool:
-        """Take note that the script asks for the next batch; return whether it has used one."""
+        """Record that the script requests the next batch; return True if it has used one."""
         if not self.look():
             return False
         self._asked += 1
-        if self._asked == 2 and self.held > 1:  # where it takes several at once, this one was given and not used
+        # a script that takes several batches at once has got this one and not used it
+        if self._asked == 2 and self.held > 1:
             self.always_ahead = self._has_used and not _is_alive(self._given[0])
         if not self._has_used:
             self._group += 1
@@ -306,7 +310,7 @@ class Opening:
     # ---- batches
 
     def batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield the first batches with their numbers; the others are in `rest`."""
+        """Yield the first batches of the pass with their numbers. The later ones are in `rest`."""
         source = self._loader.source
         number = source.first_batch
         if self._offers:
@@ -314,7 +318,7 @@ class Opening:
             while kept:
                 raw, source.share = kept.pop(0)
                 batch = self._give(self._moved(raw))
-                del raw  # a batch that the script passes over is kept by nobody
+                del raw  # so that nothing keeps a batch that the script passes over
                 yield number, batch
                 number += 1
                 self._ask()
@@ -329,7 +333,8 @@ class Opening:
         else:
             return
         if self.used:
-            self._group = self.held - 1 if self.always_ahead else self._group - 1  # this one was not given
+            # this request found no batch, so it does not count
+            self._group = self.held - 1 if self.always_ahead else self._group - 1
             self.outlasts = self.held > 1 and self._group > 0
         elif self._place is None:
             return
@@ -339,7 +344,7 @@ class Opening:
             self.outlasts = self._given != [] and self._reads_ahead(len(self._given))
 
     def _offer(self, first: int) -> Generator[tuple[int, Any], None, tuple[list[Any], int]]:
-        """Yield batches that the script may pass over; return the later batches, and the first one's number."""
+        """Yield batches that the script may skip. Return the kept later batches, and the number of the first one."""
         assert self._place is not None
         kept: list[tuple[Any, Any]] = []
         source, most, passed = self._loader.source, self._loader.most_kept, 0
@@ -362,7 +367,7 @@ class Opening:
         return kept, first
 
     def _before_place(self) -> Iterator[tuple[int, Any]]:
-        """Yield the epoch's batches before the place: an evaluation sees them all."""
+        """Yield the epoch's batches before the place, since an evaluation needs all of them."""
         source = self._loader.source
         source.start_before()
         for number, batch in enumerate(self._loader.moved(iter(source))):
@@ -374,13 +379,13 @@ class Opening:
         return self.used and (self.held == 1 or (self.always_ahead is True and self.held == 2))
 
     def _reads_ahead(self, passed: int) -> bool:
-        """Return whether the script holds what it was given, and will use it."""
+        """Return True if the script holds the batches that it got, and will use them."""
         assert self._place is not None
         if self._place.held > 1:
             return passed < self._place.held
         if passed < 2 or not all(map(_is_alive, self._given[:-1])):
             return False
-        gc.collect()  # a cycle of references may hold the batches
+        gc.collect()  # a reference cycle may hold the batches
         return all(map(_is_held, self._given[:-1]))
 
     def _moved(self, raw: Any) -> Any:
@@ -388,19 +393,19 @@ class Opening:
 
     def _give(self, batch: Any) -> Any:
         if not self.used:
-            batch = map_leaves(_alias, batch)  # data that keeps its batches does not hold this one
+            batch = map_leaves(_alias, batch)  # an alias: data that keeps its batches must not keep this object alive
             self._given.append([weakref.ref(leaf) for _, leaf in iter_leaves(batch) if isinstance(leaf, Tensor)])
         return batch
 
 
 class _ForwardWatch:
-    """Forward pre-hook of the prepared models; a copy of a model gets one that does nothing."""
+    """Forward pre-hook of the prepared models. A copy of a model gets a hook that does nothing."""
 
     def __init__(self, loader: AcceleratedLoader, uses: Uses) -> None:
         self._loader, self._uses = loader, uses
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled branch would stay
+        if not torch.compiler.is_compiling():  # a branch that is compiled would stay in the graph
             self._uses.report_forward(self._loader.active)
 
     def __reduce__(self) -> Any:
@@ -416,7 +421,7 @@ def _ignore(module: nn.Module, args: Any) -> None:
 
 
 def most_kept(num_steps: int, held: int) -> int:
-    """Return how many batches are kept until the script either skips the finished ones or does not."""
+    """Return how many batches to keep at most, while it is not known whether the script skips the finished ones."""
     return max(held, 2 * num_steps + 2)
 
 
@@ -433,7 +438,7 @@ def _is_alive(batch: list[weakref.ref[Any]]) -> bool:
 
 
 def _is_held(batch: list[weakref.ref[Any]]) -> bool:
-    """Return True if the script holds a batch; `enumerate(zip(a, b))` alone keeps its first one to its end."""
+    """Return True if the script holds a batch, and not only an iterator such as `enumerate(zip(a, b))`."""
     held = [leaf for leaf in (ref() for ref in batch) if leaf is not None]
     holders: list[Any] = held
     for _ in range(_DEPTH if held else 0):

@@ -1,4 +1,4 @@
-"""Random generators over ranks: seeding them, and making them alike."""
+"""Random generators over ranks: seeding, and synchronizing their states."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RNG_TYPES = ("torch", "cuda", "xpu", "python", "numpy", "generator")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
-    """Seed python, numpy and torch.
+    """Seed Python, numpy and torch.
 
     Args:
-        seed: 0 to 2**63 - 1, with the rank added.
-        device_specific: add the rank, so that every process draws numbers of its own.
-        deterministic: have torch use deterministic algorithms, and raise where there is none.
+        seed: seed from 0 to 2**63 - 1, also after the rank is added.
+        device_specific: whether to add the rank, so that every process draws different numbers.
+        deterministic: whether torch must use deterministic algorithms, and raise if there is none.
 
     Returns:
         The seed of this process.
@@ -45,12 +45,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(
     types: Sequence[str] = ("torch", "cuda", "python", "numpy"), generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the state of rank 0's random generators. A collective.
+    """Set the random generators of all ranks to the states of rank 0's. Collective.
 
     Args:
-        types: which: "torch" (the CPU's), "cuda" and "xpu" (the current device's; nothing without one), "python",
-            "numpy", "generator".
-        generator: one more, made alike too; "generator" among the types needs it.
+        types: the generators: "torch" (of the CPU), "cuda" and "xpu" (of the current device, if there is one),
+            "python", "numpy", "generator".
+        generator: one more generator to set; required if `types` has "generator".
 
     Raises:
         SettingError: a type is unknown, or there is no generator.
@@ -67,7 +67,7 @@ def synchronize_rng_states(
         name: state[name] for name in ("torch", "python", "numpy") if name in types and name in state
     }
     devices = [name for name in ("cuda", "xpu") if name in types and getattr(torch, name).is_available()]
-    # The current device's: another rank has a device of another number.
+    # Only the current device's generator: on another rank the device has another number.
     chosen.update({name: getattr(torch, name).get_rng_state() for name in devices})
     if generator is not None:
         chosen["generator"] = generator.get_state()
@@ -76,6 +76,6 @@ def synchronize_rng_states(
         getattr(torch, name).set_rng_state(chosen.pop(name))
     if generator is not None:
         generator.set_state(chosen.pop("generator"))
-    # The generators of cuda and xpu are set above.
+    # The generators of cuda and xpu are set already.
     others = {name: value for name, value in state.items() if name not in ("cuda", "xpu")}
     set_rng_state({**others, **chosen})

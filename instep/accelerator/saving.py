@@ -3,8 +3,9 @@
 The files are those of `checkpoint/run_state.py`; with several models a weight is called `<model>.<name>`. The ranks
 share counters, schedulers, scaler, loaders, registered objects and seed (`accelerator.json`).
 
-Nothing is matched by the order of `prepare`: models by name, optimizers by the names of their parameters, schedulers by
-class and optimizer, loaders by name or data, registered objects by name. Two of one name are refused.
+Nothing is matched by the order in `prepare`: models are matched by name, optimizers by the names of their parameters,
+schedulers by class and optimizer, loaders by name or data, registered objects by name. Two objects with one name are
+refused.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class HookHandle:
         self._hooks, self._hook = hooks, hook
 
     def remove(self) -> None:
-        """Take the hook off; a second time does nothing."""
+        """Remove the hook. A second call does nothing."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 
@@ -73,11 +74,11 @@ class HookHandle:
 
 
 class States(RunSaver):
-    """Saving and loading of what is prepared and registered.
+    """Saver and loader of everything that is prepared and registered.
 
     Args:
-        prepared: what is prepared.
-        project: where states go by themselves.
+        prepared: the prepared objects.
+        project: settings of the project's folder.
     """
 
     def __init__(self, prepared: PreparedRun, project: ProjectConfiguration) -> None:
@@ -86,8 +87,10 @@ class States(RunSaver):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
-        self.line = Line()  # tells states from those of other runs; `load` takes the saved one up
-        self.goes_on = False  # this run has saved or loaded a state, so that "the newest" is that of its own line
+        # distinguishes this run's states from those of other runs; `load` continues the line of the loaded state
+        self.line = Line()
+        # whether this run has saved or loaded a state, so that "newest" means the newest of its own line
+        self.goes_on = False
         self.pending: PendingSave | None = None
 
     def _line(self) -> Line:
@@ -107,14 +110,14 @@ class States(RunSaver):
         weights = {name: dict(self.prepared.strategy_of(model).model_state()) for name, model in models.items()}
         optimizers, seed = _optimizers(self), self.prepared.seed
 
-        def write(writer: BaseWriter) -> None:  # this function waits for no other rank
+        def write(writer: BaseWriter) -> None:  # must not wait for other ranks
             kept = _run_save_hooks(self, weights, writer.folder) if isinstance(writer, Writer) else weights
             _collect(self, kept, optimizers, seed).write(writer)
 
         return self.prepared.step, write, {"kind": KIND, **info}
 
     def own_states(self) -> list[Saved]:
-        """List this run's states in its own folder, the oldest first. Collective."""
+        """List this run's states in its own folder, oldest first. Collective."""
         root = self.store(None).root
 
         def look() -> list[Saved]:
@@ -124,12 +127,12 @@ class States(RunSaver):
         return on_rank_zero(look, f"looking at {root}")
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way. Collective."""
+        """Wait for a running save. Collective."""
         pending, self.pending = self.pending, None
         return None if pending is None else self.finish(pending)
 
     def register(self, objects: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Make objects part of `save_state` and `load_state`."""
+        """Include objects in `save_state` and `load_state`."""
         items = [*[(type(obj).__name__, obj) for obj in objects], *named.items()]
         wrong = [
             f"Item at index {index}, {name}" for index, (name, obj) in enumerate(items) if not isinstance(obj, Stateful)
@@ -152,7 +155,7 @@ class States(RunSaver):
 
 
 def save(states: States, path: Path | None, background: bool = False) -> Path | None:
-    """Save everything that was prepared or registered; None where that is under way beside the training. Collective."""
+    """Save everything that was prepared or registered; return None if the save runs in the background. Collective."""
     if background and states.save_hooks:
         raise UsageError(
             "save_state(background=True) copies states and lets a thread write them, but a hook before save_state "
@@ -177,7 +180,7 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
 
 
 def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
-    """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
+    """Load a saved state, or parts of it, into the objects that are prepared and registered now. Collective."""
     if path is None:
         reader = states.store(None).resolve("last", kind=KIND, line=states.line if states.goes_on else None)
         assert reader is not None
@@ -198,7 +201,7 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
 
 
 def _take_up_line(states: States, reader: Reader) -> None:
-    """Go on with the run of a state; as a new run, where later ones of it are there. Collective."""
+    """Continue the run of a state; or begin a new run if later states of it exist. Collective."""
     roots = [reader.path.parent]
     if states.project.project_dir is not None and states.project.automatic_checkpoint_naming:
         roots.append(states.store(None).root)
@@ -213,7 +216,7 @@ def _take_up_line(states: States, reader: Reader) -> None:
 
 
 def _find(path: Path) -> Path:
-    """Find a checkpoint; `checkpoint_<number>`, as Accelerate calls its automatic states, by the number."""
+    """Find a checkpoint. `checkpoint_<number>`, Accelerate's name of an automatic state, is found by its number."""
     try:
         return find_checkpoint(path)
     except CheckpointNotFoundError:
@@ -233,7 +236,7 @@ def _saved_run(reader: Reader) -> SavedRun:
 
 
 def _run_save_hooks(states: States, weights: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the hooks before a save; return the state dicts that they have left, by model."""
+    """Run the hooks before a save; return the state dicts that they have left in the list, by model."""
     left = list(weights.values())
     for hook in states.save_hooks:
         hook(list(states.prepared.models.values()), left, folder)
@@ -254,7 +257,7 @@ def _collect(
     optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
     seed: int,
 ) -> RunState:
-    """Collect this rank's state: first the collective part, then the rest, which waits for no rank."""
+    """Collect this rank's state: first the collective part, then the rest, which must not wait for a rank."""
     window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
     own_loaders: dict[str, Any] = {}
@@ -286,7 +289,7 @@ def _collect(
 
 
 def _own_weights(states: States, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return this rank's part of the weights under their checkpoint names; None where hooks have taken all."""
+    """Return this rank's part of the weights by their checkpoint names; None if hooks have removed all of them."""
     merged: dict[str, Any] | None = None
     for name, state in weights.items():
         owned = states.prepared.strategy_of(states.prepared.models[name]).local_shards(state)
@@ -309,16 +312,16 @@ def _keyed(what: str, items: Iterable[tuple[str, T]], advice: str) -> dict[str, 
 
 
 def whole(models: Mapping[str, nn.Module]) -> nn.Module:
-    """Combine all models in one module, whose parameter names are the checkpoint's."""
+    """Combine all models in one module, whose parameter names are those of the checkpoint."""
     if len(models) == 1:
         return next(iter(models.values()))
     module = nn.Module()
-    module._modules.update(models)  # add_module refuses names such as "train"
+    module._modules.update(models)  # add_module would refuse names such as "train"
     return module
 
 
 def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, AcceleratedLoader]:
-    """Name loaders by their given name, or by their data."""
+    """Return loaders by their given name, or by a name of their data."""
     advice = "Give names of their own: accelerator.prepare(train=..., val=...)."
     return _keyed("loaders", ((loader.name or _data_name(loader.dataset), loader) for loader in loaders), advice)
 
@@ -340,7 +343,7 @@ def _of_all(states: States) -> Strategy:
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
     main = states.prepared.main_strategy
-    strategy = object.__new__(type(main))  # `copy` gives one that no run has used
+    strategy = object.__new__(type(main))  # a copy by `copy` would not have the state of the run
     strategy.__dict__.update(main.__dict__, module=whole(states.prepared.models))
     return strategy
 
@@ -384,7 +387,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
     for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
-    if kept or not models:  # models that hooks took out of the list are loaded by the hooks
+    if kept or not models:  # hooks load the models that they have removed from the list
         _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
         _restore_optimizers_and_schedulers(states, saved, parts, report)
@@ -405,7 +408,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """Return the places of loaders with a state per rank, which fit where all ranks were between two epochs."""
+    """Return the places of loaders whose state differs per rank; they fit only if all ranks were between two epochs."""
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
         return {}
@@ -426,7 +429,7 @@ def _restore_models(
     states: States, models: Mapping[str, nn.Module], saved: SavedRun, strict: bool, report: ResumeReport
 ) -> None:
     names: list[str] = saved.shared["models"]
-    if len(models) != 1 or len(names) != 1:  # a single one fits by its parameters' names, whatever it is called
+    if len(models) != 1 or len(names) != 1:  # a single model fits by the names of its parameters, whatever it is called
         taken = states.prepared.models.keys() - models
         _same_names(saved.path, "models", [name for name in names if name not in taken], models)
     tensors = saved.model_state(lazy=states.prepared.main_strategy.sharded) if names else {}
@@ -437,7 +440,7 @@ def _restore_models(
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            wrong = " ".join(str(error).split()).rstrip(".")  # one line: most readers show only the first
+            wrong = " ".join(str(error).split()).rstrip(".")  # as one line, since most readers show only the first line
             raise CheckpointError(
                 f"the weights of {saved.path} do not fit {name}: {wrong}. Prepare the model that was saved, or load "
                 "what fits by load_state(..., resume=Resume(strict=False)).",
@@ -464,7 +467,7 @@ def _restore_optimizers_and_schedulers(states: States, saved: SavedRun, parts: R
 
 
 def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> list[Optimizer | None]:
-    """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
+    """Load each optimizer's state from the saved one with the same parameters; return the optimizers in saved order."""
     trees = saved.optimizer_trees(lazy=states.prepared.main_strategy.sharded)
     here = _optimizers(states)
     strict = parts.strict is not False
@@ -494,7 +497,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
 
 
 def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the saved optimizer with the most parameters of this one; None where all have others."""
+    """Return the saved optimizer that shares the most parameters with this one; None if none shares any."""
     shared = [len(own["shapes"].keys() & tree["shapes"].keys()) for tree in trees]
     return shared.index(max(shared)) if any(shared) else None
 

@@ -1,4 +1,4 @@
-"""The experiment loggers of an Accelerator: the Trainer's, by name or as objects, and trackers of the user's own."""
+"""Experiment loggers of an Accelerator: the Trainer's loggers, by name or as objects, and the user's trackers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from instep.types import Word
 from instep.utils.checks import TEXT, wrong
 from instep.utils.warn import warn_user
 
-_MOST_KEPT = 10_000  # records of before init_trackers()
+_MOST_KEPT = 10_000  # records that are kept before init_trackers()
 
 
 class LoggerType(Word):
-    """Names that `Accelerator(log_with=...)` takes, beside registered ones; each equals its text."""
+    """Names for `Accelerator(log_with=...)`, in addition to registered ones. Each value equals its text."""
 
     ALL = "all"
     AIM = "aim"
@@ -37,13 +37,13 @@ class LoggerType(Word):
 
 
 class GeneralTracker:
-    """Base of a tracker that writes whatever `accelerator.log` gets; for numbers alone a `Logger` does more.
+    """Base of a tracker that writes all values of `accelerator.log`. For numbers only, a `Logger` does more.
 
-    A subclass has the attributes `name` and `requires_logging_directory` and the property `tracker`, what it writes
-    with. Its methods run on the main process only, unless `main_process_only` is False.
+    A subclass must have the attributes `name` and `requires_logging_directory`, and the property `tracker`, which is
+    the object that it writes with. Its methods run only on the main process, unless `main_process_only` is False.
 
     Raises:
-        NotImplementedError: the subclass lacks one of the three.
+        NotImplementedError: the subclass lacks one of the three attributes.
 
     Example:
         >>> class Printed(GeneralTracker):
@@ -89,8 +89,8 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
 def register_tracker_class(tracker_class: type[Any]) -> None:
     """Register a class of trackers under its `name`, for `Accelerator(log_with=...)`.
 
-    `init_trackers` makes it with the project's name, the logging folder where it `requires_logging_directory`, and its
-    part of `init_kwargs`.
+    `init_trackers` makes an object of it with the project's name, the logging folder (if `requires_logging_directory`
+    is true), and its part of `init_kwargs`.
 
     Args:
         tracker_class: a subclass of `GeneralTracker`.
@@ -131,14 +131,14 @@ LogWith: TypeAlias = "str | Logger | GeneralTracker | Sequence[str | Logger | Ge
 
 
 class Trackers:
-    """Loggers of an Accelerator: `log_with`, `init_trackers`, `log` and `end_training` act on them.
+    """Loggers of an Accelerator, used by `log_with`, `init_trackers`, `log` and `end_training`.
 
-    What is logged before `init` is kept and written then.
+    Values that are logged before `init` are kept, and written by `init`.
 
     Args:
         log_with: names, "all", `Logger` and `GeneralTracker` objects, or a list of these.
         is_main: whether this process writes.
-        folder: where loggers write; None where that was not said.
+        folder: folder of the loggers; None if it is not set.
 
     Raises:
         SettingError: a name is unknown, or given twice, or a tracker needs a folder.
@@ -180,7 +180,7 @@ class Trackers:
         """Make and start the loggers.
 
         Raises:
-            UsageError: they run already.
+            UsageError: the loggers run already.
             SettingError: `init_kwargs` is for a logger that `log_with` does not name.
         """
         TEXT("project_name", project_name)
@@ -203,7 +203,7 @@ class Trackers:
                 logger = kind(**{kind.project_argument: project_name, **init_kwargs.get(item, {})})
             else:
                 logger = item
-            # Other trackers keep projects apart themselves.
+            # Other trackers separate projects themselves.
             place = folder / project_name if type(logger).project_argument == "name" else folder
             logger.delivery.start(place, is_main=self._is_main)
             self._started[name] = logger
@@ -245,7 +245,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Log values; without a step, they get the step after the last one."""
+        """Log values. Without a step, they get the step after the last one."""
         if not isinstance(values, Mapping):
             raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
@@ -288,12 +288,13 @@ class Trackers:
             logger.log_metrics({key: value for key, value in values.items() if key not in texts}, self._step)
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a started logger, or what it writes with.
+        """Return a started logger, or the object that it writes with.
 
         Args:
-            name: as in `log_with`; of a `Logger` object its kind ("csv") or class; of a second one of its kind with
-                "-2" after it, and so on.
-            unwrap: give the writer, such as TensorBoard's; on other ranks than the main one it does nothing.
+            name: name as in `log_with`; for a `Logger` object its kind ("csv") or its class. A second logger of one
+                kind has "-2" at the end, and so on.
+            unwrap: whether to return the writer, such as TensorBoard's. On ranks other than the main one it is an
+                object whose methods do nothing.
         """
         if name not in self._started:
             known = ", ".join(self._started) or "none"
@@ -321,7 +322,7 @@ class Trackers:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Write `{"loss": {"a": 1}}` as `{"loss/a": 1}`."""
+    """Flatten `{"loss": {"a": 1}}` to `{"loss/a": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= _flat(value, f"{before}{name}/") if isinstance(value, Mapping) else {f"{before}{name}": value}
@@ -337,7 +338,7 @@ def _name(logger: str | Logger | GeneralTracker) -> str:
 
 
 def _installed() -> list[str]:
-    """List the trackers that can be used here."""
+    """List the trackers whose packages are installed."""
     found = []
     for name in loggers.logger_names():
         with suppress(MissingPackageError):

@@ -1,4 +1,4 @@
-"""What lies around a model: a compile, a wrapper of several processes, a forward that computes in another precision."""
+"""Wrappers of a model: a compiled module, a wrapper of several processes, a forward in another precision."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from instep.strategies import Precision
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` got."""
+    """Return the module inside of a compiled one."""
     return getattr(model, "_orig_mod", model)
 
 
 def compiled_as(compiled: nn.Module, model: nn.Module) -> nn.Module:
-    """Compile a module as another one was; where that is not compiled the module itself.
+    """Compile a module in the way of `compiled`. If that one is not compiled, return the module.
 
-    The other one stays as it is: what still trains with it keeps its wrapper of several processes.
+    `compiled` is not changed, since whoever still trains with it needs its wrapper of several processes.
     """
     known: Any = compiled
     inner = without_compile(compiled)
@@ -35,13 +35,13 @@ def compiled_as(compiled: nn.Module, model: nn.Module) -> nn.Module:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model from torch's DataParallel and DistributedDataParallel.
+    """Return the user's model from inside torch's DataParallel and DistributedDataParallel.
 
     Args:
-        model: wrapped, compiled, or as it is.
-        keep_fp32_wrapper: False also takes off what changes the precision of its forward.
-        keep_torch_compile: False also takes off what `torch.compile` put around it.
-        recursive: look at the modules inside too, which it changes in place.
+        model: a model that may be wrapped or compiled.
+        keep_fp32_wrapper: whether to keep a wrapper that changes the precision of its forward.
+        keep_torch_compile: whether to keep the wrapper of `torch.compile`.
+        recursive: whether to unwrap the modules inside too, which changes the model in place.
 
     Example:
         >>> from torch import nn
@@ -58,7 +58,7 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         take_off(inner)
         forward = inner.__dict__.get("forward")
-        if isinstance(forward, ConvertOutputsToFp32):  # put on by hand
+        if isinstance(forward, ConvertOutputsToFp32):  # the user has wrapped the forward
             del inner.forward
             if getattr(forward.model_forward, "__self__", None) is not inner:
                 inner.forward = forward.model_forward
@@ -66,7 +66,7 @@ def extract_model_from_parallel(
 
 
 class ConvertOutputsToFp32:
-    """Function that calls another one and converts its 16-bit results to float32."""
+    """Function that calls another function and converts its 16-bit results to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -83,7 +83,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that converts the 16-bit results of another one to float32.
+    """Make a function that calls another one and converts its 16-bit results to float32.
 
     Args:
         model_forward: the other function, such as a model's forward.
@@ -97,17 +97,17 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 class _Forward:
-    """A module's forward under autocast, with float32 out; bound to the module as a method is.
+    """Forward of a module under autocast, with float32 outputs. It is bound to the module like a method.
 
-    So a deep copy of the module (an average of its weights, say) computes with its own.
+    So a deep copy of the module, for instance for averaged weights, computes with its own weights.
     """
 
     def __init__(self, own: Callable[..., Any] | None, precision: Precision) -> None:
-        self.own = own  # attribute of the module itself that hid its class's
+        self.own = own  # attribute of the module that had replaced the forward of its class
         self.precision = precision
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A context for each call: a model may call itself.
+        # Make a new context for each call, since a model may call itself.
         context = self.precision.context()
         assert context is not None
         with context:
@@ -116,7 +116,7 @@ class _Forward:
 
 
 def put_on(model: nn.Module, precision: Precision) -> None:
-    """Make a module compute in a precision, where that needs a context."""
+    """Let a module compute in a precision, if the precision needs a context."""
     take_off(model)
     if precision.context() is not None:
         model.forward = MethodType(_Forward(model.__dict__.get("forward"), precision), model)

@@ -1,6 +1,6 @@
-"""Results of `Accelerator.prepare`: models, optimizers and schedulers that act at the ends of accumulation windows.
+"""Results of `Accelerator.prepare`: models, optimizers and schedulers that act only at the ends of windows.
 
-The window says where the loop stands in it, and what each of its losses weighs.
+`Window` knows the loop's place in an accumulation window, and the weight of each loss in it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class Window:
     """The accumulation window of one Accelerator.
 
-    A window belongs to the loader that is trained on: its place is the batch's number, not a count of calls. So
-    leaving an evaluation loop early moves nothing, a second `accumulate` for the same batch (a GAN's two halves) stays
-    in its micro-batch, and a resumed epoch goes on in the same windows.
+    A window belongs to the loader that is trained on: the place in it follows from the number of the batch, not from a
+    count of calls. So an evaluation loop that is left early changes nothing, a second `accumulate` for the same batch
+    (the two halves of a GAN) stays in its micro-batch, and a resumed epoch has the same windows.
 
     Args:
-        run: whose gradient record is written.
-        num_processes: over which gradients are averaged.
-        device: where counts of items are summed.
+        run: the run whose gradient record is written.
+        num_processes: number of processes over which gradients are averaged.
+        device: device on which counts of items are summed.
     """
 
     def __init__(self, run: Run, num_processes: int, device: torch.device) -> None:
@@ -53,26 +53,33 @@ class Window:
         """Micro-batches of the open window so far, or of the one that ended last."""
         self.begin = 0
         """The number of its first batch."""
-        self._places: dict[int, tuple[int, int]] = {}  # last seen place of each loader that runs
-        self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}  # the same, of steps
-        self._calls = 0  # micro-batches of windows that do not end with a loader
+        self._places: dict[int, tuple[int, int]] = {}  # last seen place of each running loader
+        # loader of the last step, and the places of running loaders at that step
+        self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}
+        self._calls = 0  # count of micro-batches, for windows that do not end with a loader
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = self._warned = False
         self.joins = False
         """Whether ranks that have no data left wait for the others, under `join_uneven_inputs`."""
-        self._next: int | None = None  # length of the windows to come; None: unchanged
+        self._next: int | None = None  # new length of windows that is not in use yet; None: unchanged
         self._factor: Tensor | float | None = None
 
     def set_length(self, num_steps: int) -> None:
-        """Make windows of another length: where a loader runs, from the next one that begins at a multiple of both."""
+        """Change the length of windows.
+
+        If a loader runs, this waits for a batch at which both lengths begin a window.
+        """
         self._next = num_steps
         if not self.running and self._gradient.sync_gradients:
             self._change(None)
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
-        """Take the new length where a window of the old one begins too; a loader's begin at multiples of the length."""
+        """Use the new length if both lengths begin a window here.
+
+        A loader's windows begin at multiples of their length.
+        """
         at = 0 if loader is None or not self._gradient.sync_with_dataloader else loader.batch_idx
         if self._next is None or at % lcm(self._next, self._gradient.num_steps):
             return
@@ -81,13 +88,13 @@ class Window:
             loader.set_windows(self._gradient.num_steps)
 
     def enter(self, optimizers: Sequence[AcceleratedOptimizer]) -> bool:
-        """Count the current micro-batch; return whether it ends its window."""
+        """Count the current micro-batch; return True if it ends its window."""
         gradient = self._gradient
         moved = self._look()
         loader = self.loader
         if loader is not None and not moved and self._entered:
             self._inside = True
-            return gradient.sync_gradients  # for this batch it was called before
+            return gradient.sync_gradients  # `enter` was already called for this batch
         if self._next is not None and gradient.sync_gradients:
             self._change(loader)
         num_steps = gradient.num_steps
@@ -117,18 +124,18 @@ class Window:
 
     @property
     def running(self) -> list[AcceleratedLoader]:
-        """The loaders that give batches now, the outermost first."""
+        """Loaders that yield batches now, outermost first."""
         return self._gradient.dataloader_references
 
     def leave(self) -> None:
-        """Leave the micro-batch, which is done."""
+        """Leave the current micro-batch."""
         self._inside = False
 
     def _look(self) -> bool:
-        """Find the running loader that is trained on, and whether it has a new batch.
+        """Find the running loader that is trained on; return True if a running loader has a new batch.
 
-        It stays the same as long as it gives batches. Else it is the outermost one that has: a batch of other data,
-        pulled within the loop, makes no window.
+        It stays the same loader as long as it yields batches. Otherwise it is the outermost loader with a new batch. So
+        a batch of other data, read inside the loop, makes no window.
         """
         if not self.running:
             self.loader = None
@@ -150,7 +157,7 @@ class Window:
         return found, {id(loader): loader.place for loader in running}, bool(moved)
 
     def mark_step(self) -> None:
-        """Record a step: the batch in hand is done, also where `backward` was not asked to compute it."""
+        """Record an optimizer step: the current batch is done, even if `backward` was not called for it."""
         loader = self.loader
         if loader is not None and loader.batches_done == loader.batch_idx + 1:
             return
@@ -163,14 +170,14 @@ class Window:
                     each.opening.use()
 
     def _mark_done(self, loader: AcceleratedLoader) -> None:
-        """Record that the batches in hand are done: the loader's, and those of others that a loop zips with it."""
+        """Record that the current batches are done: the loader's, and those of loaders that are zipped with it."""
         loader.batches_done = loader.batch_idx + 1
         for other in self.running:
             if other.batch_idx >= other.source.first_batch:
                 other.batches_done = other.batch_idx + 1
 
     def weight(self) -> float:
-        """Weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
+        """Return the weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
         if not self._inside:
             self._look()
             if self._next is not None:
@@ -181,13 +188,16 @@ class Window:
         index = loader.batch_idx
         self._mark_done(loader)
         if index < loader.full_batches or (num_steps > 1 and not self._inside):
-            return 1.0 / num_steps  # outside of `accumulate` nobody knows how long the user's window is
+            return 1.0 / num_steps  # outside of `accumulate` the length of the user's window is unknown
         if not self._gradient.sync_with_dataloader:  # each batch counts as one of a full window
             return rank_weight(loader.source) / num_steps
         return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
-        """Return the factor of a loss that is a mean over `num_items`; the window's sum is divided out later."""
+        """Return the factor of a loss that is a mean over `num_items`.
+
+        The window's number of items is divided out later.
+        """
         if not self._inside:
             raise UsageError(
                 "backward(num_items=...) weighs the losses of a window by their items: say where its micro-batches "
@@ -202,7 +212,7 @@ class Window:
                 "such a rank repeats a batch with the weight 0."
             )
         loader = self.loader
-        replays = loader is not None and loader.source.share.mine == 0  # a batch that comes again counts nowhere
+        replays = loader is not None and loader.source.share.mine == 0  # a repeated batch does not count
         if self._items_of_batch is None:
             count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
             count = 0.0 if replays else count
@@ -218,9 +228,9 @@ class Window:
         return 0.0 if replays else num_items
 
     def weigh_plainly(self) -> float:
-        """Return the factor of a loss that came without a number of items."""
+        """Return the factor of a loss without a number of items."""
         if not self._inside:
-            self._items = None  # the count belonged to an earlier loop
+            self._items = None  # the count is of an earlier loop
         elif self._items is not None:
             raise _mixed()
         if not self._inside and self._gradient.num_steps > 1 and not self._warned:
@@ -236,12 +246,12 @@ class Window:
 
     @property
     def corrects(self) -> bool:
-        """Whether the gradients of the window have to be corrected before they are looked at."""
+        """Whether the gradients of the window must be corrected before they are read."""
         unreliable = self.loader is not None and not self.loader.reliable and self._gradient.sync_with_dataloader
         return self._entered and (self._items is not None or unreliable)
 
     def correction(self) -> Tensor | float | None:
-        """Factor for the gradients of a finished window; None for nothing. Collective with items."""
+        """Return the factor for the gradients of a finished window; None for no correction. Collective with items."""
         if not self.corrects:
             return None
         if self._factor is None:
@@ -266,14 +276,14 @@ def _mixed() -> UsageError:
 class AcceleratedOptimizer(OptimizerProxy):
     """An optimizer that steps when its accumulation window is complete.
 
-    `step` does nothing in the other micro-batches. `zero_grad` does nothing while a window's gradients are still being
-    collected, wherever it stands in the loop: before the forward or after the step.
+    `step` does nothing in the other micro-batches. `zero_grad` does nothing while the gradients of a window are still
+    being accumulated, whether the loop calls it before the forward or after the step.
 
     Args:
         optimizer: the optimizer.
-        strategy: how it steps.
-        gradient: where the loop stands.
-        window: what the gradients of a finished window are corrected by.
+        strategy: strategy that steps it.
+        gradient: gradient state, with the loop's place.
+        window: accumulation window, which corrects the gradients at its end.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, gradient: GradientRecord, window: Window) -> None:
@@ -285,27 +295,29 @@ class AcceleratedOptimizer(OptimizerProxy):
         """Calls of `step` at a window's end, those that were skipped included."""
         self._gradient = gradient
         self._window = window
-        self._open = False  # holds gradients of a window that has not ended
-        self._stepped = False  # they are those of the last step, which zero_grad takes away whenever it comes
-        self._refused = False  # zero_grad was called meanwhile
+        self._open = False  # whether it holds gradients of an unfinished window
+        # whether its gradients are those of the last step, which zero_grad may remove at any time
+        self._stepped = False
+        self._refused = False  # whether zero_grad was called while the window was open
         self._corrected = False
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raise an error: the optimizer was called in the place of a model."""
+        """Raise UsageError, since an optimizer was called in the place of a model."""
         raise UsageError(
             f"{type(self.optimizer).__name__} was called as a model is. prepare() returns what it is given in the same "
             "order: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)."
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """Step, if the micro-batch in hand ends its window. Collective where losses came with `num_items`.
+        """Step, if the current micro-batch ends its window. Collective if losses came with `num_items`.
 
         Args:
-            closure: computes the gradients and returns the loss, for optimizers that need it.
+            closure: function that computes the gradients and returns the loss, for optimizers that need it.
             kwargs: passed to the optimizer's step.
 
         Raises:
-            UsageError: a closure, with windows of several micro-batches: those before the last cannot be computed anew.
+            UsageError: a closure is given with windows of several micro-batches; the earlier ones cannot be computed
+                again.
         """
         if closure is not None and self._gradient.num_steps > 1:
             raise UsageError(
@@ -324,7 +336,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless they belong to a window that has not ended."""
+        """Drop the gradients, unless they belong to an unfinished window."""
         if self._open and not self._stepped:
             self._refused = True
         else:
@@ -336,7 +348,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:
-        """Begin a new window; drop what an abandoned or skipped one left."""
+        """Begin a new window, and drop the gradients that an abandoned window or a refused `zero_grad` has left."""
         if self._open and (abandoned or self._refused):
             self._zero()
         self._open = self._refused = self._corrected = False
@@ -346,20 +358,23 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._open = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the optimizer alone: windows and strategy belong to this run."""
+        """Pickle only the optimizer, since windows and strategy belong to this run."""
         return _itself, (self.optimizer,)
 
     @property
     def begins_by_hand(self) -> bool:
-        """Whether it has gradients and has never stepped: the loop is in its first window, which it counts itself."""
+        """Whether it has gradients but never stepped: the loop is in its first window, and counts windows itself."""
         return not self.steps_taken and any(p.grad is not None for p in parameters_of(self.optimizer))
 
     def owns(self, parameters: set[int]) -> bool:
-        """Return whether the optimizer steps one of these parameters (by id) that has a gradient."""
+        """Return True if the optimizer steps one of these parameters (by id) and the parameter has a gradient."""
         return any(id(p) in parameters and p.grad is not None for p in parameters_of(self.optimizer))
 
     def correct_gradients(self) -> None:
-        """Divide by what is only known at a window's end, once. Before clipping, and before the step."""
+        """Multiply the gradients once by the factor that is known only at a window's end.
+
+        Before clipping and the step.
+        """
         if self._corrected:
             return
         self._corrected = True
@@ -373,16 +388,17 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 
 
 class AcceleratedScheduler:
-    """A learning-rate scheduler that steps once per optimizer step, on whatever number of processes.
+    """Learning-rate scheduler that steps once per optimizer step, with any number of processes.
 
     Everything else is forwarded to the scheduler.
 
     Args:
         scheduler: the scheduler.
-        optimizers: the prepared optimizers, those to come too; where its own has skipped its step it does not step.
-        gradient: where the loop stands.
-        window: how many batches the last step took.
-        step_with_optimizer: False leaves every call of `step` to the user.
+        optimizers: list of the prepared optimizers, which may grow later. The scheduler does not step if its own
+            optimizer has skipped a step.
+        gradient: gradient state, with the loop's place.
+        window: accumulation window, which knows how many batches the last step took.
+        step_with_optimizer: whether it steps only with its optimizer. False passes every call of `step` on.
     """
 
     def __init__(
@@ -400,10 +416,10 @@ class AcceleratedScheduler:
         self._window = window
         self.repeats = 1
         """Steps of the schedule for each optimizer step; more where it was written for the steps of all processes."""
-        self._ends = 0  # calls of `step` after the last rate was reached
+        self._ends = 0  # calls of `step` after the last learning rate was reached
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if the optimizer has; with `adjust_scheduler` by as many batches as the window had."""
+        """Step, if the optimizer has stepped; with `adjust_scheduler` once for each batch of the window."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -415,14 +431,14 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _ended(self) -> bool:
-        """Return whether a OneCycleLR has its last rate, which it keeps; warn once where a loop goes on after it.
+        """Return True if a OneCycleLR has reached its last rate, which then stays. Warn once if the loop goes on.
 
-        torch takes one step more, to a rate that rises again or is below 0, and raises an error at the next.
+        torch itself would take one step more, to a rate that rises again or is below 0, and would then raise an error.
         """
         if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps - 1:
             return False
         self._ends += 1
-        if self._ends == 2:  # the first is the call after the last optimizer step of the cycle
+        if self._ends == 2:  # the first such call follows the last optimizer step of the cycle
             warn_user(
                 f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"
@@ -430,16 +446,17 @@ class AcceleratedScheduler:
         return True
 
     def places(self, optimizers: Sequence[Optimizer | None]) -> list[int]:
-        """Return the places of the optimizers that it steps with."""
+        """Return the places of this scheduler's optimizers in the list."""
         mine = [prepared.optimizer for prepared in self._owners()]
         return [index for index, other in enumerate(optimizers) if any(other is optimizer for optimizer in mine)]
 
     def _owners(self) -> list[AcceleratedOptimizer]:
-        owner = getattr(self.scheduler.optimizer, "optimizer", self.scheduler.optimizer)  # it may know the prepared one
+        # the scheduler may have been made with the prepared optimizer
+        owner = getattr(self.scheduler.optimizer, "optimizer", self.scheduler.optimizer)
         return [prepared for prepared in self._optimizers if prepared.optimizer is owner] or self._optimizers
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet: while being copied
+        if name == "scheduler":  # not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

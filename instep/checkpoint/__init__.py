@@ -1,4 +1,7 @@
-"""The on-disk format: atomic, verified, without pickle. README.md says why. A name is loaded when it is first used."""
+"""The on-disk format: atomic, verified, without pickle. README.md says why.
+
+Each name is imported when it is first used.
+"""
 
 from typing import TYPE_CHECKING
 

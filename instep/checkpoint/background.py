@@ -1,11 +1,11 @@
-"""Saving beside the training: copied at once, then written, committed and verified on a thread.
+"""Saving in the background: states are copied at once, then written, committed and verified on a thread.
 
-At most one save is under way; the next one waits for it, since it needs its buffers. That is the back-pressure: who
-saves more often than the disk can take trains at the disk's pace, and never keeps more than one copy.
+At most one save runs at a time. The next one waits for it, since it needs the same buffers. So a run that saves faster
+than the disk can write trains at the pace of the disk, and never keeps more than one copy.
 
-The memory that the copies go to is kept from save to save: pages that are touched for the first time cost several times
-what the copying does. Each file has a block of its own, laid out as the file will be, so that the thread writes large
-pieces and spends little time in Python, which would hold up the training.
+The memory for the copies is kept from save to save, because the first use of a memory page costs several times as much
+as copying. Each file has its own block with the layout of the file, so that the thread writes large pieces and spends
+little time in Python, where it would delay the training.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from instep.distributed.rank_zero import RankGroup
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.utils.warn import warn_user
 
-_ABORT_S = 5.0  # until a thread has noticed that its group is gone
+_ABORT_S = 5.0  # time for a thread to notice that its process group is gone
 
 
 class PendingSave:
-    """Save that is under way or done. `RunSaver.save` and `BackgroundSaver.start` return it.
+    """Save that is running or done. `RunSaver.save` and `BackgroundSaver.start` return it.
 
     Attributes:
-        path: the checkpoint's folder, once it is there; None before. In the background, or where it replaces others, it
-            was read back and verified too.
-        error: the error that ended the save. Where `path` is set too, the save is good, and an older checkpoint could
+        path: folder of the checkpoint; None before it exists. If the save ran in the background or replaces older
+            checkpoints, it was also read back and verified.
+        error: error that ended the save. If `path` is set too, the save itself succeeded, but an older checkpoint could
             not be deleted.
-        background: whether it is carried out beside the training.
-        weights_only: a run cannot go on from this checkpoint. Whoever starts the save sets this, and the next two.
-        keeper: whose books the checkpoint is for.
+        background: whether the save runs in the background.
+        weights_only: whether the checkpoint has only weights, so that no run can be resumed from it. The caller that
+            starts the save sets this, `keeper` and `dropped`.
+        keeper: callback that lists the checkpoint, or None.
         dropped: older checkpoints that it replaces.
 
     Example:
@@ -73,16 +74,17 @@ class PendingSave:
         self._seen = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save to end; return whether it has. Local: ranks may differ."""
+        """Wait for the save to end; return True if it has ended. Local: ranks may differ."""
         return self._done.wait(timeout_s)
 
     def _carry_out(self, store: CheckpointStore, replaced: Sequence[tuple[Any, Any]], *save: Any, **about: Any) -> None:
         """Save, verify, and only then delete what the new checkpoint replaces; set `path` or `error`. Collective.
 
         Args:
-            store: where to.
-            replaced: older checkpoints, each after its store. At once, the new one is verified where there are some.
-            save, about: what `store.save` takes.
+            store: store that the checkpoint is saved in.
+            replaced: pairs of a store and an older checkpoint in it. If there are any, the new checkpoint is always
+                verified.
+            save, about: arguments of `store.save`.
         """
         try:
             path = store.save(*save, **about)
@@ -101,16 +103,16 @@ class PendingSave:
             self._done.set()
 
     def outcome(self, ranks: RankGroup) -> Path:
-        """Wait for it; then the same on every rank, whatever each rank's thread has seen. Collective.
+        """Wait for the save; then return or raise the same on every rank. Collective.
 
         Args:
-            ranks: those of the calling thread.
+            ranks: group of ranks for the calling thread.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            BaseException: what went wrong on this rank; RemoteError where it did on another.
+            BaseException: the error on this rank; RemoteError for an error on another rank.
         """
         self.wait()
         self._seen = True
@@ -120,7 +122,7 @@ class PendingSave:
 
 
 class BackgroundSaver:
-    """Saver of checkpoints beside the training, one at a time. Its methods are called on the training thread.
+    """Saver of checkpoints in the background, one at a time. Its methods are called on the training thread.
 
     Example:
         >>> import tempfile
@@ -143,17 +145,17 @@ class BackgroundSaver:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of host memory kept for copies: about what this rank writes."""
+        """Bytes of host memory kept for copies: about as much as this rank writes."""
         return self._buffers.bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is under way, and raise nothing; whether that is so."""
+        """Wait until no save runs; return True if so. Raises no error of the save."""
         return self._pending is None or self._pending.wait(timeout_s)
 
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
-        """Copy what `write` writes, once the save before has ended. Local."""
+        """Copy what `write` writes, after the previous save has ended. Local."""
         self.wait()
-        self._buffers.wait()  # copies of a record that was never started
+        self._buffers.wait()  # copies for a record whose save was never started
         recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder
@@ -170,21 +172,21 @@ class BackgroundSaver:
         line: Line | None = None,
         to_delete: Iterable[str | Path] = (),
     ) -> PendingSave:
-        """Write what `record` took, on the thread. Collective.
+        """Write what `record` copied, on the thread. Collective.
 
         Args:
-            store: where to.
+            store: store that the checkpoint is saved in.
             step: see `CheckpointStore.save`, as for `info`, `name`, `run_id` and `line`.
-            recorder: of the latest `record`.
-            to_delete: older checkpoints of that store, deleted once this one has verified.
+            recorder: result of the latest `record`.
+            to_delete: older checkpoints of that store, which are deleted once the new one has verified.
         """
         if self._ranks is None:
             self._ranks = RankGroup.apart()
-            # Kept from save to save: to start one makes the training wait for it. A daemon: at exit `close` decides
-            # how long to wait for what it does.
-            self._jobs = SimpleQueue()  # a thread that was abandoned still reads the one before
+            # The thread is kept from save to save, because training waits when a thread starts. It is a daemon, because
+            # `close` decides how long to wait for it at exit.
+            self._jobs = SimpleQueue()  # a new queue, since an abandoned thread still reads the old one
             threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
-            atexit.register(self.close)  # for who never closes it
+            atexit.register(self.close)  # in case the user never calls close
         aside = copy.copy(store)
         aside.ranks = self._ranks
         pending = self._pending = PendingSave()
@@ -194,12 +196,12 @@ class BackgroundSaver:
         return pending
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for what is under way, then give back memory and group. Local; twice is once.
+        """Wait for a running save, then release memory and process group. Local; may be called twice.
 
         Args:
-            timeout_s: after that a save that has not ended is abandoned: broken off where ranks wait for each other,
-                and left to itself in a single process. Either it is committed or the next run removes what is left of
-                it. None: no limit.
+            timeout_s: time after which a running save is abandoned. Ranks that wait for each other break it off; a
+                single process lets the thread run on. The save is then either committed, or the next run removes its
+                remains. None: no limit.
         """
         atexit.unregister(self.close)
         pending, self._pending = self._pending, None
@@ -220,40 +222,41 @@ class BackgroundSaver:
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # and with it what the save holds of the buffers
+        del job  # also frees the save's references to the buffers
 
 
 def _drop_cached(folder: Path) -> None:
-    """Let who reads the files next ask the disk, not the system's memory: what it gives back is what is verified."""
+    """Drop files from the system's page cache, so that verifying them reads what the disk really has."""
     if isinstance(folder, PosixPath) and hasattr(os, "posix_fadvise"):
-        for here, _, names in os.walk(folder):  # a folder that it cannot list is left out: verifying raises
+        # a folder that os.walk cannot list is skipped here, and verifying it raises
+        for here, _, names in os.walk(folder):
             for name in names:
                 with suppress(OSError), open(Path(here, name), "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class HostBuffers:
-    """Host memory for copies of tensors, one block per file, made as needed and then kept."""
+    """Host memory for copies of tensors: one block per file, created when needed and then kept."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, _Block] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._copying: list[Any] = []  # events
+        self._copying: list[Any] = []  # events of running copies
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory that are kept."""
+        """Bytes of host memory that are kept."""
         return sum(block.size for block in self._blocks.values())
 
     def copy(self, file: str, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy tensors one right after the other into the block of a file, whose former content is lost.
+        """Copy tensors, one right after the other, into the block of a file. The former content is lost.
 
-        What lies on a CUDA device goes to pinned memory on a stream of its own, without waiting: call `wait` before
-        the result is read. The device's later work waits for the copying, so it may change the tensors.
+        CUDA tensors are copied to pinned memory on a separate stream, without waiting: call `wait` before you read the
+        result. Later work on the device waits for the copies, so it may change the tensors.
 
         Args:
-            file: names the block.
-            tensors: of any shape, strides, dtype and device; wide elements before narrow ones.
+            file: name of the file, which identifies the block.
+            tensors: tensors of any shape, strides, dtype and device, sorted by element size, largest first.
 
         Returns:
             The block's bytes.
@@ -263,7 +266,7 @@ class HostBuffers:
         block = self._blocks.get(file)
         if block is None or block.size < size or (pinned and not block.pinned):
             if block is not None:
-                self.wait()  # a save that failed may have left copies on their way into it
+                self.wait()  # copies of a failed save may still be writing into the block
                 self._blocks.pop(file).close()
             block = self._blocks[file] = _Block(size, pinned)
         targets: list[Tensor] = []
@@ -277,14 +280,14 @@ class HostBuffers:
         return memoryview(block.memory)[:size]
 
     def wait(self) -> None:
-        """Wait until the copies are there. From any thread."""
+        """Wait until all copies are complete. Callable from any thread."""
         for event in self._copying:
             event.synchronize()
         self._copying.clear()
 
     def close(self) -> None:
-        """Give the memory back. Twice is once."""
-        with suppress(RuntimeError):  # A device that has failed copies no more.
+        """Release the memory. May be called twice."""
+        with suppress(RuntimeError):  # a device that has failed copies no more
             self.wait()
         self._copying.clear()
         while self._blocks:
@@ -305,12 +308,13 @@ class HostBuffers:
 
 
 class Recorder(BaseWriter):
-    """Copy of what a Writer would write, as it is now, to be written later by `replay`.
+    """Copy of what a Writer would write now. `replay` writes it later.
 
     States are encoded at once, since they may change; tensors are copied into the buffers.
 
     Args:
-        buffers: in use until `replay` has returned, so that the next Recorder may only then be filled.
+        buffers: buffers for the copies. They are in use until `replay` has returned; only then may the next Recorder
+            fill them.
         rank: this process.
         world_size: the number of ranks that save.
 
@@ -345,7 +349,7 @@ class Recorder(BaseWriter):
 
 
 class _Block:
-    """Private memory that forked processes do not get: with them, every write to it would first copy the page."""
+    """Memory that forked processes do not inherit; otherwise every write to it would first copy the page."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -354,14 +358,15 @@ class _Block:
         if hasattr(mmap, "MADV_DONTFORK"):
             self.memory.madvise(mmap.MADV_DONTFORK)
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
-        # Where it cannot be pinned (a limit on locked memory), copies wait for the device: slower, and as right.
+        # If the memory cannot be pinned (because of a limit on locked memory), copies wait for the device. That is
+        # slower, but correct.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
         if pinned and int(self._cuda.cudaHostRegister(self.content.data_ptr(), len(self.memory), 0)) != 0:
             self._cuda = None
-            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of this thread would raise it
+            with suppress(RuntimeError):  # otherwise CUDA keeps the error, and the next kernel of this thread raises it
                 torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         if self._cuda is not None:
             self._cuda.cudaHostUnregister(self.content.data_ptr())
-        del self.content  # the memory goes with the last tensor or view of it
+        del self.content  # the memory is freed with the last tensor or view of it

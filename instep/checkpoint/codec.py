@@ -1,7 +1,7 @@
 """States as strict JSON and tensors, without pickle, and back with every type as it was.
 
-JSON values stand for themselves. Anything else becomes an object with the key `$` that names its type. Tensors and
-plain numpy arrays go into a dict beside the tree, under a key made of their path, to be written as safetensors.
+JSON values stand for themselves. Anything else becomes a JSON object whose key `$` names the type. Tensors and plain
+numpy arrays go into a dict beside the tree, under a key made of their path, to be written as safetensors.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from instep.utils.seed import check_bit_generator, check_python, check_torch
 from instep.utils.untrusted_files import MOST_DEPTH
 
 TAG = "$"
-_MOST_OPEN = MOST_DEPTH // 3 - 5  # each is at most three containers of JSON: an object, a list of pairs, a pair
+_MOST_OPEN = MOST_DEPTH // 3 - 5  # each node is at most three JSON containers deep: an object, a list of pairs, a pair
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
-_ARRAY_KINDS = "biufc"  # arrays that become tensors where torch has their dtype
-_RAW_KINDS = "biufcUSMm"  # arrays and scalars whose bytes are their value
+_ARRAY_KINDS = "biufc"  # kinds of arrays that become tensors, if torch has their dtype
+_RAW_KINDS = "biufcUSMm"  # kinds of arrays and scalars that are saved as their bytes
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
-    """Describe how an object is saved: kind, value and attributes; None where it has no form of its own.
+    """Describe how an object is saved: its tag, state and attributes. Return None for other types.
 
     Returns:
-        Its tag, its state, which is to be encoded in turn, and JSON values to keep beside.
+        The object's tag, its state (which must be encoded next), and JSON values to store with them.
 
     Raises:
-        ValueError: it is one of these and cannot be saved all the same; the text says what to do.
+        ValueError: the object has such a type and still cannot be saved; the text says what to do.
     """
     kind = type(obj)
     if kind is datetime:
@@ -96,7 +96,10 @@ def _enum_state(member: Enum) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _class_named(module: str, qualified: str) -> Any:
-    """Find an attribute of a loaded module. Never by `getattr`: a module's own may import, a class's may run code."""
+    """Find an attribute of a loaded module.
+
+    `getattr` is not used, since it may import modules or run code of a class.
+    """
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         if not isinstance(found, (ModuleType, type)):
@@ -142,7 +145,7 @@ def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
     device = torch.device(node["device"])
     try:
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("no CUDA device")  # a torch built for CUDA may crash instead
+            raise RuntimeError("no CUDA device")  # otherwise a torch built for CUDA may crash
         generator = torch.Generator(device)
     except RuntimeError as error:
         raise CheckpointError(
@@ -174,7 +177,7 @@ def _datetime(fields: Any, node: Mapping[str, Any]) -> datetime:
     return datetime(*fields, tzinfo=zone, fold=node["fold"])
 
 
-# Tag: what makes the object again, of its decoded state and the JSON object around it.
+# By tag: function that makes an object from its decoded state and the JSON object around it.
 MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "date": lambda fields, _: date(*fields),
     "datetime": _datetime,
@@ -198,7 +201,7 @@ def _from_text(text: str) -> bytes:
 def _float_out(value: float) -> Any:
     if math.isfinite(value):
         return value
-    sign = "-" if math.copysign(1.0, value) < 0 else ""  # str(-nan) has none
+    sign = "-" if math.copysign(1.0, value) < 0 else ""  # str(-nan) has no sign
     return {TAG: "float", "v": f"{sign}{abs(value)}"}
 
 
@@ -206,7 +209,7 @@ def _float_in(value: Any) -> float:
     return float(value["v"]) if isinstance(value, dict) else float(value)
 
 
-# Types without anything inside that needs encoding: tag, type, value out, value in.
+# Types without parts that must be encoded: tag, type, encoder, decoder.
 _LEAVES: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("bytes", bytes, _to_text, _from_text),
     ("bytearray", bytearray, _to_text, lambda v: bytearray(_from_text(v))),
@@ -220,31 +223,31 @@ _LEAVES: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...
 _LEAF_BY_TYPE = {kind: (tag, out) for tag, kind, out, _ in _LEAVES}
 _LEAF_BY_TAG = {tag: back for tag, _, _, back in _LEAVES}
 
-# Containers by the list of their items.
+# Containers that are encoded as a list of their items.
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SEQUENCE_BY_TAG: dict[str, Any] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
 def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
-    """Turn a state into a JSON tree and the tensors it holds.
+    """Encode a state as a JSON tree and the tensors in it.
 
-    Exact by type: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list, tuple, dict with any
-    keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, date, datetime
-    (without a zone or with a fixed one), paths, enum members, hyperparameters that are Named, torch's dtype, device,
-    Size, Generator and Tensor, numpy arrays and scalars, and the generators random.Random, numpy's Generator and
-    RandomState; and a Shard for the tensor that it is a part of. A Parameter comes back as the Tensor it is; an Enum
-    that is also a str or int comes back as that str or int, which compares equal.
+    These types are restored exactly: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list,
+    tuple, dict with any keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range,
+    timedelta, date, datetime (without a zone or with a fixed one), paths, enum members, hyperparameters that are Named,
+    torch's dtype, device, Size, Generator and Tensor, numpy arrays and scalars, and the generators random.Random,
+    numpy's Generator and RandomState; and a Shard, for a part of a tensor. A Parameter is restored as a Tensor. An Enum
+    that is also a str or int is restored as that str or int, which compares equal.
 
     Args:
         tree: the state.
-        where: how errors name the tree, such as "callbacks['EMA']".
+        where: name of the tree in errors, such as "callbacks['EMA']".
 
     Returns:
         The JSON tree (strict: no nan or inf in it) and the tensors by key. The tensors are those of the state, not
         copies.
 
     Raises:
-        UnsavableStateError: something cannot be encoded; the text has its path and what to do.
+        UnsavableStateError: some value cannot be encoded; the text has its path and a remedy.
 
     Example:
         >>> encode({"betas": (0.9, 0.999), "step": torch.tensor(3)})
@@ -255,20 +258,20 @@ def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
 
 
 def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor]) -> Any:
-    """Turn what `encode` returned into the state again.
+    """Decode the result of `encode` to the state.
 
-    Only the types that `encode` lists are made, whatever the tree says: no code of a checkpoint runs.
+    Only the types that `encode` lists are made, whatever the tree contains, so no code from a checkpoint runs.
 
     Args:
         json_tree: the JSON tree.
-        tensors: the tensors by key, or what reads them later.
+        tensors: the tensors by key, or objects that read them later.
 
     Returns:
         The state; its tensors are those of `tensors`.
 
     Raises:
-        CorruptCheckpointError: the tree or the tensors are not what `encode` makes.
-        CheckpointError: an enum's class or member is not there, or a generator's device.
+        CorruptCheckpointError: the tree or the tensors are not a result of `encode`.
+        CheckpointError: the class or member of an enum, or the device of a generator, does not exist here.
 
     Example:
         >>> decode({"$": "tuple", "v": [1, None]}, {})
@@ -278,7 +281,7 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTe
         return _decode(json_tree, tensors)
     except InstepError:
         raise
-    except Exception as error:  # a node of the wrong kind may raise anything in the code behind it
+    except Exception as error:  # a node of the wrong type may raise any error in the code that reads it
         raise CorruptCheckpointError(
             f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
             "it is damaged, or a newer instep wrote it"
@@ -290,13 +293,13 @@ class _Encoder:
         self.where = where
         self.tensors: dict[str, Tensor | Shard] = {}
         self._open: set[int] = set()
-        self._inside = ""  # "a set" or "a dict key" while no tensor may occur
+        self._inside = ""  # "a set" or "a dict key" inside of these, where no tensor may occur
 
     def node(self, obj: Any, path: tuple[Any, ...]) -> Any:
         kind = type(obj)
         if obj is None or kind is bool or kind is str:
             return obj
-        if kind is int:  # other readers of JSON round what 64 bits do not hold
+        if kind is int:  # other JSON readers round integers of more than 64 bits
             return obj if obj.bit_length() <= 64 else {TAG: "int", "v": hex(obj)}
         if kind is float:
             return _float_out(obj)
@@ -389,7 +392,7 @@ class _Encoder:
             ready = obj if obj.flags.c_contiguous and obj.flags.writeable else obj.copy(order="C")
             try:
                 tensor = torch.from_numpy(ready)
-            except TypeError:  # torch has no such dtype: longdouble
+            except TypeError:  # torch lacks some dtypes, such as longdouble
                 pass
             else:
                 return {TAG: "array", "v": self._keep(tensor, path)}
@@ -406,7 +409,7 @@ class _Encoder:
 
 
 def _describe(obj: Any) -> str:
-    """Describe an object of an unknown type, and what can be saved instead."""
+    """Describe an object of an unsupported type, and what to save instead."""
     kind = type(obj)
     name = f"a {kind.__module__}.{kind.__qualname__}"
     if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
@@ -437,7 +440,7 @@ def _decode(node: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(node, list):
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
-        if isinstance(node, float) and not math.isfinite(node):  # 1e999
+        if isinstance(node, float) and not math.isfinite(node):  # such as 1e999 in the JSON text
             raise ValueError("a number that no float can hold")
         return node
     if TAG not in node:

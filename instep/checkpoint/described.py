@@ -1,4 +1,4 @@
-"""Checkpoints of a folder as plain records, and whether they are whole. Loads torch."""
+"""Descriptions of the checkpoints in a folder as plain records, with their state. Loads torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def describe(
     leftovers: list[tuple[Path, bool | None]],
     verify: bool = False,
 ) -> list[dict[str, Any]]:
-    """Describe the checkpoints of a folder, the newest first, then what dead saves and deletions left.
+    """Describe the checkpoints of a folder, newest first, then the remains of dead saves and deletions.
 
-    The role of one is "newest" where a run goes on from it, "given up" where the run went back and left it behind, and
-    "another run" where the run that saved last does not come from it.
+    The role of a checkpoint is "newest" if a run would resume from it, "given up" if the run went back to an earlier
+    checkpoint, and "another run" if it is not in the line of the run that saved last.
 
     Args:
         store: the folder.
-        found: its checkpoints, and folders that are none.
-        leftovers: what saves and deletions left; with each whether its process has gone, None where unknown.
+        found: checkpoints of the folder, and folders that are broken ones.
+        leftovers: remains of saves and deletions, each with whether its process has ended (None if unknown).
         verify: compare every byte with its checksum, instead of the sizes alone.
     """
     roles = _roles(found)
@@ -53,7 +53,7 @@ def state_of(entry: dict[str, Any]) -> str:
 
 
 def _roles(found: list[CheckpointInfo | Broken]) -> dict[Path, str]:
-    """Return what a checkpoint is to the run that saved last, where that is worth a word."""
+    """Return the role of each checkpoint for the run that saved last, if it has one."""
     whole = [what for what in found if isinstance(what, CheckpointInfo)]
     newest = next((info for info in whole if info.kind not in ("weights", "exception")), None)
     if newest is None:
@@ -72,23 +72,23 @@ def checkpoints(root: Path, verify: bool = False) -> list[dict[str, Any]]:
 
 
 def holder(root: Path, files: Files) -> dict[str, Any] | None:
-    """Find the run that holds a folder; None where none does."""
+    """Describe the run that holds a folder; None if no run does."""
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))
             if not content["released"]:
                 fields = ("run_id", "host", "pid", "command", "since")
                 return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
-        except (OSError, ValueError, KeyError, TypeError):  # the file may change, or be of another version
+        except (OSError, ValueError, KeyError, TypeError):  # the file may change meanwhile, or be of another version
             continue
     return None
 
 
 def sizes(folder: Path, files: Files) -> dict[str, int]:
-    """Return the bytes of every file of a checkpoint, the manifest too."""
+    """Return the size of every file of a checkpoint, including the manifest."""
     try:
         return files.sizes(folder)
-    except FileNotFoundError:  # a save that goes on has renamed it
+    except FileNotFoundError:  # a running save has renamed the folder
         return {}
 
 

@@ -1,6 +1,6 @@
-"""Errors at the edge of readers: whatever a file's content makes their code raise becomes one error with the path.
+"""Errors of readers: any error that a file's content causes becomes one checkpoint error with the path.
 
-A table of kinds says what values a file must hold, and is checked at once.
+A table of kinds describes the values that a file must hold, so that they are checked before use.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ Kind: TypeAlias = "Callable[[Any], bool]"
 def reading(path: Path, what: str) -> Iterator[None]:
     """Turn errors of the `with` block into checkpoint errors.
 
-    For code that takes values out of a file as they come: what of it is of the wrong kind shows as any error. The cause
-    stays at the new one.
+    It is for code that reads values from a file without checking them, where a wrong value may cause any error. The
+    original error is the cause of the new one.
 
     Args:
         path: the file or folder.
-        what: what could not be done with it, as in "is not a whole file of torch.save".
+        what: what is wrong, for the text, such as "is not a whole file of torch.save".
 
     Raises:
-        CheckpointError: it cannot be read, or needs more memory than there is.
-        CorruptCheckpointError: anything else but an error of instep's, which passes as it is.
+        CheckpointError: the file cannot be read, or needs more memory than there is.
+        CorruptCheckpointError: for any other error; errors of instep are raised unchanged.
     """
     try:
         yield
-    except (InstepError, BrokenPipeError):  # the program that reads the output, such as `head`, has closed it
+    # BrokenPipeError: a program that reads the output, such as `head`, has closed it
+    except (InstepError, BrokenPipeError):
         raise
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
@@ -48,15 +49,15 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading_state(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of an object that takes up its state into one of the checkpoint.
+    """Turn errors of an object that loads its state into checkpoint errors.
 
     Args:
         path: the checkpoint.
-        what: whose state it is.
+        what: name of the object, for the text.
 
     Raises:
-        CorruptCheckpointError: for what a state of the wrong kind makes of the code behind it. Errors of instep's and
-            of the system pass as they are; so does RuntimeError among several ranks: it may be another rank's end.
+        CorruptCheckpointError: for any error that a wrong state causes. Errors of instep and of the system are raised
+            unchanged; with several ranks RuntimeError too, since it may come from the end of another rank.
     """
     try:
         yield
@@ -73,11 +74,11 @@ def loading_state(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-# Whether a value is of a kind; the name of the function is what errors say was expected.
+# Checks of the kind of a value. Error texts name the function as what was expected.
 
 
 def count(value: Any) -> bool:
-    """Return whether a value is a count, from 0 on, that 64 bits hold."""
+    """Return True if a value is a count from 0 that fits into 64 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -92,7 +93,7 @@ def flag(value: Any) -> bool:
 
 
 def number(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold, nan and infinite ones too."""
+    """Return True if a value is a number that fits into a float, including nan and infinity."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
@@ -107,7 +108,7 @@ def mapping(value: Any) -> bool:
 
 
 def named(value: Any) -> bool:
-    """Return whether a value is a dict with texts for keys."""
+    """Return True if a value is a dict with texts as keys."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
@@ -117,31 +118,31 @@ def anything(_: Any) -> bool:
 
 
 def none_or(kind: Kind) -> Kind:
-    """Make the kind of None, or a value of a kind."""
+    """Make a check for None or a value of a kind."""
     return _called(f"None or {kind.__name__}", lambda value: value is None or kind(value))
 
 
 def list_of(kind: Kind) -> Kind:
-    """Make the kind of a list or tuple of values of a kind."""
+    """Make a check for a list or tuple of values of a kind."""
     return _called(f"list of {kind.__name__}", lambda value: isinstance(value, list | tuple) and all(map(kind, value)))
 
 
 def dict_of(kind: Kind) -> Kind:
-    """Make the kind of a dict with texts for keys and values of a kind."""
+    """Make a check for a dict with texts as keys and values of a kind."""
     return _called(f"dict of {kind.__name__}", lambda value: named(value) and all(map(kind, value.values())))
 
 
 def check(value: Any, table: Mapping[str, Kind], what: str, optional: Mapping[str, Kind] | None = None) -> None:
-    """Hold a dict against a table.
+    """Check a dict by a table of kinds.
 
     Args:
-        value: what is held against it; keys that the table does not know may be there.
-        table: the kind of each key, which must be there.
-        what: names the value in errors.
-        optional: the same for keys that may be missing.
+        value: dict to check; it may have keys that are not in the table.
+        table: kind of each required key.
+        what: name of the value in errors.
+        optional: kind of each key that may be missing.
 
     Raises:
-        ValueError: it does not fit; names the key and what is there.
+        ValueError: the dict does not fit; the text names the key and its value.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is a {type(value).__name__}, where a dict is expected")

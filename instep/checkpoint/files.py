@@ -1,6 +1,6 @@
-"""Operations of a store on a file system, in one place, hashed on the way; and which faults are tried again.
+"""Operations of a store on a file system, with hashes of written data, and the faults that are tried again.
 
-Tests kill, fail and record at each operation through `Files.trace`, which is called before it happens.
+`Files.trace` is called before each operation, so that tests can kill, fail or record there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 
-PAUSES_S = (0.5, 2.0)  # one more try after each
-sleep = time.sleep  # tests put their own here
+PAUSES_S = (0.5, 2.0)  # pauses before the second and the third try
+sleep = time.sleep  # tests replace this
 
 _PASSING_NAMES = (
     *("EAGAIN", "EBUSY", "EINTR", "EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "EPIPE"),
@@ -34,7 +34,7 @@ _PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, na
 
 
 def passing(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, may not come again: a short fault of a network or a server."""
+    """Return True if an error, or its cause, may pass by itself: a short fault of a network or server."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)):
             return True
@@ -45,13 +45,13 @@ def passing(error: BaseException | None) -> bool:
 
 
 def wait(pause_s: float, what: str) -> None:
-    """Warn that something is tried again, and wait before it is."""
+    """Warn that an operation is tried again, and wait before that."""
     warn_user(what)
     sleep(pause_s)
 
 
 def patiently(read: Callable[[], T], again: Callable[[BaseException], bool] = passing) -> T:
-    """Call `read` and return its result; up to twice again after an error of which `again` returns True."""
+    """Call `read` and return its result. Try up to twice more after an error for which `again` returns True."""
     for pause_s in PAUSES_S:
         try:
             return read()
@@ -63,14 +63,14 @@ def patiently(read: Callable[[], T], again: Callable[[BaseException], bool] = pa
 
 
 class Files(ABC):
-    """The operations of a store on one kind of file system.
+    """Operations of a store on one kind of file system.
 
-    Each kind implements the abstract methods. The others are right as they stand where a write is safe once it has
-    returned and folders come with their files, as in an object store.
+    Each kind implements the abstract methods. The default methods suit an object store: there a write is durable once
+    it has returned, and folders exist by their files.
 
     Args:
-        trace: called before each operation with its name, its path, and the bytes of a write or the target of a
-            rename. What it raises, the operation raises.
+        trace: function that is called before each operation with its name, its path, and the bytes of a write or the
+            target of a rename. An error that it raises is raised by the operation.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -87,7 +87,7 @@ class Files(ABC):
         """Open a new file to write to."""
 
     def write_file(self, path: Path, data: Data) -> FileRecord:
-        """Write a new file with this content; it is safe when this returns."""
+        """Write a new file with this content. It is durable when this returns."""
         with self.create(path, len(data)) as out:
             out.write(data)
             return out.close()
@@ -98,32 +98,35 @@ class Files(ABC):
 
     @abstractmethod
     def hash(self, path: Path) -> FileRecord:
-        """Hash a file as it is there."""
+        """Hash the current content of a file."""
 
     def sync_and_hash(self, path: Path) -> FileRecord:
-        """Make a file that somebody else wrote safe, and hash it."""
+        """Make a file durable that somebody else wrote, and hash it."""
         return self.hash(path)
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        """Read bytes of a file; fewer where it ends before."""
+        """Read bytes of a file; fewer if the file ends before."""
 
     def read(self, path: Path, most: int) -> bytes:
-        """Read a file that has at most so many bytes; OSError where it has more."""
-        data = self.read_range(path, 0, most + 1)  # one request, where asking for the size first would be two
+        """Read a file of at most `most` bytes; raise OSError if it is larger."""
+        data = self.read_range(path, 0, most + 1)  # one request; asking for the size first would make two
         if len(data) > most:
             raise too_large(path, self.size(path), most)
         return bytes(data)
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """Return a local file with a file's content, and its record; without `check` only if it costs nothing."""
+        """Yield a local file with a file's content, and its record. Without `check` the record may be None."""
 
     # Folders.
 
     @abstractmethod
     def entries(self, folder: Path) -> dict[str, bool]:
-        """List the names in a folder, hidden ones too, each with whether it is a folder; none without the folder."""
+        """List the names in a folder, also hidden ones, each with whether it is a folder.
+
+        Empty if there is no folder.
+        """
 
     def folders(self, root: Path) -> list[str]:
         """List the names of the folders in a folder, in order."""
@@ -131,47 +134,47 @@ class Files(ABC):
 
     @abstractmethod
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Return the bytes of every file in a folder and those below it, by relative name with slashes."""
+        """Return the size of every file in a folder and below it, by relative name with slashes."""
 
     def looks_damaged(self, folder: Path) -> bool:
-        """Return whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
+        """Return True if a visible folder without a manifest was once a checkpoint, and is not a save in progress."""
         return False
 
-    # A save, in this order.
+    # Operations of a save, in this order.
 
     def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
-        """Make a folder and its parents where they are missing."""
+        """Make a folder and its parents, if they are missing."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
-        """Make the folder that a save writes to; FileExistsError where another save has taken the name."""
+        """Make the folder that a save writes to; raise FileExistsError if another save has taken the name."""
 
     def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
-        """Write the manifest and make the folder safe: all of a commit but its instant."""
+        """Write the manifest and make the folder durable: everything before the instant of the commit."""
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
-        """Commit at one instant: `final` is a checkpoint when this returns, and none where this was not reached."""
+        """Commit at one instant: after this, `final` is a checkpoint; before this, it is none."""
 
     # Removing.
 
     @abstractmethod
     def delete(self, folder: Path) -> None:
-        """Remove a checkpoint, gone at one instant, or one of `leftovers`; nothing happens where it is gone."""
+        """Remove a checkpoint, which vanishes at one instant, or one of `leftovers`. Do nothing if it is gone."""
 
     @abstractmethod
     def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """List folders that are no checkpoints: saves in progress, dead saves, half removed folders.
+        """List folders that are no checkpoints: saves in progress, dead saves, partly removed folders.
 
         Returns:
-            Each with whether nobody is at work there; None where that cannot be known from here.
+            Each folder with True if no process works in it, False if one does, None if that cannot be known from here.
         """
 
-    # Small files beside the checkpoints: leases.
+    # Small files next to the checkpoints: leases.
 
     @abstractmethod
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """Make a file with its content at one instant, safe when this returns; False where it exists."""
+        """Create a file with its content at one instant, durable when this returns; return False if it exists."""
 
     @abstractmethod
     def replace(self, path: Path, data: bytes) -> None:
@@ -179,7 +182,7 @@ class Files(ABC):
 
     @abstractmethod
     def remove(self, path: Path) -> None:
-        """Remove a file; nothing happens where it is gone."""
+        """Remove a file; do nothing if it is gone."""
 
 
 class LocalOut(OutFile):
@@ -243,22 +246,23 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)  # refuses a larger file before it reads any of it
+        return read_regular(path, most)  # refuses a larger file before reading any of it
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            data = bytearray(max(0, min(end, size) - begin))  # a damaged header may ask for any number of bytes
+            # the limit matters, since a damaged header may ask for any number of bytes
+            data = bytearray(max(0, min(end, size) - begin))
             file.seek(begin)
             done = 0
-            while count := file.readinto(memoryview(data)[done:]):  # one call reads 2 GiB at most
+            while count := file.readinto(memoryview(data)[done:]):  # one call reads at most 2 GiB
                 done += count
         del data[done:]
         return data
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        open_regular(path).close()  # the code that follows may open the file by its name
+        open_regular(path).close()  # checks that it is a regular file, since the caller may open it by its name
         yield path, hash_file(path) if check else None
 
     def entries(self, folder: Path) -> dict[str, bool]:
@@ -280,13 +284,13 @@ class LocalFiles(Files):
         return names.split_name(folder.name) is not None and any(folder.glob("*.safetensors"))
 
     def make_root(self, root: Path) -> None:
-        """Make a folder and its parents where they are missing, each one on the disk."""
+        """Make a folder and its parents, if they are missing, and make each of them durable."""
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in reversed(missing):
             self.make_folder(folder, exist_ok=True)
 
     def make_folder(self, folder: Path, exist_ok: bool = False) -> None:
-        """Make a folder, which is on the disk when this returns."""
+        """Make a folder, which is durable when this returns."""
         self._before("mkdir", folder)
         folder.mkdir(exist_ok=exist_ok)
         self.sync_folder(folder.parent)
@@ -307,7 +311,7 @@ class LocalFiles(Files):
         self.sync_folder(final.parent)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the disk has the folder's entries."""
+        """Wait until the folder's entries are on the disk."""
         self._before("fsync_folder", path)
         atomic.sync_path(path)
 
@@ -351,12 +355,12 @@ class LocalFiles(Files):
         return found
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder and all below it; what is gone already is no error."""
+        """Delete a folder and everything below it. Entries that are gone already are no error."""
         for here, folders, found in os.walk(folder, topdown=False):
             for name in found:
                 self._before("unlink", Path(here, name))
                 Path(here, name).unlink(missing_ok=True)
-            for name in folders:  # os.walk lists links to folders here and does not enter them
+            for name in folders:  # os.walk lists links to folders here, but does not enter them
                 if Path(here, name).is_symlink():
                     Path(here, name).unlink(missing_ok=True)
             self._before("rmdir", Path(here))
@@ -365,6 +369,6 @@ class LocalFiles(Files):
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        return entry.is_dir()  # mostly without a question to the system, unlike Path.is_dir
+        return entry.is_dir()  # usually without a system call, unlike Path.is_dir
     except OSError:
-        return False  # a link that leads to itself
+        return False  # the entry is a link that leads to itself

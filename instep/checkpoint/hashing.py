@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, taken while the data passes by on its way to the disk."""
+"""Sizes and checksums of files, calculated while the data is written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-CHUNK_BYTES = 64 * 2**20  # a part of a large file can be verified by itself in these pieces
+CHUNK_BYTES = 64 * 2**20  # unit in which parts of a large file can be verified separately
 
 Data: TypeAlias = "bytes | bytearray | memoryview"
 
 _BUFFER_BYTES = 2**20  # small writes are joined up to this size
-_WRITE_BYTES = 16 * 2**20  # at most so much per call
+_WRITE_BYTES = 16 * 2**20  # most bytes per write call
 
 Trace: TypeAlias = "Callable[[str, Path, Any], None]"
 
@@ -29,9 +29,9 @@ class FileRecord:
     """Size and checksums of a file.
 
     Args:
-        bytes: its size.
-        xxh3: xxh3-128 in hex. Over the content up to 64 MiB; of a larger file, over its chunks' digests joined, so that
-            one pass over the data gives both.
+        bytes: size of the file.
+        xxh3: xxh3-128 in hex: of the content for files up to 64 MiB, and of the joined digests of the chunks for larger
+            files, so that one pass over the data gives both.
         chunks: xxh3-128 of each 64 MiB in hex; empty for a file of one chunk.
     """
 
@@ -41,10 +41,10 @@ class FileRecord:
 
 
 class Hasher:
-    """Maker of a file's record from its content in order, piece by piece."""
+    """Calculator of a file's record, which gets the content in order, piece by piece."""
 
     def __init__(self) -> None:
-        import xxhash  # late: `instep.trainer` imports this package, most programs never hash
+        import xxhash  # imported late: `instep.trainer` imports this package, and most programs never hash
 
         self._new = xxhash.xxh3_128
         self._chunk = self._new()
@@ -74,13 +74,13 @@ class Hasher:
 
 def digest(data: Data) -> str:
     """Compute the xxh3-128 of some bytes, in hex."""
-    import xxhash  # late, see Hasher
+    import xxhash  # imported late, since most programs never hash
 
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Hash a file as it is on the disk."""
+    """Hash the current content of a file."""
     hasher = Hasher()
     buffer = memoryview(bytearray(4 * 2**20))
     with open_regular(path) as file:
@@ -90,12 +90,12 @@ def hash_file(path: Path) -> FileRecord:
 
 
 class OutFile(ABC):
-    """A new file that is hashed while it is written, and safe once `close` has returned.
+    """A new file that is hashed while it is written, and durable once `close` has returned.
 
     Args:
-        path: must not exist.
-        total_bytes: what will be written, for the text of errors; None: unknown.
-        trace: see `Files`.
+        path: path of the file, which must not exist.
+        total_bytes: number of bytes that will be written, for the text of errors; None if unknown.
+        trace: as in `Files`.
     """
 
     def __init__(self, path: Path, total_bytes: int | None, trace: Trace) -> None:
@@ -136,7 +136,7 @@ class OutFile(ABC):
         """Write the buffered bytes, and wait until the disk has them.
 
         Returns:
-            Size and checksums of what was written.
+            Size and checksums of the file.
         """
         self._flush()
         try:
@@ -150,11 +150,11 @@ class OutFile(ABC):
 
     @abstractmethod
     def _write(self, piece: memoryview) -> int:
-        """Write the beginning of the piece; how much."""
+        """Write the beginning of the piece; return the number of written bytes."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait until everything is safe, and close."""
+        """Wait until everything is durable, and close."""
 
     @abstractmethod
     def _abandon(self) -> None:
@@ -170,7 +170,7 @@ class OutFile(ABC):
             self._hasher.update(view)
             self._write_all(view)
             return
-        # While the system takes the data: one after the other, the checksum would add a fifth to writing and fsync.
+        # Hash on another thread while the system writes, since hashing before writing would take a fifth longer.
         hashing = threading.Thread(target=self._hasher.update, args=(view,), name="instep-hash")
         hashing.start()
         try:
@@ -199,7 +199,7 @@ class OutFile(ABC):
 
 
 def _free_bytes(folder: Path) -> str:
-    if not isinstance(folder, Path):  # an object store has no end
+    if not isinstance(folder, Path):  # an object store has no limit
         return ""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"

@@ -1,9 +1,9 @@
-"""Tensors of a checkpoint that are read when asked for, out of one file or out of the parts that several ranks wrote.
+"""Tensors of a checkpoint that are read when they are used, from one file or from parts that several ranks wrote.
 
-Only the bytes that a box needs are asked for, so that no rank ever holds a whole tensor of which it keeps a part. A
-whole tensor of a local file can also be mapped: used where it lies, without a copy. A mapped file may be deleted or
-replaced by a rename, as every save of instep does. But who cuts it short, or writes over it in place, changes the
-weights of the process that maps it, or kills it with SIGBUS.
+Only the bytes that a box needs are read, so a rank that keeps a part of a tensor never holds the whole tensor. A whole
+tensor of a local file can also be mapped, which means that it is used in place without a copy. A mapped file may be
+deleted, or replaced by a rename as in every save of instep. But truncating it or overwriting it in place changes the
+weights of the process that maps it, or kills that process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SH
 from instep.errors import CorruptCheckpointError
 from instep.utils.untrusted_files import open_regular, parse_object
 
-_LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
+_LONGEST = 100 * 10**6  # most bytes of a header, as in the safetensors library
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)  # a name from 3.13 on
-_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each open file, while it is used
-_FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
+# Python has this name from 3.13 on
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+_MAPPED: WeakValueDictionary[Any, mmap.mmap] = WeakValueDictionary()  # mapping of each open file, as long as it is used
+# dtypes whose headers can be read even if this torch lacks them
+_FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}
 
 
 def _span(value: Any) -> bool:
-    """Return whether a value is a list of two numbers of bytes."""
+    """Return True if a value is a list of two byte positions."""
     return list_of(count)(value) and len(value) == 2
 
 
@@ -50,17 +52,17 @@ class FileSlice:
 
     Args:
         path: the file.
-        begin: its first byte there.
-        end: the byte after its last.
-        dtype: torch's name; the format's own where torch has none.
-        sizes: of the part.
-        shape: of the whole tensor.
-        offsets: where the part begins in it; as in `Shard`.
-        flat: whether it is a run of elements.
-        name: under which it is stored; several names may share one part.
-        stamp: device, inode, size and time of the file whose header was read; None where it cannot be mapped.
-        opened: by which reading of the header. All parts of one share a mapping, and others do not: a model that is
-            changed in place changes no other that was loaded from the same file.
+        begin: position of its first byte in the file.
+        end: position after its last byte.
+        dtype: torch's name of the dtype; that of the format if torch has none.
+        sizes: shape of the part.
+        shape: shape of the whole tensor.
+        offsets: where the part begins in the whole tensor; as in `Shard`.
+        flat: whether the part is a run of elements of the flattened tensor.
+        name: name under which it is stored; several names may share one part.
+        stamp: device, inode, size and time of the file whose header was read; None if the file cannot be mapped.
+        opened: id of the reading of the header. Parts of one reading share a mapping, and other readings have their
+            own, so that changing a model in place changes no other model from the same file.
     """
 
     path: Path
@@ -77,15 +79,15 @@ class FileSlice:
 
     @property
     def mappable(self) -> bool:
-        """Whether the part is a whole tensor that can be used where it lies."""
+        """Whether the part is a whole tensor that can be used in place."""
         whole = not self.flat and self.sizes == self.shape
         return whole and self.stamp is not None and self.begin % dtype_from_name(self.dtype).itemsize == 0
 
     def map(self) -> Tensor:
-        """Return the part as a map of the file; a change of the tensor in place never reaches the file.
+        """Return the part as a map of the file. In-place changes of the tensor never reach the file.
 
         Raises:
-            CorruptCheckpointError: the file is not the one any more whose header was read.
+            CorruptCheckpointError: the file is no longer the one whose header was read.
         """
         dtype = dtype_from_name(self.dtype)
         if self.begin == self.end:
@@ -94,12 +96,12 @@ class FileSlice:
         return raw.view(dtype).view(self.sizes)
 
     def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a box of the part, into memory of its own, which is not always contiguous."""
+        """Read a box of the part into new memory, which is not always contiguous."""
         dtype = dtype_from_name(self.dtype)
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
         if self.mappable and any(size < own for size, own in zip(sizes[1:], self.sizes[1:], strict=True)):
-            # Of a box of columns the range below would be nearly the whole tensor; mapped, no such copy is made.
+            # For a box of columns, the byte range below would be nearly the whole tensor. Mapping avoids such a copy.
             box = tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True))
             return self.map()[box].clone()
         strides = _strides(self.sizes)
@@ -115,7 +117,7 @@ class FileSlice:
 
 
 def _mapping(part: FileSlice) -> mmap.mmap:
-    """Map the whole file of a part, or give the mapping that there is."""
+    """Map the whole file of a part, or return its existing mapping."""
     key = str(part.path), part.stamp, part.opened
     kept = _MAPPED.get(key)
     if kept is None:
@@ -126,8 +128,8 @@ def _mapping(part: FileSlice) -> mmap.mmap:
                     f"{part.path} was replaced or changed after its header was read. Load the checkpoint again.",
                     path=part.path,
                 )
-            # Private and without a reservation: written pages become this process's own, others cost nothing, also
-            # where the file is larger than the memory.
+            # The mapping is private and without a reservation: written pages become memory of this process, others cost
+            # nothing, even if the file is larger than the memory.
             private = mmap.MAP_PRIVATE | _NO_RESERVE
             kept = mmap.mmap(file.fileno(), status.st_size, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         _MAPPED[key] = kept
@@ -142,14 +144,14 @@ def read_notes(path: Path) -> dict[str, str]:
     """Read the metadata of a safetensors file.
 
     Raises:
-        CheckpointError: as for `read_parts`.
+        CheckpointError: as in `read_parts`.
     """
     with reading(path, "is not a safetensors file"):
         return _header(path)[1]
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
-    """Read a file's entries of tensors, its metadata, the bytes of its header and its own."""
+    """Read a file's tensor entries, its metadata, the size of its header and its own size."""
     files = files_of(path)
     size = patiently(lambda: files.size(path))
     length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
@@ -162,11 +164,11 @@ def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
 
 
 def read_parts(path: Path) -> dict[str, FileSlice]:
-    """Read the slices of a safetensors file from its header alone; shared tensors under each of their names.
+    """Read the slices of a safetensors file from its header only; shared tensors are under each of their names.
 
     Raises:
-        CheckpointError: it cannot be read.
-        CorruptCheckpointError: it is not a whole safetensors file.
+        CheckpointError: the file cannot be read.
+        CorruptCheckpointError: the file is no complete safetensors file.
     """
     with reading(path, "is not a safetensors file"):
         stamp = _stamp(os.stat(path)) if isinstance(files_of(path), LocalFiles) else None
@@ -179,7 +181,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
             check(entry, _ENTRY, name)
             sizes = tuple(entry["shape"])
             dtype = str(raw.get(name, _TORCH_NAMES.get(entry["dtype"], entry["dtype"])))
-            if name in raw:  # stored as bytes, one more dimension of them
+            if name in raw:  # stored as bytes, which are one more dimension
                 sizes = sizes[:-1]
             begin, end = (8 + length + at for at in entry["data_offsets"])
             shape, flat, at = sizes, False, (0,) * len(sizes)
@@ -197,7 +199,7 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
 
 
 def _check_place(part: FileSlice) -> None:
-    """Refuse a part whose bytes are not as many as its elements, or that does not lie within its tensor."""
+    """Raise an error for a part whose bytes do not fit its elements, or that lies outside its tensor."""
     dtype = vars(torch).get(part.dtype)
     elements, nbytes = math.prod(part.sizes), part.end - part.begin
     if isinstance(dtype, torch.dtype) and elements * dtype.itemsize != nbytes:
@@ -210,7 +212,7 @@ def _check_place(part: FileSlice) -> None:
 
 
 def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
-    """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
+    """Raise an error for gaps between tensors, or overlaps: in this format, tensors fill the file exactly."""
     for part in sorted(parts, key=lambda part: (part.begin, part.end)):
         if part.begin != begin or part.end < begin:
             raise ValueError(f"{part.name} does not begin where the tensor before it ends")
@@ -220,10 +222,10 @@ def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
 
 
 class LazyTensor:
-    """Tensor that is read when it is used, whatever files its slices are in.
+    """Tensor that is read when it is used, from any number of files.
 
     Args:
-        parts: of one tensor; in no order. A box that two ranks wrote is taken once.
+        parts: parts of one tensor, in any order. A box that two ranks wrote is used once.
     """
 
     def __init__(self, parts: Iterable[FileSlice]) -> None:
@@ -251,15 +253,15 @@ class LazyTensor:
 
     @property
     def mappable(self) -> bool:
-        """Whether `map` needs no copy: one part, in a local file, at a place that fits the dtype."""
+        """Whether `map` needs no copy: the tensor is one part, in a local file, at a position that fits the dtype."""
         return len(self.parts) == 1 and self.parts[0].mappable
 
     def map(self) -> Tensor:
-        """Return the whole tensor as a map of its file, on the CPU; read it where mapping is impossible."""
+        """Return the whole tensor as a map of its file, on the CPU. Read it if mapping is impossible."""
         return self.parts[0].map() if self.mappable else self.read()
 
     def check_whole(self) -> None:
-        """Raise CorruptCheckpointError where the parts do not make up the tensor."""
+        """Raise CorruptCheckpointError if the parts do not make up the whole tensor."""
         shape, there = self.parts[0].shape, sum(math.prod(part.sizes) for part in self.parts)
         if there != math.prod(shape):
             one = self.parts[0]
@@ -269,7 +271,7 @@ class LazyTensor:
             )
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+        """Read the tensor or a box of it, on the CPU, into new memory. Only the bytes of the box are read.
 
         Raises:
             CorruptCheckpointError: the parts do not make up the tensor.
@@ -309,7 +311,7 @@ class LazyTensor:
 
 
 def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTensor]:
-    """Join the tensors of several files, each made of all parts of that name."""
+    """Join the tensors of several files: each is made of all parts with its name."""
     parts: dict[str, list[FileSlice]] = {}
     for file in files:
         for name, part in file.items():
@@ -318,7 +320,7 @@ def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTens
 
 
 def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Read every tensor; those that share their parts become the same object."""
+    """Read every tensor. Tensors that share their parts become the same object."""
     read: dict[tuple[FileSlice, ...], Tensor] = {}
     for tensor in stored.values():
         if tensor.parts not in read:
@@ -327,10 +329,10 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def join_trees(trees: Iterable[Any]) -> Any:
-    """Join the states that several ranks wrote, each with what that rank holds.
+    """Join the states that several ranks wrote, each with that rank's parts.
 
-    Dicts are united, lists joined by position (lists of names united, in order), and tensors put together. Of other
-    values the first one is taken, and of None the other one.
+    Dicts are merged, lists are joined by position (lists of names are merged in order), and tensors are assembled. For
+    other values the first one is taken, unless it is None.
     """
     joined: Any = None
     for tree in trees:

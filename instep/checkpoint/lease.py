@@ -1,17 +1,17 @@
-"""A folder of checkpoints belongs to one run at a time, by a lease with a fencing number.
+"""Leases: a folder of checkpoints belongs to one run at a time, by a lease with a fencing number.
 
-A lease is a file `.lease-<8 digits>`; the highest number holds. To take a folder is to make the next number, which only
-one of several takers can. The holder advances a counter in its file. A taker asks whether the holder lives: on this
-host the system knows; of another host nothing is known, so it watches the counter for three intervals on its own
-monotonic clock. No clock is ever compared with another. A job that was started again takes over from its earlier start
-without waiting.
+A lease is a file `.lease-<8 digits>`; the highest number is valid. A run takes a folder by creating the next number,
+which succeeds for only one of several takers. The holder advances a counter in its file. A taker must know whether the
+holder is alive. On the same host it asks the system. For another host it watches the counter for three intervals on its
+own monotonic clock. Clocks of two hosts are never compared. A restarted job takes over from its earlier start without
+waiting.
 
-- The highest number is never removed, only marked as released: a number is not given twice, so a process that was
-  suspended for hours finds a higher one and must not write.
+- The highest number is never removed, only marked as released. So no number is used twice, and a process that was
+  suspended for hours finds a higher number and must not write.
 - `check` is called right before every commit and deletion. Between it and the rename a process can still be suspended;
   the new holder's sweep has then removed the folder that it would rename.
-- A beat that fails is made up for by the next one; when as many fail as a taker watches, it is said. The thread ends
-  with the process, and never keeps it alive.
+- A renewal that fails is repeated by the next one. After as many failures as a taker watches, a line on stderr says so.
+  The thread ends with the process, and never keeps it alive.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from instep.utils.untrusted_files import LEASE_BYTES, parse_json
 
 INTERVAL_S = 5.0
 SEEN_S = 10.0
-_WATCHED = 3  # intervals without a beat after which a holder on another host is taken for dead
+_WATCHED = 3  # intervals without a renewal after which a holder on another host counts as dead
 _NAME = re.compile(r"\.lease-([0-9]{8,18})")
 _LONG = 300
-_MOST = {"pid": 2**31, "counter": 2**63, "interval_s": 60.0}  # a taker waits for three intervals, not for days
-_held: dict[str, Lease] = {}  # this process's, by the id in their files
+# limits of values in a file; a taker waits for three intervals, so these must be short
+_MOST = {"pid": 2**31, "counter": 2**63, "interval_s": 60.0}
+_held: dict[str, Lease] = {}  # leases of this process, by the id in their files
 
 
 class Lease:
-    """The right to write into a folder of checkpoints; `take` makes it.
+    """The right to write into a folder of checkpoints. `take` makes it.
 
     Args:
         root: the folder.
         number: the fencing number.
         files: the file operations.
         run_id: the run that holds it.
-        interval_s: seconds from beat to beat.
+        interval_s: seconds between two renewals.
     """
 
     def __init__(self, root: Path, number: int, files: Files, run_id: str, interval_s: float) -> None:
@@ -65,24 +66,24 @@ class Lease:
         self._since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._users, self._counter = 1, 0
         self.serial: int | None = None  # serial number of the last save in the folder; None until it is known
-        self.before: str | None = None  # run that held the folder before
+        self.before: str | None = None  # run that held the folder before this one
         self._writing = threading.Lock()
         self._stop = threading.Event()
 
     @classmethod
     def take(cls, root: Path, run_id: str, files: Files | None = None, *, interval_s: float = INTERVAL_S) -> Lease:
-        """Take a folder; it is made where it is missing. The same run may take it again in the same process.
+        """Take a folder, and create it if necessary. The same run may take it again in the same process.
 
-        Waits up to three of the holder's intervals where the holder is on another host, and says so on stderr.
+        If the holder is on another host, this waits up to three of its intervals, and says so on stderr.
 
         Args:
             root: the folder.
             run_id: the run.
             files: the file operations; default: the local disk.
-            interval_s: seconds from beat to beat.
+            interval_s: seconds between two renewals.
 
         Raises:
-            FolderInUseError: another run has it.
+            FolderInUseError: another run holds the folder.
             CheckpointError: the folder cannot be written to.
         """
         files = files if files is not None else LocalFiles()
@@ -107,20 +108,21 @@ class Lease:
             ) from error
 
     def pass_to(self, run_id: str) -> None:
-        """Pass the folder on to another run of this process; where the file cannot be written, the next beat does so.
+        """Pass the folder on to another run of this process. If writing the file fails, the next renewal repeats it.
 
-        It is written at once: a process that starts after a crash goes on with the run that held the folder last.
+        The file is written at once, since a process that starts after a crash continues the run that last held the
+        folder.
         """
         if run_id != self.run_id:
             self.run_id = run_id
             self._renew()
 
     def check(self) -> None:
-        """Check that the lease still holds, right before a commit or a deletion; from any thread.
+        """Check that the lease is still valid, right before a commit or a deletion. Callable from any thread.
 
         Raises:
             LeaseLostError: the folder was taken over; nothing may be written into it.
-            CheckpointError: that could not be found out.
+            CheckpointError: the lease could not be read.
         """
         try:
             problem = self._problem()
@@ -136,20 +138,20 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the folder back; where it was taken twice, the last one does. May be called again."""
+        """Give the folder back. If it was taken twice, only the last call does. May be called again."""
         if os.getpid() != int(self._owner.split("-")[-2]):
-            return  # a forked child's copy
+            return  # a copy of the lease in a forked child
         self._users -= 1
         if self._users > 0 or self._stop.is_set():
             return
         self._stop.set()
         _held.pop(self._id, None)
-        with self._writing:  # a beat that is under way must not undo this
+        with self._writing:  # a running renewal must not undo the release
             try:
                 if not self._problem():
                     self._files.replace(self.path, self._content(released=True))
             except OSError:
-                pass  # the folder has vanished, or cannot be written to: the next taker finds that this process ended
+                pass  # the folder has vanished or is not writable; the next taker finds that this process has ended
 
     # ---- the file
 
@@ -158,7 +160,7 @@ class Lease:
         try:
             made = self._files.create_exclusive(self.path, self._content())
             if made and _highest(self.root, self._files) != self.number:
-                self._files.remove(self.path)  # a late taker: the number was used and swept away already
+                self._files.remove(self.path)  # this taker was late: the number was already used and removed
                 made = False
         except BaseException:
             del _held[self._id]
@@ -169,7 +171,8 @@ class Lease:
         for name in self._files.entries(self.root):
             match = _NAME.fullmatch(name)
             older = match is not None and int(match[1]) < self.number
-            if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):  # or half made by the dead
+            # the second case: a file that a dead process had half written
+            if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):
                 self._files.remove(self.root / name)
         threading.Thread(target=self._beat, name="instep-lease", daemon=True).start()
         return True
@@ -191,10 +194,10 @@ class Lease:
         return json.dumps(content, indent=1).encode()
 
     def _problem(self) -> str:
-        """Return why this lease does not hold any more; empty where it does."""
+        """Return why this lease is no longer valid; empty if it is valid."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
-        if isinstance(self.root, Path) and not self.root.is_dir():  # a bucket has no folders
+        if isinstance(self.root, Path) and not self.root.is_dir():  # an object store has no folders
             return (
                 f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
                 "longer mounted. Put it back where its checkpoints are wanted, and start this run again"
@@ -218,19 +221,19 @@ class Lease:
             problem = self._renew()
             missed = missed + 1 if problem else 0
             if missed == _WATCHED:
-                with suppress(OSError, ValueError):  # stderr is gone: the beats go on
+                with suppress(OSError, ValueError):  # stderr is closed, and renewals must go on
                     sys.stderr.write(
                         f"instep: the lease {self.path} could not be renewed for {missed * self._interval_s:g} s "
                         f"({problem}); another host may take the folder over\n"
                     )
 
     def _renew(self) -> str:
-        """Renew the lease; the error that came in the way, empty without one."""
+        """Renew the lease; return the error that prevented it, or ""."""
         with self._writing:
             try:
                 if self._stop.is_set():
                     return ""
-                problem = self._problem()  # a folder that has vanished may come back
+                problem = self._problem()  # looked at each time, since a folder that vanished may come back
                 if not problem:
                     self._counter += 1
                     self._files.replace(self.path, self._content())
@@ -240,10 +243,10 @@ class Lease:
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
-    """Raise where this rank does not see a lease that rank 0 has made; waits a while for a slow file system.
+    """Raise an error if this rank does not see a lease that rank 0 has made, after waiting for slow file systems.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: this rank does not see the lease.
     """
     deadline = time.monotonic() + SEEN_S
     while path.name not in files.entries(path.parent):
@@ -261,7 +264,7 @@ def _highest(root: Path, files: Files) -> int | None:
 
 
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
-    """Read a lease's content, empty where it cannot be understood; None where it is gone."""
+    """Read the content of a lease: empty if it cannot be understood, None if the file is gone."""
     try:
         content = parse_json(files.read(root / f".lease-{number:08d}", LEASE_BYTES))
     except FileNotFoundError:
@@ -272,7 +275,7 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Keep the values of the kinds that a lease has, of a file that anybody may have written."""
+    """Keep only the values with the types of a lease, since anybody may have written the file."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
         key: value[:_LONG] for key in texts if isinstance(value := content.get(key), str) and value.isprintable()
@@ -288,7 +291,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_run(root: Path, files: Files) -> str | None:
-    """Return the run that held a folder last, before this process took it; None where nothing says so."""
+    """Return the run that held a folder last, before this process took it; None if unknown."""
     try:
         number = _highest(root, files)
         content = None if number is None else _read(root, number, files)
@@ -301,10 +304,10 @@ def last_run(root: Path, files: Files) -> str | None:
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
-    """Return when the next number may be taken; or the lease, where this process and run hold it.
+    """Wait until the next number may be taken. Return the lease if this process and run hold it, else None.
 
     Raises:
-        FolderInUseError: its holder lives.
+        FolderInUseError: the holder is alive.
     """
     first = _read(root, number, files)
     if first is None or first.get("released"):
@@ -314,7 +317,8 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     if ours is not None and ours.run_id == run_id:
         return ours
     gone = _was_ours(first) or is_gone(owner)
-    if gone or (ours is None and owner == this_process()):  # or what this process could not release
+    # the second case: a lease that this process could not release
+    if gone or (ours is None and owner == this_process()):
         return None
     if gone is None:
         wait_s = _WATCHED * float(first.get("interval_s", INTERVAL_S))
@@ -342,9 +346,10 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Return whether an earlier start of this job, which is over, took the lease; None where that cannot be said.
+    """Return True if an earlier start of this job, which is over, took the lease; None if that is unknown.
 
-    A rank of it that still runs on a host that was cut off finds the higher number before its next commit.
+    A rank of the earlier start may still run on a host that was cut off. It finds the higher number before its next
+    commit.
     """
     now, before = read_job(), content.get("job")
     return True if now is not None and before is not None and before[0] == now.id and before[1] < now.restart else None

@@ -29,7 +29,7 @@ _BODY = {
     **dict.fromkeys(("info", "files"), named),
     "versions": dict_of(text),
 }
-_LINE = {"serial": count, "resumed_from": PLACES}  # manifests of the first format have none
+_LINE = {"serial": count, "resumed_from": PLACES}  # manifests of the first format have no such entries
 _INFO = {
     "kind": text,
     "epoch": none_or(count),
@@ -46,19 +46,19 @@ class Manifest:
     """Content of a checkpoint's manifest.
 
     Args:
-        step: the global step it was saved at.
-        attempt: counts the saves of one step, from 1.
+        step: global step of the save.
+        attempt: number of the save among those of the same step, from 1.
         run_id: the run that wrote it.
         world_size: the number of ranks that wrote it.
-        created: UTC time in ISO 8601, for people; no decision reads it.
+        created: UTC time in ISO 8601, for people only; no decision depends on it.
         versions: of instep, torch and Python.
-        files: what each file must be, by name.
-        info: what the writer says of it, such as kind ("full" or "weights"), epoch, monitor, mode and score.
-        serial: number of the save: higher than that of every save before it in its folder and in its run; 0 where an
-            instep wrote it that did not count.
-        resumed_from: run and step of the checkpoint that the run was resumed from, then of what lies before; see
+        files: size and checksums of each file, by name.
+        info: further values, such as kind ("full" or "weights"), epoch, monitor, mode and score.
+        serial: number of the save, higher than that of every earlier save in its folder and in its run; 0 if an early
+            version of instep wrote it.
+        resumed_from: run and step of the checkpoint from which the run was resumed, followed by earlier ones; see
             `lineage.Line`.
-        format_version: of the layout.
+        format_version: version of the layout.
     """
 
     step: int
@@ -75,14 +75,14 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key of a checkpoint: the one saved last has the highest."""
+        """Sort key of a checkpoint. The checkpoint saved last has the highest."""
         return self.serial, self.step, self.attempt
 
     def to_bytes(self) -> bytes:
         """Make the content of manifest.json.
 
         Raises:
-            UnsavableStateError: `info` holds something else than JSON values.
+            UnsavableStateError: `info` holds values that are not JSON.
         """
         info, tensors = encode(dict(self.info), "the checkpoint's info")
         if tensors:
@@ -111,7 +111,7 @@ class Manifest:
 
         Args:
             data: the bytes.
-            path: where they are from, for the text of errors.
+            path: path of the file, for the text of errors.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were written.
@@ -137,7 +137,8 @@ class Manifest:
             if outside:
                 raise ValueError(f"the file name {outside[0][:200]!r} leads out of the folder")
             body["files"] = {name: _record_in(record, name) for name, record in body["files"].items()}
-            known = {one.name for one in fields(cls)}  # a later instep may add what this one can do without
+            # a later version of instep may add fields that this one does not need
+            known = {one.name for one in fields(cls)}
             return cls(**{key: value for key, value in body.items() if key in known})
 
 
@@ -145,8 +146,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointNotFoundError: the folder has none: it is not a checkpoint, or only a part of one.
-        CorruptCheckpointError: it is damaged.
+        CheckpointNotFoundError: the folder has no manifest, so it is no checkpoint, or only a part of one.
+        CorruptCheckpointError: the manifest is damaged.
     """
     path = folder / MANIFEST
     refuse_link(path)
@@ -174,10 +175,10 @@ def _record_in(record: Any, name: str) -> FileRecord:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a symbolic link among the files of a checkpoint, which a save never writes.
+    """Raise an error for a symbolic link among the files of a checkpoint, since a save never writes one.
 
     Raises:
-        CorruptCheckpointError: it is one.
+        CorruptCheckpointError: the path is a symbolic link.
     """
     if isinstance(path, Path) and path.is_symlink():
         raise CorruptCheckpointError(

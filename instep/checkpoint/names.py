@@ -10,11 +10,11 @@ from typing import Any
 from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
-SAVING = ".saving-"  # being written by the process that the name ends with
-DELETING = ".deleting-"  # an abandoned folder that is not removed yet
+SAVING = ".saving-"  # prefix of a folder that is being written by the process at the end of its name
+DELETING = ".deleting-"  # prefix of an abandoned folder that is not removed yet
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
 _STEP = re.compile(r"step-(?P<step>\d+)")
-_MAX_BYTES = 150  # file systems allow 255; the prefix and the owner need the rest
+_MAX_BYTES = 150  # file systems allow 255 bytes; the prefix and the owner need the rest
 
 
 def base_name(step: int, name: str | None) -> str:
@@ -45,30 +45,30 @@ def base_name(step: int, name: str | None) -> str:
 
 
 def split_name(folder: str) -> tuple[str, int] | None:
-    """Split a folder's name into base and attempt; None where it is not a checkpoint's name."""
+    """Split a folder's name into base and attempt; None if it is no name of a checkpoint."""
     match = _NUMBERED.fullmatch(folder)
     return None if match is None else (match["base"], int(match["attempt"]))
 
 
 def step_of(folder: str) -> tuple[int, int] | None:
-    """Read step and attempt from a folder's name alone; None where it does not say them."""
+    """Read step and attempt from the name of a folder; None if the name does not have them."""
     parts = split_name(folder)
     match = None if parts is None else _STEP.fullmatch(parts[0])
     return None if match is None or parts is None else (int(match["step"]), parts[1])
 
 
 def saving_name(final: str, owner: str) -> str:
-    """Make the name of the hidden sibling that a save is written to."""
+    """Make the name of the hidden folder that a save is written to."""
     return f"{SAVING}{final}@{owner}"
 
 
 def saving_owner(folder: str) -> str:
-    """Return the process that writes to a hidden sibling."""
+    """Return the process that writes to a hidden folder."""
     return folder.rpartition("@")[2]
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name is that of a visible file in the folder itself, and not the manifest's."""
+    """Return True if a name is that of a visible file in the folder itself, and not the manifest's."""
     return "/" not in name and is_inner_name(name)
 
 
@@ -81,15 +81,15 @@ def is_inner_name(name: str) -> bool:
 
 
 def inside(folder: Path, name: Any, said_by: Path) -> Path:
-    """Make the path of what a file names in a folder.
+    """Return the path in a folder for a name that a file contains.
 
     Args:
-        folder: where it must lie.
-        name: what the file says.
-        said_by: the file, for the text of errors.
+        folder: folder that must contain the path.
+        name: name in the file.
+        said_by: path of the file, for the text of errors.
 
     Raises:
-        CheckpointError: it leads out of the folder, by its text or by a link to another folder.
+        CheckpointError: the name leads out of the folder, by its text or by a link.
     """
     if not isinstance(name, str) or not is_inner_name(name) or _leads_out(folder, folder / name):
         raise CheckpointError(f"{said_by} names {str(name)[:200]!r}, which leads out of its folder", path=said_by)

@@ -31,9 +31,9 @@ class Reader:
 
     Args:
         path: the checkpoint's folder.
-        verify: compare each file with its checksum when it is first read. False is for a checkpoint that this job has
-            verified already.
-        manifest: the folder's manifest, where it was read already.
+        verify: whether to compare each file with its checksum when it is first read. Pass False only for a checkpoint
+            that this job has verified.
+        manifest: manifest of the folder, if it is read already.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -62,17 +62,17 @@ class Reader:
         return name in self.manifest.files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Read the tensors of a safetensors file, on the CPU, under all their names.
+        """Read the tensors of a safetensors file, on the CPU. A shared tensor is under each of its names.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such file.
-            CorruptCheckpointError: the file is not what was written.
+            CorruptCheckpointError: the file is not as it was written.
         """
         path = self._listed(name)
 
         def read() -> dict[str, Tensor]:
             if name in self._unverified and files_of(path).size(path) != self.manifest.files[name].bytes:
-                self._note_verified(name, file_problem(path, self.manifest.files[name]))  # no need to read it
+                self._note_verified(name, file_problem(path, self.manifest.files[name]))  # the size already differs
             with files_of(path).fetched(path, name in self._unverified) as (local, record):
                 if record is not None:
                     self._note_verified(name, _difference(name, record, self.manifest.files[name]))
@@ -84,7 +84,7 @@ class Reader:
             raise self._corrupt(_unreadable(name, error)) from error
 
     def json(self, name: str) -> Any:
-        """Read the value of a JSON file; raises like `tensors`."""
+        """Read the value of a JSON file. Raises the errors of `tensors`."""
         path = self._listed(name)
         try:
             data = patiently(lambda: files_of(path).read(path, STATE_BYTES))
@@ -100,23 +100,23 @@ class Reader:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
     def has_state(self, base: str) -> bool:
-        """Return whether `state(base)` finds something."""
+        """Return True if the checkpoint has the state `base`."""
         return bool(self.files_of(f"{base}.json"))
 
     def files_of(self, name: str) -> list[str]:
-        """List the files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
+        """List the files with a name: the file itself, or its parts from each rank; empty if there is none."""
         return [file for file in sorted(self.manifest.files) if name in (file, whole_name(file))]
 
     def joined(self, name: str) -> dict[str, LazyTensor]:
-        """Open the tensors of a safetensors file, or of the parts that each rank wrote, to be read when asked for."""
+        """Open the tensors of a safetensors file, or of its parts from each rank. They are read when they are used."""
         return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:
-        """Read a state that `Writer.state` wrote, joined where each rank wrote its part; raises like `tensors`.
+        """Read a state that `Writer.state` wrote, and join the parts of ranks. Raises the errors of `tensors`.
 
         Args:
             base: the file name without an ending, such as "optimizer", and without "-<rank>-of-<ranks>".
-            lazy: leave the tensors where they are: as `StoredTensor`, which reads what is asked for.
+            lazy: whether to return tensors as `StoredTensor`, which are read when they are used.
         """
         tensors = f"{base}.safetensors"
         if self.has(f"{base}.json") and not lazy:
@@ -131,27 +131,27 @@ class Reader:
 
     @property
     def weight_sets(self) -> tuple[str, ...]:
-        """Kinds of weights that it has, the plain ones first: "live", those that are trained, or "averaged" ones."""
+        """Kinds of weights in the checkpoint, the plain ones first: "live" (trained) or "averaged"."""
         plain = self.manifest.info.get("weights")
         plain = plain if plain in WEIGHT_SETS else WEIGHT_SETS[0]
         return (plain, *(kind for kind in WEIGHT_SETS if kind != plain and self._files_of_set(kind)))
 
     def weights(self, which: str | None = None) -> dict[str, Tensor]:
-        """Read the model's weights, whole: of `model.safetensors`, or of the parts that each rank wrote.
+        """Read all weights of the model: from `model.safetensors`, or from the parts of each rank.
 
         Args:
             which: "live" or "averaged"; None for the plain ones.
 
         Raises:
-            CheckpointNotFoundError: there are none, or none of that kind.
-            CorruptCheckpointError: a file is not what was written.
+            CheckpointNotFoundError: there are no weights, or none of that kind.
+            CorruptCheckpointError: a file is not as it was written.
         """
         whole = self.has("model.safetensors")
         plain = self.tensors("model.safetensors") if whole else read_all(self._stored(self._weight_files()))
         return plain | read_all(self._stored(self._other_files(which)))
 
     def stored_weights(self, which: str | None = None) -> Mapping[str, StoredTensor]:
-        """Open the model's weights, each left in its file until it, or a box of it, is read.
+        """Open the model's weights. Each stays in its file until it, or a box of it, is read.
 
         Args:
             which: as for `weights`.
@@ -159,7 +159,7 @@ class Reader:
         return {**self._stored(self._weight_files()), **self._stored(self._other_files(which))}
 
     def _other_files(self, which: str | None) -> list[str]:
-        """List the files that hold what differs from the plain weights."""
+        """List the files of the weights that differ from the plain ones."""
         kinds = self.weight_sets
         if which is not None:
             choice(*WEIGHT_SETS)("which_weights", which)
@@ -210,7 +210,7 @@ class Reader:
 
 
 def whole_name(name: str) -> str:
-    """Return a file's name without the rank that wrote this part.
+    """Return the name of a file without the rank of its part.
 
     Example:
         >>> whole_name("model-00000-of-00002.safetensors")
@@ -220,12 +220,12 @@ def whole_name(name: str) -> str:
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
-    """Describe what is wrong with a file of a checkpoint; None where it is what was written."""
+    """Describe what is wrong with a file of a checkpoint; None if it is as it was written."""
     files = files_of(path)
     try:
         refuse_link(path)
         size = patiently(lambda: files.size(path))
-        if size != record.bytes:  # no need to read it
+        if size != record.bytes:  # the size already differs
             return f"{path.name} has {size:,} bytes instead of {record.bytes:,}"
         return _difference(path.name, patiently(lambda: files.hash(path)), record)
     except CorruptCheckpointError as error:
@@ -235,7 +235,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """List what is wrong with a checkpoint: empty where it verifies. Reads every byte of it."""
+    """List what is wrong with a checkpoint; empty if it verifies. Reads every byte of it."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -1,8 +1,8 @@
-"""The operations of a store on an object store, or on any other file system that fsspec reaches.
+"""Operations of a store on an object store, or on any other file system that fsspec supports.
 
-There is no rename: files are put straight into their final folder, under a name that no other save has, and the
-manifest is put last. A folder without one is not listed. `.owner` in it says who writes there; it is put first and
-removed last, so that what has none is never ours to remove.
+There is no rename. Files are written directly into their final folder, whose name no other save has, and the manifest
+is written last. A folder without a manifest is not listed. Its file `.owner` names the process that writes there. It is
+written first and removed last, so that instep never removes a folder without it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from instep.utils.untrusted_files import LEASE_BYTES
 from instep.utils.warn import warn_user
 
 _OWNER = ".owner"
-_PART_BYTES = 32 * 2**20  # part of an upload; about three parts are in memory at most
+_PART_BYTES = 32 * 2**20  # size of a part of an upload; at most about three parts are in memory
 _MOST_PARTS = 9_000  # S3 allows 10,000
-_RANGE_BYTES = 16 * 2**20  # part of a download
-_AHEAD = 4  # ranges
+_RANGE_BYTES = 16 * 2**20  # size of a part of a download
+_AHEAD = 4  # parts of a download that are read ahead
 
 
 def files_of(path: Path) -> Files:
-    """Choose the operations for the file system that a path is on."""
+    """Return the file operations for the file system of a path."""
     return LocalFiles() if isinstance(path, Path) else RemoteFiles()
 
 
 class RemoteFiles(Files):
-    """A file system behind fsspec, by `upath.UPath`.
+    """File operations on a file system of fsspec, through `upath.UPath`.
 
-    Operations: create, write, close (the end of an upload), put (a small object at once), unlink.
+    The operations are named create, write, close (the end of an upload), put (a small object at once) and unlink.
     """
 
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
@@ -59,13 +59,13 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
         except OSError:
-            if self.size(path) == 0:  # some stores have no range of an empty file
+            if self.size(path) == 0:  # some stores refuse a range of an empty file
                 return bytearray()
             raise
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        """Give a temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
+        """Yield a temporary copy, which is always hashed on the way. `TMPDIR` chooses its disk."""
         with tempfile.NamedTemporaryFile(prefix="instep-", suffix=path.suffix) as file:
             hasher = Hasher()
             for piece in self._pieces(path):
@@ -100,7 +100,7 @@ class RemoteFiles(Files):
         found = self.sizes(folder).keys()
         if not found:
             return
-        self.replace(folder / _OWNER, b"")  # nobody's: any run may remove what this one leaves
+        self.replace(folder / _OWNER, b"")  # without an owner, so any run may remove the rest of the folder
         for some in (found & {names.MANIFEST}, found - {names.MANIFEST, _OWNER}, {_OWNER}):
             for name in sorted(some):
                 self._before("unlink", folder / name)
@@ -119,10 +119,11 @@ class RemoteFiles(Files):
         return found
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """Make a new object with this content; False where there is one already.
+        """Create a new object with this content; return False if it exists.
 
-        Exact where the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and within one process
-        memory). Elsewhere it looks first, and of two that do so at one instant both may succeed.
+        This is exact if the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and memory within
+        one process). Other stores are asked first whether the object exists, and two callers at the same instant may
+        both succeed.
         """
         self._before("put", path)
         try:
@@ -140,7 +141,7 @@ class RemoteFiles(Files):
         return True
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Put an object with this content, at one instant, whatever was there."""
+        """Put an object with this content at one instant, in place of an existing one."""
         self._before("put", path)
         with _as_os_error(path):
             _fs(path).pipe_file(_key(path), data)
@@ -151,10 +152,10 @@ class RemoteFiles(Files):
             with _as_os_error(path):
                 _fs(path).rm_file(_key(path))
         except FileNotFoundError:
-            pass  # gone already
+            pass  # the object is gone already
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """Read the content in order, some ranges ahead."""
+        """Yield the content in order, and read some ranges ahead."""
         fs, key, size = _fs(path), _key(path), self.size(path)
 
         def ask(start: int) -> bytes:
@@ -174,14 +175,14 @@ class RemoteFiles(Files):
         keys = [_key(folder / name) for name in some]
         with _as_os_error(folder):
             if len(keys) > 1 and not any(set("*?[") & set(key) for key in keys):
-                _fs(folder).rm(keys)  # one request for many
+                _fs(folder).rm(keys)  # one request for many objects
                 return
-            for key in keys:  # fsspec takes these characters in a list for patterns
+            for key in keys:  # fsspec would take these characters in a list for patterns
                 _fs(folder).rm_file(key)
 
 
 class _RemoteOut(OutFile):
-    """New object, sent by the file system's own upload in parts, which is given up as a whole if it fails."""
+    """New object, written by the file system's own multi-part upload. If it fails, the whole upload is given up."""
 
     _file: Any = None
 
@@ -193,7 +194,7 @@ class _RemoteOut(OutFile):
     def _write(self, piece: memoryview) -> int:
         with _as_os_error(self.path):
             written = self._file.write(piece)
-        return len(piece) if written is None else written  # SFTP's write all of it and do not say so
+        return len(piece) if written is None else written  # SFTP writes all bytes, and returns None
 
     def _finish(self) -> None:
         self._trace("close", self.path, None)
@@ -214,7 +215,8 @@ class _RemoteOut(OutFile):
                 "rule of the bucket removes unfinished uploads."
             )
         finally:
-            if hasattr(file, "blocksize"):  # fsspec's own class: collected while open, it would finish the upload
+            # otherwise fsspec would finish the upload when the open file is garbage collected
+            if hasattr(file, "blocksize"):
                 file.closed = True
 
 
@@ -232,9 +234,9 @@ def _as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (MemoryError, AttributeError, TypeError, NameError):
-        raise  # ours
+        raise  # errors of instep's own code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # some are made of a text alone
+        if isinstance(error, OSError) and error.errno is not None:  # other OSErrors have only a text, and no number
             raise
         raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error
 
@@ -254,7 +256,7 @@ _NUMBERS = {
     "IsADirectoryError": errno.EISDIR,
     "NotADirectoryError": errno.ENOTDIR,
     "TimeoutError": errno.ETIMEDOUT,
-    "HTTPClientError": errno.ETIMEDOUT,  # botocore: connections, time-outs, answers cut short
+    "HTTPClientError": errno.ETIMEDOUT,  # botocore: failed connections, time-outs, incomplete answers
     "ClientConnectionError": errno.ECONNABORTED,  # aiohttp
     "ClientPayloadError": errno.ECONNABORTED,
     "ConnectionError": errno.ECONNABORTED,  # builtin, requests

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that a run takes up, the report of what came of it, and weights that are left out."""
+"""Parts of a checkpoint that a run loads, the report of a resume, and weights that checkpoints leave out."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from instep.strategies import Strategy
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
-_MOST_NAMES = 8  # names of a kind that a report lists
+_MOST_NAMES = 8  # names of each kind that a report lists
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Choice of the parts of a checkpoint that a run takes up beside the weights. By default all: the run goes on.
+    """Choice of the parts of a checkpoint that a run loads besides the weights. By default it loads all.
 
     Args:
         optimizer: the optimizers' states, and the loss scale.
-        schedulers: the learning-rate schedules. Without them the rates start as configured; without the optimizer the
-            rates are the schedule's.
-        position: step and epoch, the place in the data, logged sums, random generators, the seed. Without it the run
-            counts from 0, as a new one with a run folder of its own.
+        schedulers: the learning-rate schedules. Without them the rates begin as configured. With schedules but without
+            the optimizer, the rates are those of the schedules.
+        position: step and epoch, the place in the data, logged sums, random generators and the seed. Without it the run
+            counts from 0, as a new run with its own run folder.
         callbacks: the callbacks' states.
-        loggers: the loggers' runs, which are appended to; None as `position`.
-        strict: whether weights and optimizer states must fit exactly. False loads what fits by name and shape; None
-            is the module's `strict_loading` for the weights, and True for the optimizers.
-        lr: another learning rate, as it would be given to the optimizer (to OneCycleLR as `max_lr`): for all parameter
-            groups, or one for each of them. Schedules go on where they are, as if they had begun with it.
+        loggers: the loggers' runs, to which the run appends; None takes the value of `position`.
+        strict: whether weights and optimizer states must fit exactly. False loads what fits by name and shape. None
+            means the module's `strict_loading` for weights, and True for optimizers.
+        lr: a new learning rate, as you would pass it to the optimizer (or to OneCycleLR as `max_lr`): one for all
+            parameter groups, or one for each. Schedules continue at their position, as if they had begun with this
+            rate.
 
     Raises:
-        SettingError: a value is of the wrong kind, or two contradict each other.
+        SettingError: a value has the wrong type, or two values contradict each other.
 
     Example:
         >>> def go_on(trainer, model, loader):  # with another learning rate
@@ -81,41 +82,43 @@ class Resume:
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:
-        """Restore the weights alone: a new run begins with them. Files of weights are enough.
+        """Load only the weights: a new run begins with them. Files of weights are enough.
 
         Args:
-            strict: as above.
+            strict: as in `Resume`.
         """
         return cls(optimizer=False, schedulers=False, position=False, callbacks=False, strict=strict)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of what is taken up."""
+        """Names of the parts that are loaded."""
         return ("weights", *(name for name in _SWITCHES if getattr(self, name)))
 
     @property
     def weights_only(self) -> bool:
-        """Whether nothing but the weights is taken up."""
+        """Whether only the weights are loaded."""
         return self.parts == ("weights",)
 
     def record(self) -> dict[str, Any]:
-        """JSON values by which a checkpoint says how its run has begun."""
+        """Return JSON values with which a checkpoint records how its run began."""
         return asdict(self)
 
 
 @dataclass
 class ResumeReport:
-    """Report of what a run restored of a checkpoint.
+    """Report of what a run loaded from a checkpoint.
 
     Args:
         path: the checkpoint.
-        parts: what was asked for and loaded: "weights", "optimizer", "schedulers", "position", "callbacks", "loggers".
+        parts: parts that were asked for and loaded: "weights", "optimizer", "schedulers", "position", "callbacks",
+            "loggers".
         loaded: how many entries of the module's state dict were loaded.
-        missing: names in the module that the checkpoint does not have; they are as initialized.
+        missing: names in the module that the checkpoint does not have; these weights stay as initialized.
         unexpected: names in the checkpoint that the module does not have.
-        other_shape: name -> shape in the checkpoint and in the module, of what was left out for it.
-        left_out: what else did not fit, of optimizers, schedulers and callbacks; for people.
-        reached: the highest optimizer step that the run is known to have reached before; 0 where that is not known.
+        other_shape: name -> shapes in the checkpoint and in the module, for weights that were left out because these
+            differ.
+        left_out: texts about optimizers, schedulers and callbacks that did not fit.
+        reached: the highest optimizer step that the run is known to have reached before; 0 if unknown.
     """
 
     path: Path
@@ -156,9 +159,9 @@ class ResumeReport:
         """Add to an error of the optimizers which callbacks came or went: fine-tuning and pruning change parameters.
 
         Args:
-            error: stays as it is where none did, or where a file is damaged.
-            saved: the keys of the callbacks that have a state in the checkpoint.
-            callbacks: those of this run.
+            error: the error; returned unchanged if the callbacks are the same, or if a file is damaged.
+            saved: keys of the callbacks with a state in the checkpoint.
+            callbacks: callbacks of this run.
         """
         now = {callback.state_key: bool(callback.state_dict()) for callback in callbacks}
         gone = [key for key in saved if key not in now and not key.startswith("ModelCheckpoint")]
@@ -178,10 +181,10 @@ def compare(
     """Record in a report how two state dicts differ.
 
     Args:
-        report: gets what is missing, unexpected and of another shape.
-        saved: the checkpoint's.
-        own: the shapes of the module's, under the same names; None for what has none.
-        prefix: what names in the report begin with.
+        report: report to which missing and unexpected names and different shapes are added.
+        saved: state dict of the checkpoint.
+        own: shapes in the module, by the same names; None for values without a shape.
+        prefix: prefix of the names in the report.
 
     Returns:
         The part of `saved` that fits.
@@ -215,18 +218,18 @@ class LeftOutWeights:
         self._digests: dict[str, Sequence[str]] = {}
 
     def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
-        """Return the names that a checkpoint leaves out, with digests that fit any sharding. Collective.
+        """Return the names that a checkpoint leaves out, with digests that do not depend on the sharding. Collective.
 
-        That of a frozen weight is computed at the first save, before the first step. What a filter leaves out although
-        it changes gets one at each save, so that a resume, which would begin with other values, is refused.
+        The digest of a frozen weight is computed once, at the first save. A weight that changes but is left out by a
+        filter gets a new digest at each save; a resume, which would begin with other values, is then refused.
 
         Args:
-            module: with its parameters as they are trained.
-            strategy: whose ranks hold them.
+            module: module with its parameters as they are trained.
+            strategy: strategy whose ranks hold the parameters.
             state: `strategy.model_state()`.
 
         Raises:
-            SettingError: the filter is of no kind that is known.
+            SettingError: the filter has an unknown type.
         """
         names = self._names(module, strategy.model_shapes())
         named = module.named_parameters(remove_duplicate=False)
@@ -264,12 +267,12 @@ def digests_of(state: Mapping[str, Any], names: Iterable[str], cast: LeftOut | N
 
 
 def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
-    """Return the digests of weights of which each rank has a part. Collective.
+    """Return the digests of weights that are sharded over ranks. Collective.
 
     Args:
-        shards: this rank's, by clean name, as it would write them.
-        names: those of the weights; other shards are left alone.
-        cast: dtypes in which to compare, where the values have more bits.
+        shards: shards of this rank by clean name, as it would write them.
+        names: names of the weights; other shards are ignored.
+        cast: saved digests with their dtypes; values with more bits are rounded to these dtypes first.
     """
     sums = {name: _sum_of(shards[name], (cast or {}).get(name)) for name in names if name in shards}
     total: dict[str, tuple[str, int]] = {}
@@ -280,10 +283,10 @@ def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOu
 
 
 def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
-    """Return dtype and content sum of a part of a tensor, in the dtype of a saved one where that has fewer bits."""
+    """Return dtype and content sum of a part of a tensor, in the dtype of a saved one if that has fewer bits."""
     local = value.local if isinstance(value, Shard) else value
     if cast is not None:
-        with suppress(ValueError):  # this torch does not have the dtype; the digests differ then
+        with suppress(ValueError):  # this torch lacks the dtype, so the digests will differ
             dtype = dtype_from_name(cast[0])
             if dtype.is_floating_point and local.is_floating_point() and dtype.itemsize < local.dtype.itemsize:
                 local = local.to(dtype)
@@ -292,15 +295,15 @@ def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
 
 
 def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict: bool) -> None:
-    """Compare what a checkpoint has left out with the weights that a module has.
+    """Compare weights that a checkpoint has left out with those of a module.
 
     Raises:
-        CheckpointError: they differ, or the module does not have them. Where it is not strict, a warning.
+        CheckpointError: the weights differ, or the module does not have them. Without `strict`, this is a warning.
     """
     differ = [
         name
         for name, (dtype, digest) in saved.items()
-        # Of a module in fewer bits than the run had nothing can be said.
+        # If the module has fewer bits than the run had, the values cannot be compared.
         if name not in now or (now[name][0] == dtype and now[name][1] != digest)
     ]
     if not differ:
@@ -317,7 +320,10 @@ def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict
 def rest_of(
     shapes: Mapping[str, Any], state: Mapping[str, Any], absent: Mapping[str, Any], strict: bool, path: Path
 ) -> dict[str, Any]:
-    """Return the shapes of what a checkpoint holds; RuntimeError where it is strict and does not hold just that."""
+    """Return the shapes of weights that a checkpoint holds.
+
+    If strict, raise RuntimeError unless it holds exactly these.
+    """
     for name, entry in absent.items():
         if not (isinstance(entry, list | tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
             raise RuntimeError(f"what it says of {name}, which it leaves out, is no dtype and digest")

@@ -1,7 +1,7 @@
-"""Policies for which checkpoints to keep: they decide and touch no disk. `a | b` keeps what either keeps.
+"""Policies for which checkpoints to keep. They only decide, without access to a disk. `a | b` keeps what either keeps.
 
-A policy judges records, the oldest first, and says which are to go. The newest is never among them, whatever the
-policy: where all older ones turn out to be damaged, it is what a run goes on from.
+A policy gets records, oldest first, and returns those to delete. The newest is never deleted, whatever the policy: if
+all older checkpoints turn out to be damaged, a run resumes from it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from instep.errors import SettingError, one_of
 
 @dataclass(frozen=True)
 class Saved:
-    """Facts about a checkpoint that a policy decides by.
+    """Facts about a checkpoint on which a policy decides.
 
     Args:
         key: text that no other checkpoint has, such as its path.
-        step: the optimizer step it was saved at.
+        step: optimizer step of the save.
         score: the monitored metric. None means not measured: the checkpoint is not ranked at all. nan is ranked last.
 
     Example:
@@ -46,17 +46,17 @@ class Retention(ABC):
 
     @abstractmethod
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        """Return the keys of those that the policy wants.
+        """Return the keys of the checkpoints that the policy wants to keep.
 
         Args:
-            saved: what there is, the oldest first.
+            saved: all checkpoints, oldest first.
         """
 
     def to_delete(self, saved: Sequence[Saved]) -> list[str]:
-        """Return the keys of those to delete, the oldest first; never the newest.
+        """Return the keys of the checkpoints to delete, oldest first; never the newest.
 
         Args:
-            saved: what there is and verifies, the oldest first.
+            saved: all checkpoints that verify, oldest first.
         """
         kept = self.kept(saved)
         return [one.key for one in saved[:-1] if one.key not in kept]
@@ -105,10 +105,10 @@ class KeepNewest(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """Policy that keeps, for ever, the first checkpoint at or after every multiple of so many steps.
+    """Policy that keeps for ever the first checkpoint at or after every multiple of a number of steps.
 
     Args:
-        steps: optimizer steps from one multiple to the next.
+        steps: number of optimizer steps between two multiples.
 
     Example:
         >>> KeepEvery(20).to_delete([Saved("a", 10), Saved("b", 20), Saved("c", 30), Saved("d", 40)])
@@ -131,11 +131,11 @@ class KeepEvery(Retention):
 class KeepBest(Retention):
     """Policy that keeps the checkpoints with the best scores. Of equal scores the older checkpoint is kept.
 
-    A score of nan is worse than any number: such a checkpoint is kept only where there are not enough others.
+    A score of nan is worse than any number: such a checkpoint is kept only if there are not enough others.
 
     Args:
         count: number of checkpoints to keep.
-        mode: "min" where a lower score is better, "max" where a higher one is.
+        mode: "min" if a lower score is better, "max" if a higher one is.
 
     Example:
         >>> saved = [Saved("a", 10, 0.9), Saved("b", 20, 0.4), Saved("c", 30, 0.6)]
@@ -157,7 +157,7 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepAny(Retention):
-    """Policy that keeps what any of several policies keeps. `a | b` makes one.
+    """Policy that keeps every checkpoint that one of several policies keeps. `a | b` makes one.
 
     Args:
         policies: two or more policies.
@@ -177,15 +177,16 @@ class KeepAny(Retention):
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
-    """Sort those with a score: the best first, nan last, and the older first among equals.
+    """Sort checkpoints with a score: best first, nan last, and the older first among equals.
 
     Args:
-        saved: the oldest first.
+        saved: all checkpoints, oldest first.
         mode: "min" or "max".
     """
     sign = 1.0 if mode == "min" else -1.0
     scored = [(one.score, one) for one in saved if one.score is not None]
-    return [one for _, one in sorted(scored, key=lambda pair: _order(sign * pair[0]))]  # stable
+    # the sort is stable, so older ones stay first
+    return [one for _, one in sorted(scored, key=lambda pair: _order(sign * pair[0]))]
 
 
 def _order(value: float) -> tuple[bool, float]:
@@ -193,7 +194,7 @@ def _order(value: float) -> tuple[bool, float]:
 
 
 def modes(policy: Retention) -> set[str]:
-    """Return the modes of `KeepBest` in a policy; none where no score matters."""
+    """Return the modes of all `KeepBest` in a policy; empty if no score matters."""
     return {part.mode for part in _parts(policy) if isinstance(part, KeepBest)}
 
 

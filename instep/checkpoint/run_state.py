@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """State of a run as one rank writes it; collected before, so that `write` waits for no other rank.
+    """State of a run as one rank writes it. It is collected first, so that `write` waits for no other rank.
 
     Args:
-        name: of the file with the shared state: "trainer" or "accelerator".
+        name: name of the file with the shared state: "trainer" or "accelerator".
         in_parts: whether each rank writes a part of the weights and of the optimizers' states.
         weights: the model's state dict under clean names; None where this rank writes none.
         optimizers: the optimizers' states; None where this rank writes none.
-        shared: what the ranks share; rank 0 writes it.
-        own: what this rank has of its own; None where only weights are saved.
-        other: another set of weights, by its kind ("live" or "averaged"), as `weights`.
+        shared: state that the ranks share; rank 0 writes it.
+        own: this rank's own state; None if only weights are saved.
+        other: another set of weights by its kind ("live" or "averaged"), in the form of `weights`.
         plain: the kind of `weights`.
     """
 
@@ -72,10 +72,10 @@ class RunState:
             writer.state(f"rank-{writer.rank:05d}", self.own)
 
     def check(self) -> None:
-        """Encode all of it and write nothing.
+        """Encode the whole state without writing it.
 
         Raises:
-            UnsavableStateError: something cannot be saved; names the owner and the key.
+            UnsavableStateError: a value cannot be saved; the text names its owner and key.
         """
         from instep.checkpoint.codec import encode  # late: only a run that saves pays for it
 
@@ -88,7 +88,7 @@ class RunState:
 
 
 def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor | Shard], dict[str, Any]]:
-    """Part a state dict into tensors and what else `get_extra_state` put there."""
+    """Split a state dict into tensors and the other values that `get_extra_state` returned."""
     from instep.checkpoint.tensors import Shard  # late, as above
 
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor | Shard)}
@@ -96,20 +96,20 @@ def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor | Shard], di
 
 
 def clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Free a state dict's names of wrappers, and put a prefix before each."""
+    """Remove wrappers from the names of a state dict, and put a prefix before each name."""
     return {prefix + clean_name(name): value for name, value in state_dict.items()}
 
 
 class SavedRun:
-    """State of a run in an opened checkpoint, each file read and checked once.
+    """State of a run in an opened checkpoint. Each file is read and checked once.
 
     Args:
-        reader: the checkpoint.
-        name: of the file with the shared state: "trainer" or "accelerator".
-        whose: names the run in errors: "a run", "an Accelerator".
-        check_shared: raises ValueError where the shared state is not of the right kinds.
-        of_rank: the kind of each value in the state of a rank.
-        optional: the same of those that may be missing.
+        reader: reader of the checkpoint.
+        name: name of the file with the shared state: "trainer" or "accelerator".
+        whose: name of the run in errors: "a run" or "an Accelerator".
+        check_shared: function that raises ValueError if the shared state has values of wrong types.
+        of_rank: kind of each required value in the state of a rank.
+        optional: kind of each value there that may be missing.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class SavedRun:
         """State that the ranks share.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint does not have it.
-            CorruptCheckpointError: it does not hold what it must.
+            CheckpointNotFoundError: the checkpoint has no such state.
+            CorruptCheckpointError: the state lacks values or has wrong ones.
         """
         if self._shared is not None:
             return self._shared
@@ -144,7 +144,7 @@ class SavedRun:
         return state
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """Read the state that a rank saved of itself; None where there was no such rank. Raises like `shared`."""
+        """Read the own state of a rank; None if there was no such rank. Raises the errors of `shared`."""
         if rank not in self._ranks:
             name = f"rank-{rank:05d}"
             if not self.reader.has_state(name):
@@ -156,22 +156,22 @@ class SavedRun:
         return self._ranks[rank]
 
     def ranks(self) -> Iterator[dict[str, Any]]:
-        """Read the states that the ranks saved of themselves, in rank order.
+        """Yield the own states of all ranks, in rank order.
 
         Raises:
-            CheckpointNotFoundError: the state of a rank is missing; else as `shared`.
+            CheckpointNotFoundError: the state of a rank is missing. Also the errors of `shared`.
         """
         for rank in range(self.shared["world_size"]):
             state = self.rank(rank)
-            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises where the state is missing
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # raises if the state is missing
 
     def forget(self) -> None:
-        """Release what was read: it may hold tensors as large as the model's."""
+        """Release what was read, since it may hold tensors as large as the model's."""
         self._shared = None
         self._ranks.clear()
 
     def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
-        """Return whether this rank reads the data that the rank of its number read when it saved. Local."""
+        """Return True if this rank reads the same data as the rank with its number did at the save. Local."""
         own = self.rank(rank)
         if own is None:
             return False
@@ -180,10 +180,10 @@ class SavedRun:
         return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
 
     def model_state(self, lazy: bool, which: str | None = None) -> dict[str, Any]:
-        """Read the weights, and what state dicts have beside tensors.
+        """Read the weights, and the other values in state dicts.
 
         Args:
-            lazy: leave the tensors where they are until they, or boxes of them, are read.
+            lazy: whether tensors stay in their files until they, or boxes of them, are read.
             which: "live" or "averaged"; None for the plain ones.
         """
         state: dict[str, Any] = dict(self.reader.stored_weights(which) if lazy else self.reader.weights(which))
@@ -197,20 +197,21 @@ class SavedRun:
         return trees
 
     def random_state(self, own: dict[str, Any] | None, data_rank: int) -> dict[str, Any] | None:
-        """Find the random state of a rank that read this part of the data; ranks of one part have the same.
+        """Find the random state of a rank that read this part of the data. Ranks of one part have the same.
 
         Args:
-            own: what the rank in this one's place saved, where nothing changed; None looks at all of them.
+            own: state of the rank with this rank's number, if the sharding is unchanged; None searches the states of
+                all ranks.
             data_rank: the part of the data that this rank reads.
 
         Returns:
-            Their state; None where there was no such rank.
+            The random state; None if there was no such rank.
         """
         every = self.ranks() if own is None else (own,)
         return next((state["rng"] for state in every if state["data_rank"] == data_rank), None)
 
     def restore_random(self, rng: dict[str, Any] | None, data_rank: int, seed: int, step: int) -> None:
-        """Put back what `random_state` found, or seed the generators by the part of the data and the step."""
+        """Restore a result of `random_state`, or seed the generators by the part of the data and the step."""
         if rng is None:
             seed_process(derive_seed(seed, "rank", data_rank, "step", step))
             return
@@ -218,7 +219,7 @@ class SavedRun:
             set_rng_state(rng, self.path)
 
     def restore_schedule(self, name: str, scheduler: Any, state: Any, with_optimizer: bool) -> None:
-        """Load a learning-rate scheduler's state; without the optimizer's, its rates become the schedule's."""
+        """Load a learning-rate scheduler's state. Without the optimizer's state, the rates are set by the schedule."""
         with loading_state(self.path, f"the scheduler {name}"):
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:
@@ -233,15 +234,15 @@ def load_model_state(
     report: ResumeReport,
     prefix: str = "",
 ) -> None:
-    """Load weights by their names without wrappers: the module may be wrapped where the checkpoint is clean.
+    """Load weights by their names without wrappers, also into a module with wrappers.
 
     Args:
-        load: takes the state dict under the module's own names, and `strict`.
-        shapes: of the module's state dict, by its own names.
-        state: what is loaded, under clean names.
+        load: function that loads a state dict with the module's own names; it also gets `strict`.
+        shapes: shapes of the module's state dict, by its own names.
+        state: state dict to load, with clean names.
         strict: whether names and shapes must fit exactly; False loads what fits.
-        report: gets what was and was not loaded.
-        prefix: what names in the report begin with.
+        report: report of what was and was not loaded.
+        prefix: prefix of the names in the report.
     """
     from instep.checkpoint.resume import compare  # late: only who loads pays for it
 

@@ -1,7 +1,7 @@
-"""Saving of one run, the same for Trainer and Accelerator: the folders that it owns, and a save that is one call.
+"""Saving of one run, for Trainer and Accelerator: the folders that a run owns, and a save as one call.
 
-A save collects the run's state, writes it, verifies it, and deletes what the policy keeps no longer. It does this at
-once; or it collects at once, and does the rest beside the training. Nothing older is deleted before the new checkpoint
+A save collects the run's state, writes it, verifies it, and deletes what the policy no longer keeps. It does all this
+at once, or it collects at once and does the rest in the background. No older checkpoint is deleted before the new one
 has verified.
 """
 
@@ -29,7 +29,7 @@ class RunSaver(ABC):
     """Saver of one run. Its methods are called on the training thread.
 
     Attributes:
-        newest: keeper of the newest full state, where the run goes on by itself: `superseded` and `note` are asked.
+        newest: keeper of the newest full state, if the run resumes by itself. A save calls its `superseded` and `note`.
     """
 
     newest: Any = None
@@ -43,13 +43,13 @@ class RunSaver(ABC):
     # ---- folders
 
     def own(self, folder: Location | None) -> None:
-        """Take a folder until `release`, until this object is gone, or the process exits.
+        """Take a folder until `release`, until this object is freed, or until the process exits.
 
         This proves, before the first step, that the folder can be written to and that all ranks see it.
 
         Raises:
-            FolderInUseError: another run has it.
-            CheckpointError: it cannot be written to, or a rank does not see it.
+            FolderInUseError: another run holds the folder.
+            CheckpointError: the folder cannot be written to, or a rank does not see it.
         """
         store = self.store(folder)
         if store.root not in self._owned:
@@ -72,7 +72,10 @@ class RunSaver(ABC):
                 store.lease.pass_to(self._line().run_id)
 
     def store(self, folder: Location | None) -> CheckpointStore:
-        """Open a folder, with its lease where the run owns it; None: where this run saves by itself. Local."""
+        """Open a folder, with its lease if the run owns it. None opens the folder where this run saves by default.
+
+        Local.
+        """
         store = checkpoint.CheckpointStore(self._home() if folder is None else folder)
         return self._owned.get(store.root, store)
 
@@ -91,17 +94,19 @@ class RunSaver(ABC):
         keeper: Any = None,
         **info: Any,
     ) -> PendingSave:
-        """Save the run as it is now; `finish` returns the checkpoint, or raises what went wrong.
+        """Save the run in its current state. `finish` returns the checkpoint or raises the error.
 
         Args:
-            folder: where to; None: where this run saves by itself.
+            folder: folder to save in; None for the run's default.
             name: the folder's name, without its attempt; None for `step-<8 digits>`.
-            weights_only: leave out what only a resumed run needs.
-            background: copy the state now, and do the rest beside the training. One at a time: the next one waits.
-            keep: the policy by which older ones are deleted once this one has verified; None deletes none by policy.
-            known: the checkpoints that `keep` chooses from, the oldest first; all in this folder.
-            drop: further ones to delete then.
-            keeper: the callback that asked for this save, as `newest` knows it; None for a save that nobody lists.
+            weights_only: whether to leave out what only a resumed run needs.
+            background: whether to copy the state now and do the rest in the background. Only one such save runs at a
+                time; the next one waits for it.
+            keep: policy by which older checkpoints are deleted once the new one has verified; None deletes none by
+                policy.
+            known: checkpoints in this folder from which `keep` chooses, oldest first.
+            drop: further checkpoints to delete then.
+            keeper: callback that asked for this save, for `newest`; None if no callback lists the save.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
         newest = None if keeper is None or weights_only else self.newest
@@ -112,7 +117,8 @@ class RunSaver(ABC):
             if self._background is not None:
                 self._background.wait()
             store = self.store(folder)
-            if store.root not in self._swept:  # before this run's first save there, remove what killed processes left
+            # before the first save of this run there, remove what killed processes left
+            if store.root not in self._swept:
                 self._swept.add(store.root)
                 store.clean_stale()
             if background and self._background is None:
@@ -141,13 +147,13 @@ class RunSaver(ABC):
         return pending
 
     def finish(self, pending: PendingSave) -> Path:
-        """Wait for a save, and show its checkpoint. Collective.
+        """Wait for a save, and report its checkpoint. Collective.
 
         Returns:
-            The checkpoint, which has verified where it was saved in the background, or where older ones were deleted.
+            The checkpoint. It has verified if it was saved in the background or if older ones were deleted.
 
         Raises:
-            BaseException: the save's error, on all ranks. `pending.path` is set where only a deletion failed.
+            BaseException: error of the save, on all ranks. `pending.path` is set if only a deletion failed.
         """
         try:
             with self._saving() if pending.background else nullcontext():
@@ -158,7 +164,7 @@ class RunSaver(ABC):
         except BaseException:
             if self.newest is not None and pending.keeper is not None:
                 self.newest.note(None)
-            if pending.path is not None:  # the new checkpoint counts, although an older one could not be deleted
+            if pending.path is not None:  # the new checkpoint is valid, although an older one could not be deleted
                 self._committed(pending.path, pending.weights_only)
             raise
         path = cast("Path", pending.path)
@@ -166,7 +172,7 @@ class RunSaver(ABC):
         return path
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the save that is under way, for so long at most. Local."""
+        """Wait for a running save, at most for this time. Local."""
         saver, self._background = self._background, None
         if saver is not None:
             saver.close(timeout_s)
@@ -179,23 +185,23 @@ class RunSaver(ABC):
 
     @abstractmethod
     def _home(self) -> Path:
-        """Return where the run saves by itself."""
+        """Return the folder where the run saves by default."""
 
     @abstractmethod
     def _collect(self, weights_only: bool, info: dict[str, Any]) -> tuple[int, Callable[[BaseWriter], None], Any]:
         """Collect this rank's state. Collective.
 
         Returns:
-            The global step; what writes this rank's files, waits for no other rank, and may be called again after a
-            short fault; and `info` with what the run says of itself.
+            The global step; a function that writes this rank's files, waits for no other rank, and may be called again
+            after a short fault; and `info` with further values of the run.
         """
 
     def _saving(self) -> AbstractContextManager[Any]:
-        """Return what to do the saving within."""
+        """Return a context in which the run is saved."""
         return nullcontext()
 
     def _prepare(self, weights_only: bool) -> None:  # noqa: B027  not every run has something to do
-        """Bring the run to where it can be collected."""
+        """Bring the run into a state that can be collected."""
 
     def _committed(self, path: Path, weights_only: bool) -> None:  # noqa: B027  not every run shows it
-        """Show a checkpoint to those who want to know of it."""
+        """Report a checkpoint to loggers and others that must know it."""

@@ -1,4 +1,4 @@
-"""Scan of a folder of checkpoints, and the choice that a keyword such as "last" makes of it. There is no index file."""
+"""Scan of a folder of checkpoints, and the choice of one by a keyword such as "last". There is no index file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CheckpointInfo:
     """A checkpoint whose manifest could be read.
 
     Args:
-        path: its folder.
-        step: the global step it was saved at.
-        attempt: counts the saves of that step.
-        manifest: all that its manifest says.
+        path: folder of the checkpoint.
+        step: global step of the save.
+        attempt: number of the save among those of that step.
+        manifest: content of its manifest.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> str:
-        """`"full"` for one that a run can continue from, `"weights"` for the model alone."""
+        """`"full"` if a run can continue from it, `"weights"` for the model only."""
         return str(self.manifest.info.get("kind", "full"))
 
 
@@ -46,14 +46,14 @@ _SIGN = {"min": 1.0, "max": -1.0}
 def best_first(
     found: Sequence[CheckpointInfo], monitor: str | None = None, mode: str | None = None
 ) -> list[CheckpointInfo]:
-    """Sort by the monitored score, the best first and the older first among equals, as ModelCheckpoint does.
+    """Sort by the monitored score, best first and the older first among equals, as ModelCheckpoint does.
 
     A checkpoint without a score, or with nan, is left out: it is never the best.
 
     Args:
-        found: what a scan found, the newest first.
-        monitor: the metric; None where all checkpoints were scored by the same one.
-        mode: "min" or "max", which chooses where the checkpoints were scored by both.
+        found: result of a scan, newest first.
+        monitor: the metric; None if all checkpoints were scored by the same one.
+        mode: "min" or "max", to choose if the checkpoints were scored by both.
 
     Raises:
         CheckpointError: the scores are of different metrics or modes, and neither argument chooses one.
@@ -86,7 +86,7 @@ def best_first(
 
 
 def check_keyword(keyword: str) -> str:
-    """Return the keyword; raise a SettingError where it is not known."""
+    """Return the keyword; raise a SettingError if it is unknown."""
     if keyword not in ("last", "best", "auto"):
         raise SettingError(
             f"{keyword!r} names no checkpoint. Use a path, 'last', 'best' or 'auto'.", field="ckpt_path", got=keyword
@@ -96,7 +96,7 @@ def check_keyword(keyword: str) -> str:
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder that was a checkpoint, or a part of one, and cannot be taken.
+    """A folder that was a checkpoint, or a part of one, and cannot be used.
 
     Args:
         path: the folder.
@@ -113,7 +113,7 @@ class Broken:
 
 
 def folder_names(root: Path) -> list[str]:
-    """List the folders in a folder, hidden ones too; none where it does not exist."""
+    """List the folders in a folder, also hidden ones; empty if it does not exist."""
     try:
         return patiently(lambda: files_of(root).folders(root))
     except OSError as error:
@@ -121,9 +121,9 @@ def folder_names(root: Path) -> list[str]:
 
 
 def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
-    """List the checkpoints of some folders and what is left of broken ones, what was saved last first.
+    """List the checkpoints of some folders and the remains of broken ones, last saved first.
 
-    A broken one is ordered by its name: before all of a lower (step, attempt). One whose name does not say its step
+    A broken checkpoint is sorted by its name, before all with a lower (step, attempt). If its name has no step, it
     comes first, since it may be the newest.
     """
     found = [pair for root in roots for pair in _ordered(root)]
@@ -131,7 +131,7 @@ def list_checkpoints(*roots: Path) -> list[CheckpointInfo | Broken]:
 
 
 def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointInfo | Broken]]:
-    """List the checkpoints of a folder, each with the key to sort it by."""
+    """List the checkpoints of a folder, each with its sort key."""
     whole: list[CheckpointInfo] = []
     broken: list[tuple[float, int, Broken]] = []
     for name in folder_names(root):
@@ -159,14 +159,14 @@ def _ordered(root: Path) -> list[tuple[tuple[int, float, int, str], CheckpointIn
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that a save needs of a checkpoint beside it.
+    """Facts about other checkpoints in a folder that a save needs.
 
     Args:
-        name: the folder's.
-        step: the global step by its manifest; by its name where the manifest was not asked.
-        attempt: counts the saves of that step.
-        run_id: the run that saved it; None where the manifest was not asked, like `serial`.
-        serial: number of the save.
+        name: name of the folder.
+        step: global step from the manifest, or from the name if the manifest was not read.
+        attempt: number of the save among those of that step.
+        run_id: run that saved it; None if the manifest was not read.
+        serial: serial number of the save; 0 if the manifest was not read.
     """
 
     name: str
@@ -176,20 +176,20 @@ class Facts:
     serial: int = 0
 
 
-_Stamp = tuple[int, int, int]  # a manifest's time of change, bytes and inode
-_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # facts of the folders that were listed last
+_Stamp = tuple[int, int, int]  # a manifest's time of change, size and inode
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}  # facts about the folders that were listed last
 _INDEXED = 16
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
-    """List the checkpoints of a folder, what was saved last first; this process reads a manifest once.
+    """List the checkpoints of a folder, last saved first. This process reads each manifest once.
 
-    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `list_checkpoints` and the
-    reader read every manifest again.
+    Facts that were read are valid as long as the manifest is the same file. They are not used for loading:
+    `list_checkpoints` and the reader read every manifest again.
 
     Args:
         root: the folder.
-        by_name: do not look into a folder whose name says the step.
+        by_name: whether to take the step from a folder's name, if possible, without reading its manifest.
 
     Raises:
         CheckpointError: the folder cannot be listed.
@@ -224,7 +224,7 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
 
 
 def _stamp(manifest: str) -> _Stamp | None:
-    """Stamp a file, to tell it from a later one of its name; None where it is missing."""
+    """Return a stamp of a file, which differs for a later file of the same name; None if it is missing."""
     try:
         seen = os.stat(manifest)
     except OSError:
@@ -233,7 +233,7 @@ def _stamp(manifest: str) -> _Stamp | None:
 
 
 def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
-    """Read the manifest of a folder, or say what is wrong with it."""
+    """Read the manifest of a folder, or return what is wrong with it."""
     try:
         return read_manifest(folder), ""
     except CheckpointError as error:
@@ -241,7 +241,7 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Return whether a path is a folder with a manifest that can be read.
+    """Return True if a path is a folder with a readable manifest.
 
     The other files are not read: `CheckpointStore.verify` reads them.
 
@@ -256,18 +256,18 @@ def is_checkpoint(path: Location) -> bool:
 
 
 def find_checkpoint(path: Location) -> Path:
-    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without its number.
+    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without a number.
 
     Args:
-        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". Where these are of
-            several steps and were ranked by a metric, it is the best of the run that saved last. ".ckpt" may follow,
-            as Lightning's users write it: "runs/last.ckpt" is the newest checkpoint in "runs" where none has that name.
+        path: a path such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". If these have several
+            steps and were ranked by a metric, the best one of the run that saved last is returned. A ".ckpt" at the end
+            is allowed, as in Lightning: "runs/last.ckpt" is the newest checkpoint in "runs" if none has that name.
 
     Returns:
-        A folder whose manifest can be read.
+        A folder with a readable manifest.
 
     Raises:
-        CheckpointNotFoundError: there is none; the text says what lies there.
+        CheckpointNotFoundError: there is no such checkpoint; the text says what is there.
         CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
         CheckpointError: the attempts were ranked by different metrics.
 
@@ -311,7 +311,7 @@ def find_checkpoint(path: Location) -> Path:
 def _meant(attempts: Sequence[CheckpointInfo]) -> CheckpointInfo:
     """Return the checkpoint that a name without its attempt means.
 
-    A name that says nothing of what it names, such as "best", is that of all that one ModelCheckpoint saves.
+    A fixed name, such as "best", may be shared by all checkpoints that one ModelCheckpoint saves.
     """
     newest = max(attempts, key=lambda info: info.manifest.order)
     line = Line.of(newest.manifest)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: saved at one instant or not at all, found by scanning, taken only where they verify."""
+"""A folder of checkpoints, which are saved completely or not at all, found by scanning, and verified before use."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ T = TypeVar("T")
 
 
 class CheckpointStore:
-    """The checkpoints of one folder.
+    """Checkpoints of one folder.
 
-    Methods marked *collective* are called by all ranks and do or return the same on each: rank 0 looks at the disk and
-    tells the others. The rest are local. With several nodes the folder is on a file system that all of them share.
+    Methods marked *collective* must be called by all ranks, and return the same on each: rank 0 looks at the disk and
+    tells the others. All other methods are local. With several nodes the folder must be on a shared file system.
 
     Args:
-        root: the folder, or the URL of one ("s3://bucket/run"); made by the first save.
-        files: the file operations; a test puts its faults there. Default: those of the root's file system.
+        root: the folder, or its URL ("s3://bucket/run"). The first save creates it.
+        files: the file operations, in which a test can inject faults. Default: those of the root's file system.
         ranks: the ranks that act together. Default: all of them, on the training thread.
-        lease: the right to write there, checked by rank 0 before every commit and deletion. Default: nobody else
-            writes there; the caller sees to that.
+        lease: right to write there, which rank 0 checks before every commit and deletion. Without one, the caller must
+            make sure that nobody else writes there.
 
     Example:
         >>> import tempfile
@@ -78,16 +78,16 @@ class CheckpointStore:
         self.lease = lease
 
     def own(self, run_id: str) -> None:
-        """Take the folder, which is made where it is missing; `lease.release()` gives it back. Collective.
+        """Take the folder, and create it if necessary. `lease.release()` gives it back. Collective.
 
-        It is also the proof that the folder can be written to and that all ranks see it.
+        This also proves that the folder can be written to and that all ranks see it.
 
         Args:
             run_id: the run that saves.
 
         Raises:
-            FolderInUseError: another run has it.
-            CheckpointError: it cannot be written to, or a rank does not see it.
+            FolderInUseError: another run holds the folder.
+            CheckpointError: the folder cannot be written to, or a rank does not see it.
         """
 
         def take() -> str:
@@ -113,29 +113,31 @@ class CheckpointStore:
         run_id: str = "",
         line: Line | None = None,
     ) -> Path:
-        """Save a checkpoint: all of it is on the disk when this returns, or nothing of it is left. Collective.
+        """Save a checkpoint. When this returns, all of it is on the disk; after an error, nothing of it is left.
+
+        Collective.
 
         Every rank calls `write`, which must not wait for another rank. If it raises on any rank, or the disk is full,
-        the save fails on all of them, what was written is removed, and the older checkpoints are untouched. A fault
-        that may pass by itself (a network's, a server's) is warned of, and after a pause all ranks call `write` again
-        for another folder, at most twice.
+        the save fails on all of them, what was written is removed, and the older checkpoints are untouched. After a
+        fault that may pass by itself (of a network or server), a warning is given, and after a pause all ranks call
+        `write` again for another folder, at most twice.
 
         Args:
             step: the global step; the same on every rank.
-            write: writes this rank's files.
+            write: function that writes this rank's files.
             info: JSON values to keep in the manifest: kind ("full" or "weights"), epoch, monitor, mode, score, ...
                 Rank 0's are taken.
             name: the folder's name before "-<attempt>"; default "step-<8 digits>".
             run_id: the run that saves.
-            line: the same, with what the run goes on from; in place of `run_id`.
+            line: line of the run, in place of `run_id`.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it could not be written; names path and bytes.
+            CheckpointError: the checkpoint could not be written; the text has path and bytes.
             UnsavableStateError: a state holds something that cannot be encoded.
-            RemoteError: another rank failed; has that rank's traceback.
+            RemoteError: another rank failed; the text has that rank's traceback.
         """
         saved: Path | _FailedTries = _FailedTries(0, 0, "")
         line = Line(run_id) if line is None else line
@@ -144,10 +146,10 @@ class CheckpointStore:
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """List the checkpoints whose manifest can be read, what was saved last first. Local.
+        """List the checkpoints with a readable manifest, last saved first. Local.
 
         Returns:
-            What was found; empty where the folder does not exist.
+            The checkpoints; empty if the folder does not exist.
 
         Raises:
             CheckpointError: the folder cannot be listed.
@@ -159,27 +161,27 @@ class CheckpointStore:
         return self.ranks.on_rank_zero(lambda: last_run(self.root, self.files), f"looking for the lease of {self.root}")
 
     def verify(self, path: Location) -> list[str]:
-        """List what is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
+        """List what is wrong with a checkpoint; empty if every byte of it is as it was written. Local."""
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
-        """List what is wrong with a checkpoint, each file read by one rank. Collective."""
+        """List what is wrong with a checkpoint; each file is read by one rank. Collective."""
         folder = self._inside(path)
         manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         return [problem] if manifest is None else self._problems(folder, manifest)
 
     def open_verified(self, path: Location) -> Reader:
-        """Open a checkpoint after all of it has verified, each file by one rank. Collective.
+        """Open a checkpoint after verifying all of it, each file by one rank. Collective.
 
         Args:
             path: the folder, or its name in this store.
 
         Returns:
-            A reader that holds no file against its checksum a second time.
+            A reader that does not verify the files again.
 
         Raises:
-            CheckpointNotFoundError: it has no manifest.
-            CorruptCheckpointError: it does not verify.
+            CheckpointNotFoundError: the folder has no manifest.
+            CorruptCheckpointError: the checkpoint does not verify.
         """
         folder = self._inside(path)
         manifest = self.ranks.on_rank_zero(lambda: read_manifest(folder), f"opening {folder}")
@@ -193,15 +195,15 @@ class CheckpointStore:
     ) -> Reader | None:
         """Open the newest checkpoint that verifies. Collective.
 
-        A newer one that does not is passed over with a warning that says what is wrong with it.
+        Newer ones that do not verify are skipped, with a warning that says what is wrong.
 
         Args:
             kind: "full" or "weights"; None takes both.
-            job: what their manifests say under that name; None takes all.
+            job: job in the checkpoints' manifests; None takes all.
             also: further folders to look in.
 
         Returns:
-            A reader of the checkpoint, or None where there is none.
+            A reader of the checkpoint; None if there is none.
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
@@ -221,23 +223,23 @@ class CheckpointStore:
         line: Line | None = None,
         also: Sequence[Path] = (),
     ) -> Reader | None:
-        """Open the checkpoint that a keyword means; always one that verifies. Collective.
+        """Open the checkpoint that a keyword means. It has always verified. Collective.
 
         Args:
-            keyword: "last": what was saved last. "best": by the score in the manifests; nan is never the best. "auto":
-                like "last", and None where there is nothing to continue from.
+            keyword: "last": the one saved last. "best": by the score in the manifests; nan is never the best. "auto":
+                like "last", but None if there is nothing to continue from.
             kind: "full" or "weights"; None takes both, and only "full" for "auto".
-            monitor: the metric for "best", where the checkpoints were scored by several.
-            mode: "min" or "max", where they were scored by both.
-            line: the run whose checkpoints alone are looked at, with those that it goes on from. Default: the run that
-                saved last; where nothing of it verifies, the others follow for "last" and "auto".
+            monitor: metric for "best", if the checkpoints were scored by several.
+            mode: "min" or "max", if they were scored by both.
+            line: line of the run to which the search is limited. Default: the run that saved last; if none of its
+                checkpoints verifies, other runs follow for "last" and "auto".
             also: further folders to look in.
 
         Returns:
-            A reader of it, which holds no file against its checksum a second time; None only for "auto".
+            A reader that does not verify the files again; None only for "auto".
 
         Raises:
-            SettingError: the keyword is not known.
+            SettingError: the keyword is unknown.
             CorruptCheckpointError: there are such checkpoints, and none of them verifies.
             CheckpointNotFoundError: there is no such checkpoint ("last" and "best").
         """
@@ -260,7 +262,8 @@ class CheckpointStore:
             )
         if chosen is not None:
             return chosen
-        if broken:  # not None: a run would begin again at step 0, beside what may still be mended
+        # an error and not None, since a run would begin again at step 0 beside checkpoints that may be repaired
+        if broken:
             afresh = ", or move them away to start afresh" if keyword == "auto" else ""
             raise CorruptCheckpointError(
                 f"{keyword!r}: none of the checkpoints in {where} verifies:\n  "
@@ -276,36 +279,36 @@ class CheckpointStore:
         raise CheckpointNotFoundError(f"{keyword!r}: {where} has no checkpoint {what}{of_run}", path=self.root)
 
     def read(self, path: Location, verify: bool = True) -> Reader:
-        """Open a checkpoint. Local: each file is verified by the process that reads it, when it first does.
+        """Open a checkpoint. Local: the process verifies each file when it first reads it.
 
         Args:
             path: the folder, or its name in this store.
-            verify: False where the job has verified it already.
+            verify: whether to verify files. Pass False only if this job has verified the checkpoint.
 
         Raises:
-            CheckpointNotFoundError: it has no manifest.
-            CorruptCheckpointError: its manifest is damaged.
+            CheckpointNotFoundError: the folder has no manifest.
+            CorruptCheckpointError: the manifest is damaged.
         """
         return Reader(self._inside(path), verify)
 
     def delete(self, path: Location) -> None:
-        """Delete a checkpoint: gone at one instant, then removed. Collective; nothing happens where it is gone.
+        """Delete a checkpoint: it vanishes at one instant, then is removed. Do nothing if it is gone. Collective.
 
         Raises:
-            CheckpointError: it is not in this store, or could not be removed.
+            CheckpointError: the checkpoint is not in this store, or could not be removed.
         """
         folder = self._inside(path)
         self.ranks.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
 
     def sweep(self, of_other_hosts: bool = False) -> list[Path]:
-        """Remove what dead processes have left behind. Collective.
+        """Remove what dead processes have left. Collective.
 
         Args:
-            of_other_hosts: also what processes of other hosts left, of whom it is not known whether they still write.
-                For the owner of a folder that nobody else can be writing to.
+            of_other_hosts: whether to also remove what processes of other hosts have left, although they may still be
+                writing. Only for the owner of a folder to which nobody else can be writing.
 
         Returns:
-            What was removed.
+            The removed folders.
 
         Raises:
             CheckpointError: something could not be removed.
@@ -313,7 +316,7 @@ class CheckpointStore:
         return self.ranks.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
     def clean_stale(self) -> None:
-        """Sweep, with a warning where that fails: for a save that must not end for it. Collective."""
+        """Sweep, and only warn if that fails, since a save must not fail because of it. Collective."""
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
@@ -329,7 +332,10 @@ class CheckpointStore:
         line: Line,
         before: _FailedTries,
     ) -> Path | _FailedTries:
-        """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
+        """Try to save once. After a passing fault, all ranks learn of it by the same messages.
+
+        The last try raises it.
+        """
         begun = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
         )
@@ -359,7 +365,7 @@ class CheckpointStore:
         )
         return final if done is None else done
 
-    # Rank 0 only, from here on.
+    # The next methods run on rank 0 only.
 
     def _begin(self, step: int, name: str | None, before: _FailedTries) -> tuple[Path, Path, int]:
         if before.tries:
@@ -368,10 +374,10 @@ class CheckpointStore:
                 f"saving step {step} failed, and is tried again in another folder: {before.why}",
             )
         base = names.base_name(step, name)
-        self._check_lease()  # a folder that was taken away is not made again beside what it held
+        self._check_lease()  # raises if the folder was taken over, so that it is not created again
         try:
             self.files.make_root(self.root)
-            # One number for all saves of a step, so that the order of two folders with other names is certain too.
+            # All saves of a step are numbered together, so that folders with other names have a certain order too.
             used = [other.attempt for other in facts(self.root, by_name=True) if other.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
             attempt = max([*used, before.attempt]) + 1
@@ -379,7 +385,7 @@ class CheckpointStore:
                 final = self.root / f"{base}-{attempt}"
                 try:
                     return self.files.begin(final), final, attempt
-                except FileExistsError:  # another save that began just now made it
+                except FileExistsError:  # another save has just created it
                     attempt += 1
         except OSError as error:
             raise CheckpointError(
@@ -432,10 +438,10 @@ class CheckpointStore:
             raise
 
     def _next_serial(self, line: Line) -> int:
-        """Return a number above those of all saves in the folder, which its owner reads once, and of the run."""
+        """Return a number above those of all saves of the run and of the folder, which its owner scans only once."""
         known = None if self.lease is None else self.lease.serial
         if known is None:
-            known = max((other.serial for other in facts(self.root)), default=0)  # copied checkpoints count too
+            known = max((other.serial for other in facts(self.root)), default=0)  # includes copied checkpoints
         return 1 + max(known, line.serial)
 
     def _delete(self, folder: Path) -> None:
@@ -465,21 +471,22 @@ class CheckpointStore:
             self.lease.check()
 
     def _remove_quietly(self, folder: Path, renamed: Path | None = None) -> None:
-        """Remove a folder while another error is on its way, which must not be hidden by a second one.
+        """Remove a folder during another error, which a second error must not hide.
 
         Args:
-            folder: what a save wrote to.
-            renamed: what it may have become, with nobody knowing whether the disk has it; else another save's.
+            folder: folder that a save wrote to.
+            renamed: folder that it may have been renamed to; it is not known whether the disk has the rename. None if
+                not renamed.
         """
         try:
             self.files.delete(folder if renamed in (None, folder) or folder.exists() else renamed)
         except OSError as error:
             warn_user(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 
-    # Everyone.
+    # The next methods run on all ranks.
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
-        """List what is wrong with the files of a checkpoint, each read by one rank. Collective."""
+        """List what is wrong with the files of a checkpoint; each is read by one rank. Collective."""
         rank, world_size = self.ranks.rank_and_size()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
@@ -489,7 +496,7 @@ class CheckpointStore:
         return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """Open the first that verifies, and say what is wrong with each of those before it."""
+        """Open the first candidate that verifies, and return what is wrong with each one before it."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -510,10 +517,10 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class _FailedTries:
-    """Tries of a save so far, each of which failed by a fault that may not come again."""
+    """Tries of a save so far, all of which failed by faults that may pass by themselves."""
 
     tries: int
-    attempt: int  # the highest that was used
+    attempt: int  # highest attempt number that was used
     why: str
 
     @property
@@ -524,7 +531,7 @@ class _FailedTries:
         return _FailedTries(self.tries + 1, attempt, why)
 
     def or_again(self, act: Callable[[], T], attempt: int) -> T | _FailedTries:
-        """Call `act`; its result, or that there is to be another try."""
+        """Call `act`; return its result, or a record that another try is needed."""
         try:
             return act()
         except CheckpointError as error:
@@ -541,10 +548,10 @@ def _candidates(
     line: Line | None,
     holder: str | None,
 ) -> tuple[Sequence[CheckpointInfo | Broken], int]:
-    """Return what a keyword may mean, in the order in which it is tried, and the number of other runs.
+    """Return the checkpoints that a keyword may mean, in the order to try, and the number of other runs.
 
-    The run that saved last is the one that held the folder last: the serial numbers of a checkpoint that was copied
-    here are those of another folder.
+    The run that saved last is the one that last held the folder. Serial numbers alone do not show this, since a copied
+    checkpoint has the number of another folder.
     """
     whole = [one for one in found if isinstance(one, CheckpointInfo)]
     fitting = [one.manifest for one in whole if kind in (None, one.kind)]
@@ -565,7 +572,7 @@ def _candidates(
 def _joined(
     parts: Sequence[tuple[int, dict[str, FileRecord]]], sizes: Mapping[str, int], folder: Path
 ) -> dict[str, FileRecord]:
-    """Join the records of all ranks, after a look at what rank 0 sees."""
+    """Join the records of all ranks, and compare them with what rank 0 sees."""
     steps = {step for step, _ in parts}
     if len(steps) > 1:
         each = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(parts))

@@ -1,10 +1,10 @@
-"""Tensors in one safetensors file: written here, to hash while writing, and read by the `safetensors` library.
+"""Tensors in one safetensors file. Writing is done here, to hash at the same time; the `safetensors` library reads.
 
-The file is an ordinary safetensors file. Three entries of its metadata are ours: `instep.aliases` (a JSON object: other
-name -> name under which a shared tensor is stored), `instep.dtypes` (name -> torch dtype of a tensor that is stored
-as raw bytes, because the format has no such dtype) and `instep.shards` (name -> `shape` of the whole tensor of which
-this is a part, and `flat` where it is a run of elements). Where the parts begin stands in torch's own entry, so that
-torch.distributed.checkpoint reads boxes too.
+The file is an ordinary safetensors file. Three entries of its metadata are instep's: `instep.aliases` (a JSON object:
+other name -> name under which a shared tensor is stored), `instep.dtypes` (name -> torch dtype of a tensor that is
+stored as raw bytes, because the format has no such dtype) and `instep.shards` (name -> `shape` of the whole tensor of
+which this is a part, and `flat` where it is a run of elements). The position of each part is in torch's own entry, so
+that torch.distributed.checkpoint can read boxes too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARDS = "instep.shards"
 OFFSETS = "DCP_SHARDING_INFO"  # key that torch.distributed.checkpoint's HuggingFaceStorageWriter writes
 _RESERVED = "__metadata__"
 
-# By name: an older torch lacks some of them.
+# By name, since an older torch lacks some of these dtypes.
 FORMAT_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -54,21 +54,21 @@ FORMAT_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_SUMMED_ELEMENTS = 2**22  # at a time
-_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd ones, of well mixed bits
+_SUMMED_ELEMENTS = 2**22  # elements that are summed at a time
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers with well mixed bits
 _RAW_NAMES = {"complex128", "complex32", "float4_e2m1fn_x2"}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor, or a run of its elements, to be written by the rank that holds it.
+    """A box of a tensor, or a run of its elements, which is written by the rank that holds it.
 
-    A state may hold one where it would hold a tensor: the writer stores the part, and a reader of the whole checkpoint
-    finds the tensor again, whatever ranks wrote it.
+    A state may contain a Shard in place of a tensor. The writer stores the part, and a reader of the whole checkpoint
+    gets the whole tensor, whichever ranks wrote its parts.
 
     Args:
-        local: the part: a plain tensor, on any device.
-        shape: of the whole tensor.
+        local: the part, as a plain tensor on any device.
+        shape: shape of the whole tensor.
         offsets: where the box begins, one number per dimension of `shape`. With `flat`, one number: the element at
             which a 1-dim part of the flattened tensor begins.
         flat: whether `local` is such a run of elements.
@@ -93,12 +93,12 @@ class Shard:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Shape of the whole, and place of the part in it."""
+        """Shape of the whole tensor, and place of the part in it."""
         return tuple(self.shape), tuple(self.offsets), self.flat
 
 
 class StoredTensor(Protocol):
-    """A tensor of a checkpoint that is read when asked for; it may lie in many files."""
+    """A tensor of a checkpoint that is read when it is used. It may be spread over many files."""
 
     @property
     def shape(self) -> torch.Size:
@@ -111,7 +111,7 @@ class StoredTensor(Protocol):
         ...
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor, or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+        """Read the tensor, or a box of it, on the CPU, into new memory. Only the bytes of the box are read.
 
         Args:
             box: a slice with start and stop per dimension; None for all of it.
@@ -125,18 +125,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Find the dtype of that name; ValueError where this torch has none."""
-    dtype = vars(torch).get(name)  # no attribute: torch's own imports modules of that name
+    """Return the dtype with this name; raise ValueError if this torch has none."""
+    dtype = vars(torch).get(name)  # not getattr, since the names of torch's modules would be imported
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 
 def content_sum(part: Tensor | Shard) -> int:
-    """Return a sum over the elements of a tensor by which its values can be compared: of 64 bits.
+    """Return a 64-bit sum over the elements of a tensor, by which its values can be compared.
 
-    Each element adds a number made of its bits and its place in the whole tensor. So the sums of a tensor's parts,
-    however it is cut, add up to the sum of the whole, modulo 2**64.
+    Each element adds a number that depends on its bits and on its place in the whole tensor. So the sums of a tensor's
+    parts add up to the sum of the whole, modulo 2**64, however the tensor is split.
 
     Args:
         part: a whole tensor, or a part of one, on any device.
@@ -167,14 +167,14 @@ def content_sum(part: Tensor | Shard) -> int:
         for dim, (size, at) in enumerate(zip(piece.shape, (offsets[0] + begin, *offsets[1:]), strict=True)):
             places = torch.arange(at, at + size, device=piece.device) * math.prod(whole[dim + 1 :])
             place = place + places.view(-1, *[1] * (piece.ndim - dim - 1))
-        mixed = piece * _FACTORS[0] + (place + 1) * _FACTORS[1]  # wraps at 64 bits, as it should
+        mixed = piece * _FACTORS[0] + (place + 1) * _FACTORS[1]  # wraps around at 64 bits, which is intended
         mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
         total += int((mixed ^ (mixed >> 32)).sum())
     return total % 2**64
 
 
 def why_unsavable(tensor: Tensor) -> str | None:
-    """Describe what keeps a tensor out of a file, and what to do about it; None where nothing does."""
+    """Describe why a tensor cannot be saved, and what to do; None if it can be saved."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a tensor subclass, {type(tensor).__name__}; save the plain tensors it is made of"
     if tensor.layout != torch.strided:
@@ -198,16 +198,16 @@ def write_tensors(
     """Write a safetensors file, and wait until the disk has it.
 
     One tensor at a time is copied to the host. A tensor that several names share (tied weights) is stored once, under
-    its first name. Tensors that merely overlap are stored apart, each one whole.
+    its first name. Tensors that only overlap are stored separately, each one whole.
 
     Args:
         path: the file; it must not exist.
-        tensors: name -> tensor of any shape and strides, on any device; or a part of one.
+        tensors: name -> tensor of any shape and strides, on any device, or a part of a tensor.
         metadata: strings to keep in the header.
         files: the file operations; the default is the local disk.
 
     Returns:
-        Size and checksums of what was written.
+        Size and checksums of the file.
 
     Raises:
         UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
@@ -233,17 +233,17 @@ def write_tensors(
 def framing(
     tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor]]:
-    """Make the beginning of a safetensors file, and order the tensors whose contents follow without gaps.
+    """Make the beginning of a safetensors file, and sort the tensors whose contents follow it without gaps.
 
     Args:
-        tensors: as for `write_tensors`; shared ones follow once.
+        tensors: as in `write_tensors`; a shared tensor is stored once.
         metadata: strings to keep in the header.
 
     Raises:
         UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
     """
     stored, aliases = _split_shared(tensors)
-    # Wide elements first keeps every tensor aligned to its own element size.
+    # Tensors with large elements come first, so that every tensor is aligned to its element size.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
     raw = {name: dtype_name(tensor.dtype) for name, tensor in stored.items() if _is_raw(tensor)}
     notes = {"format": "pt", **(metadata or {})}
@@ -277,8 +277,8 @@ def framing(
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, on the CPU.
 
-    Shared names get the same tensor object. The tensors own their memory: the library maps the file, and a mapped file
-    that is cut short later kills the process that touches it.
+    Shared names get the same tensor object. The tensors are copies in memory. The library maps the file instead, and if
+    a mapped file is truncated later, the process that reads it is killed.
 
     Args:
         path: the file.
@@ -287,7 +287,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         Name -> tensor.
 
     Raises:
-        CorruptCheckpointError: the file is not a whole safetensors file.
+        CorruptCheckpointError: the file is no complete safetensors file.
 
     Example:
         >>> import tempfile
@@ -340,10 +340,10 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
         if problem is not None:
             raise UnsavableStateError(f"{name} is {problem}")
         view = tensor.detach()
-        if view.numel() == 0:  # empty tensors have no memory to share
+        if view.numel() == 0:  # empty tensors share no memory
             stored[name] = view
             continue
-        where = view.data_ptr() or id(tensor)  # some backends give no address
+        where = view.data_ptr() or id(tensor)  # some backends have no address
         same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg(), place)
         owner = first.setdefault(same, name)
         if owner == name:
@@ -354,9 +354,9 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
 
 
 def content_of(tensor: Tensor) -> Data:
-    """Return the bytes that a file has of a tensor."""
+    """Return the bytes of a tensor as a file stores them."""
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1): a single element counts as contiguous whatever its stride, and keeps that.
+    # Not reshape(-1), which keeps any stride of a tensor with a single element.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

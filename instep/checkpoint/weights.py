@@ -29,32 +29,32 @@ from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".json"  # ending of an index of a model's files
-_NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
+_INDEX = ".json"  # ending of the index of a model's files
+_NESTED = ("state_dict", "model", "model_state_dict")  # keys under which Lightning and common scripts keep the weights
 
-_HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
-_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
+_HUB_INDEX = "model.safetensors.index.json"  # name on the Hugging Face hub
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # names on the Hugging Face hub
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 
 def load_weights(path: Location, which: str | None = None) -> dict[str, Tensor]:
     """Read a model's weights.
 
-    A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
+    A file of torch.save is read with `weights_only=True`, so a file that would run code is refused.
 
     Args:
         path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, a .pt, .pth, .ckpt
             or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict", the
             .index.json of several such files, or a folder that DeepSpeed or torch.distributed.checkpoint wrote.
-        which: "live" or "averaged", of a checkpoint of a run with WeightAveraging; None for its plain weights.
+        which: "live" or "averaged", for a checkpoint of a run with WeightAveraging; None for its plain weights.
 
     Returns:
-        Parameter or buffer name -> tensor on the CPU; tied ones under every name.
+        Name of a parameter or buffer -> tensor on the CPU. A tied tensor is under each of its names.
 
     Raises:
-        CheckpointNotFoundError: there is nothing, or no weights in it.
-        CorruptCheckpointError: it is damaged.
-        CheckpointError: it cannot be read without running code, or holds no state dict.
+        CheckpointNotFoundError: the path does not exist, or has no weights.
+        CorruptCheckpointError: the checkpoint or file is damaged.
+        CheckpointError: the file cannot be read without running code, or holds no state dict.
 
     Example:
         >>> import tempfile
@@ -88,14 +88,15 @@ def _check_plain(path: Path, which: str | None) -> None:
 
 
 def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """Open the weights that `load_weights` would read, and leave each in its file until it, or a box of it, is read.
+    """Open the weights that `load_weights` would read. Each stays in its file until it, or a box of it, is read.
 
     Args:
-        path: as for `load_weights`, but a `Path`. A file that is neither of a checkpoint nor safetensors is read whole.
-        which: as for `load_weights`.
+        path: as in `load_weights`, but a `Path`. A file that is neither of a checkpoint nor safetensors is read
+            completely.
+        which: as in `load_weights`.
 
     Returns:
-        Name -> `StoredTensor`, or tensor where the file was read whole.
+        Name -> `StoredTensor`, or tensor if the file was read completely.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
@@ -120,7 +121,7 @@ def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredT
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
-    """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None where it is neither's."""
+    """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None if it is neither."""
     found = find_foreign_folder(path)
     return None if found is None else found[0].open_folder(found[1], _NESTED)
 
@@ -136,7 +137,7 @@ def _stored_in(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
 
 
 def _check_index(path: Path, parts: Mapping[Path, Mapping[str, FileSlice]]) -> None:
-    """Refuse an index that names a tensor in another file than it is in, or files that hold one twice."""
+    """Raise an error if an index names a tensor in the wrong file, or if two files hold the same tensor."""
     for name, file in weight_map(path).items():
         if name not in parts[path.parent / file]:
             raise CorruptCheckpointError(f"{path} names {name} in {file}, which has no such tensor", path=path)
@@ -150,21 +151,21 @@ def _check_index(path: Path, parts: Mapping[Path, Mapping[str, FileSlice]]) -> N
 
 
 def indexed_files(path: Path) -> list[Path]:
-    """List the files that an index (`*.index.json`, as on the Hugging Face hub) names, which lie in its folder.
+    """List the files that an index (`*.index.json`, as on the Hugging Face hub) names. They must lie in its folder.
 
     Raises:
-        CorruptCheckpointError: it is no index.
-        CheckpointError: it names what lies elsewhere, or cannot be read.
+        CorruptCheckpointError: the file is no index.
+        CheckpointError: the index names a file elsewhere, or cannot be read.
     """
     with reading(path, "is no index of weights' files"):
         return [inside(path.parent, file, path) for file in sorted(set(weight_map(path).values()))]
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Read which file of an index holds each weight.
+    """Read from an index which file holds each weight.
 
     Raises:
-        CorruptCheckpointError: it is no index.
+        CorruptCheckpointError: the file is no index.
     """
     with reading(path, "is no index of weights' files"):
         named = parse_object(patiently(lambda: files_of(path).read(path, INDEX_BYTES)))["weight_map"]
@@ -174,7 +175,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Free the tensors of a state dict of what a file may have put on them; tied ones stay one object."""
+    """Return plain tensors, without attributes that a file may have put on them. Tied ones stay one object."""
     once: dict[int, Tensor] = {}
     return {str(name): once.setdefault(id(tensor), torch.Tensor.detach(tensor)) for name, tensor in state.items()}
 
@@ -198,24 +199,24 @@ def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
-    """Make one safetensors file of a checkpoint's weights, which can be read without instep.
+    """Write a checkpoint's weights as one safetensors file, which can be read without instep.
 
     Weights in safetensors files are read one tensor at a time. Tied weights are written under each of their names, so
-    that `load_state_dict` misses none. Every file that is read is verified where it has a checksum, and the new one is
-    there whole or not at all.
+    that `load_state_dict` finds all. Every file with a checksum is verified. The new file is written completely or not
+    at all.
 
     Args:
-        path: as for `load_weights`. One rank or many may have written the checkpoint.
+        path: as in `load_weights`. The checkpoint may be written by one rank or by many.
         file: the new file; it must not exist.
-        which: as for `load_weights`.
+        which: as in `load_weights`.
 
     Returns:
         The file.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no weights in it.
-        CorruptCheckpointError: it is damaged.
-        CheckpointError: the file is there already, or cannot be written.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: the file exists already, or cannot be written.
 
     Example:
         >>> import tempfile
@@ -236,11 +237,11 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str 
     """Write a checkpoint's weights as several safetensors files with an index, as on the Hugging Face hub.
 
     Args:
-        path: as for `merge`.
+        path: as in `merge`.
         folder: the new folder; it must not exist.
-        max_bytes: most bytes of tensors in a file. A larger tensor gets a file of its own. Where all fit into one file,
+        max_bytes: most bytes of tensors in a file. A larger tensor gets its own file. If all tensors fit into one file,
             it is `model.safetensors`, without an index.
-        which: as for `load_weights`.
+        which: as in `load_weights`.
 
     Returns:
         The folder.
@@ -278,15 +279,15 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str 
 def parts_of(
     weights: _Weights, max_bytes: int, name: str = "model.safetensors"
 ) -> tuple[dict[str, list[str]], bytes | None]:
-    """Part weights into files of a size, as the Hugging Face hub has large models.
+    """Divide weights into files of limited size, as the Hugging Face hub does for large models.
 
     Args:
-        weights: by name.
-        max_bytes: of tensors in each file; a tensor that is larger has a file of its own.
-        name: the file's where all fit into one; the others' begin and end as it does.
+        weights: weights by name.
+        max_bytes: most bytes of tensors in each file; a larger tensor gets its own file.
+        name: name of the file if all weights fit into one; other names begin and end like it.
 
     Returns:
-        For each file the names of its weights, and the content of the index, None for a single file.
+        The names of the weights by file, and the content of the index (None for a single file).
     """
     sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
     parts: list[list[str]] = [[]]
@@ -313,12 +314,14 @@ def write_plain(
     names: Iterable[str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one plain safetensors file with one tensor at a time in memory; tied weights under each of their names.
+    """Write one plain safetensors file, with one tensor at a time in memory.
+
+    Tied weights are under each of their names.
 
     Args:
-        weights: by name, in memory or read one by one.
-        file: what is written; it must not exist.
-        names: of those to write; None: all.
+        weights: weights by name, in memory or read one by one.
+        file: new file; it must not exist.
+        names: names of the weights to write; None for all.
         metadata: strings to keep in the header.
     """
     names = list(weights if names is None else names)
@@ -327,7 +330,7 @@ def write_plain(
         problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
         if problem is not None:
             raise UnsavableStateError(f"{name} is {problem}")
-    # The tensor has the right shape and dtype, and takes no memory.
+    # This tensor has the right shape and dtype, but takes no memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells, metadata)
     with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:
@@ -339,10 +342,10 @@ def write_plain(
 
 
 def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
-    """Write a file or folder under another name first, so that it is there whole or not at all; never over another.
+    """Write a file or folder under a temporary name, and then rename it, so that it is complete. Never replace another.
 
     Raises:
-        CheckpointError: there is something already, or it cannot be written.
+        CheckpointError: the target exists already, or cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -357,20 +360,20 @@ def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
     return target
 
 
-# ---- a model's weights as the hub has them
+# ---- a model's weights in the layout of the hub
 
 
 def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
     """Write a model's weights, each file at one instant. Collective: the main process writes.
 
     Args:
-        state: name -> tensor, read on the main process; what is no tensor is left out.
-        folder: made if it is not there.
-        max_bytes: of tensors in each file.
-        safe: safetensors; False: torch's own format.
+        state: name -> tensor, used on the main process; other values are left out.
+        folder: the folder, which is created if necessary.
+        max_bytes: most bytes of tensors in each file.
+        safe: whether to write safetensors; False writes torch's own format.
 
     Returns:
-        The file, or the index of several.
+        The file; for several files, their index.
     """
 
     def write() -> Path:
@@ -385,7 +388,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
         if index is not None:
             with replacing(target) as temporary:
                 temporary.write_bytes(index)
-        for path in old:  # a smaller or larger model was saved here before, and readers would find both
+        for path in old:  # files of a smaller or larger model saved here before, which readers would also find
             if path.name not in files and path != target:
                 with suppress(FileNotFoundError):
                     path.unlink()

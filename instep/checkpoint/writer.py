@@ -1,4 +1,4 @@
-"""Writers of a save: every file of a checkpoint is recorded here, also those that somebody else wrote."""
+"""Writers of a save. Every file of a checkpoint is recorded here, also files that others wrote."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from instep.errors import SettingError, UnsavableStateError
 
 
 class BaseWriter(ABC):
-    """Writer of states as files; the subclass chooses where these go.
+    """Writer of states as files. The subclass chooses where the files go.
 
-    File names are shared by all ranks: put the rank into those of per-rank files.
+    All ranks share one folder, so put the rank into the names of per-rank files.
 
     Args:
         rank: this process.
@@ -38,7 +38,7 @@ class BaseWriter(ABC):
 
         Args:
             name: the file name.
-            content: contiguous buffers, joined.
+            content: contiguous buffers, which are joined.
 
         Raises:
             CheckpointError: the disk is full, or the like.
@@ -52,7 +52,7 @@ class BaseWriter(ABC):
 
         Args:
             name: the file name, such as "model.safetensors".
-            tensors: name -> tensor, or this rank's part of one; shared tensors are stored once.
+            tensors: name -> tensor, or this rank's part of a tensor. A shared tensor is stored once.
             metadata: strings for the file's header.
 
         Raises:
@@ -61,7 +61,7 @@ class BaseWriter(ABC):
         """
 
     def json(self, name: str, value: Any) -> None:
-        """Write plain JSON; for anything else than JSON values use `state`, which keeps every type.
+        """Write plain JSON. For other values use `state`, which keeps every type.
 
         Args:
             name: the file name, such as "data.json".
@@ -80,14 +80,14 @@ class BaseWriter(ABC):
         self.put(name, text.encode())
 
     def state(self, base: str, tree: Any) -> None:
-        """Write a state: `<base>.json`, and `<base>.safetensors` where it holds tensors.
+        """Write a state: `<base>.json`, and `<base>.safetensors` if it holds tensors.
 
         Args:
             base: the file name without an ending, such as "optimizer".
-            tree: what `encode` takes.
+            tree: a state that `encode` accepts.
 
         Raises:
-            UnsavableStateError: something in it cannot be encoded; the text has its path.
+            UnsavableStateError: some value cannot be encoded; the text has its path.
             CheckpointError: the disk is full, or the like.
         """
         json_tree, tensors = encode(tree, base)
@@ -99,7 +99,7 @@ class BaseWriter(ABC):
 class Writer(BaseWriter):
     """Writer of one rank's files into a checkpoint that is being saved.
 
-    `CheckpointStore.save` makes it, and gives it to your function.
+    `CheckpointStore.save` makes it, and passes it to your function.
 
     Args:
         folder: the hidden folder that is being written. Every other file that is put there becomes part of the
@@ -141,7 +141,7 @@ class Writer(BaseWriter):
 
 
 def checked_name(name: str) -> str:
-    """Return the name; SettingError where it cannot be that of a checkpoint's file."""
+    """Return the name; raise SettingError if a file of a checkpoint cannot have it."""
     if not is_plain_name(name):
         raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
     return name

@@ -157,7 +157,7 @@ class BatchSource(ABC):
                 del self._seen[:-kept]
 
     def _seen_between(self, start: int, stop: int) -> Sequence[int]:
-        """Return the samples of given batches, as `Plan.seen`; those that are unknown count as the first one's."""
+        """Return the samples of yielded batches, for `Plan.sizes_seen`. An unknown number counts as the first one."""
         first = self._given - len(self._seen)
         seen = self._seen[start - first : stop - first] if start >= first else ()
         if not seen or seen[0] == UNKNOWN:

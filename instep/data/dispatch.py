@@ -39,7 +39,7 @@ _ALIGN = 16  # bytes; so that a view of any dtype can begin at this offset in a 
 
 
 class _Step(NamedTuple):
-    """One step of a rank: its slice, the samples by rank (UNKNOWN where they cannot be counted), the end."""
+    """One step of a rank: its slice, the samples by rank (UNKNOWN if not countable), and whether it is the last."""
 
     batch: Any
     rows: list[int]

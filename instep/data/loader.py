@@ -211,7 +211,7 @@ class _Pass:
         return None if limit == math.inf or limit == num_batches else int(limit)
 
     def at_most(self, estimate: int | None) -> int | None:
-        """Return the limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
+        """Return the limit for data with an estimated length. A limit that is a number is the same on all ranks."""
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
     def everyone(self, mine: Any, kind: str = "") -> list[Any]:
@@ -286,7 +286,7 @@ def _dispatched(
     even: bool,
     pin: bool,
 ) -> PreparedLoader:
-    """Rank 0 reads with `read`, at `batch_size`; `size` samples are for each rank."""
+    """Make a loader that rank 0 reads by `read`, in batches of `batch_size`. Each rank gets `size` samples of them."""
     from instep.data.dispatch import DispatchLoader  # late: only dispatched data pays for it
 
     whole = False

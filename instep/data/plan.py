@@ -88,7 +88,7 @@ class Plan:
         return end if end == sys.maxsize else origin + (end - origin) // accumulate * accumulate
 
     def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
-        """Return the first batch of a batch's window, and the number after its last one; a full window's if unknown."""
+        """Return the first batch of a batch's window, and the number after its last; by default of a full window."""
         start = batch_idx - (batch_idx - origin) % accumulate
         stop = start + accumulate
         if self.total_is_final and self.longest_total is not None:
@@ -124,7 +124,7 @@ class Sizes(Protocol):
 
 
 def rank_weight(source: Sizes) -> float:
-    """Return what this rank's mean over the batch in hand counts in a mean over ranks: 1 where all have as many."""
+    """Return the weight of this rank's mean over the current batch in the mean over ranks; 1 if all are alike."""
     units = source.share.units
     return 1.0 if units is None else units[0] * source.world_size / units[1]
 

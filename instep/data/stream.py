@@ -62,7 +62,7 @@ class BatchAgreement:
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:
-        """Wait for how many ranks have the batch, and their samples together (None when one does not know its own)."""
+        """Wait, and return how many ranks have the batch, and their samples together (None if one is unknown)."""
         if self._read is None:
             self._work.wait()
             have, known, size = self._numbers.tolist()

@@ -1,4 +1,4 @@
-"""Readers of other packages' checkpoints, each loaded when one is read. None of them runs code of the file."""
+"""Readers of other packages' checkpoints. Each is imported when needed, and none runs code from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDERS = ("zero", "dcp")
 
 
 def find_foreign_folder(path: Path) -> tuple[ModuleType, Path] | None:
-    """Return the reader of a folder of another package, and the folder with the weights; None where it is nobody's."""
+    """Return the reader for a folder of another package, and the folder with the weights; None if no reader fits."""
     readers = (import_module(f"{__name__}.{name}") for name in FOLDERS)
     return next(((reader, folder) for reader in readers if (folder := reader.find_folder(path)) is not None), None)
 

@@ -1,8 +1,8 @@
-"""Weights out of the folders that torch.distributed.checkpoint writes, without running code of theirs.
+"""Weights from folders of torch.distributed.checkpoint, read without running code from them.
 
-Such a folder has `.metadata`, a pickle, and the ranks' `.distcp` files, in which each piece of a tensor is a file of
-torch.save. The pickle is read as data: plain records stand for what it names. Pieces are read with `weights_only=True`,
-other objects never. So FSDP's sharded checkpoints of other trainers can be read.
+Such a folder has the pickle `.metadata` and the ranks' `.distcp` files, in which each piece of a tensor is a file of
+torch.save. The pickle is read as data, with plain records in place of the objects that it names. Pieces of tensors are
+read with `weights_only=True`; other objects are never read. So sharded FSDP checkpoints of other trainers can be read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from instep.utils.untrusted_files import read_regular
 
 _METADATA = ".metadata"
 _METADATA_BYTES = 2**29
-_WITHIN = "pytorch_model_fsdp_0"  # Accelerate's folder, in that of a state
+_WITHIN = "pytorch_model_fsdp_0"  # Accelerate's folder of weights inside the folder of a state
 _OF_DCP = ("torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem.")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor, and where its file of torch.save lies."""
+    """A box of a tensor, and where in which file its bytes are."""
 
     path: Path
     begin: int
@@ -45,13 +45,13 @@ class _Piece:
 
 
 class _DcpTensor:
-    """A tensor of a folder, read when asked for."""
+    """A tensor of a folder that is read when it is requested."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[_Piece]) -> None:
         self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the tensor, or a box of it, on the CPU, in memory of its own."""
+        """Read the tensor, or a box of it, on the CPU, into new memory."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for piece in self._pieces:
             with reading(piece.path, f"does not hold {self.name}"):
@@ -67,8 +67,8 @@ class _DcpTensor:
 
 
 def find_folder(path: Path) -> Path | None:
-    """Find the folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
-    if not isinstance(path, Path):  # a URL: torch writes local folders
+    """Find the folder with `.metadata`: the path itself, or Accelerate's folder in it; None if there is none."""
+    if not isinstance(path, Path):  # a URL: torch writes only local folders
         return None
     if (path / MANIFEST).exists():
         return None
@@ -76,15 +76,16 @@ def find_folder(path: Path) -> Path | None:
 
 
 def open_folder(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
-    """List the tensors of a model, each left where it is until it is read.
+    """List the tensors of a model. Each stays in its file until it is read.
 
     Args:
-        folder: what `find_folder` found.
-        roots: keys under which a model's weights may lie; without any of them all tensors but an optimizer's are taken.
+        folder: folder that `find_folder` returned.
+        roots: keys that may hold a model's weights. If none of them exists, all tensors except those of an optimizer
+            are listed.
 
     Raises:
-        CheckpointError: there is no tensor in it, or it names what lies elsewhere.
-        CorruptCheckpointError: it is damaged, or files are missing.
+        CheckpointError: the folder has no tensor, or names a file outside of it.
+        CorruptCheckpointError: the folder is damaged, or files are missing.
     """
     path = folder / _METADATA
     with reading(path, "does not describe a checkpoint of torch.distributed.checkpoint"):
@@ -139,7 +140,7 @@ def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[st
 
 
 def _check_ranges(tensors: Any) -> None:
-    """Refuse pieces that lie over each other, or beyond the end of a file that is there."""
+    """Raise an error for pieces that overlap, or that lie beyond the end of an existing file."""
     ranges: dict[Path, set[tuple[int, int]]] = {}
     for piece in chain.from_iterable(tensor._pieces for tensor in tensors):
         ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
@@ -170,7 +171,7 @@ def _state(record: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size; none for None."""
+    """Return the numbers of a torch.Size; () for None."""
     if size is None:
         return ()
     values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
@@ -182,7 +183,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
 def _of_model(
     stored: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], roots: tuple[str, ...]
 ) -> dict[str, str]:
-    """Select the model's entries, each with the name of the weight."""
+    """Select the model's entries; return their names with the names of the weights."""
     ways = {name: tuple(map(str, paths.get(name, (name,)))) for name in stored}
     for root in roots:
         under = {name: ".".join(way[1:]) for name, way in ways.items() if way[0] == root and len(way) > 1}

@@ -1,8 +1,8 @@
-"""Pickles read as data: whatever they name becomes a record of that name, and nothing of theirs is called or imported.
+"""Pickles read as data: every name in them becomes a record, and nothing is imported or called.
 
-Python's own reader does the work, with a `find_class` that returns records. Of its instructions only those are left
-that programs use for data. None of them returns what a program has registered (the extension codes of `copyreg`), or
-asks for memory by a length alone.
+Python's own reader does the work, with a `find_class` that returns records. Only the instructions that programs use for
+data are allowed. None of these returns registered objects (extension codes of `copyreg`) or allocates memory only
+because of a length in the file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _INSTRUCTIONS = (
 
 
 class Record:
-    """Record in the place of a name in a pickle, or of an object made by it.
+    """Record in place of a name in a pickle, or of an object that the pickle makes by it.
 
-    Its methods are those that a pickle calls. They keep what they are given.
+    Its methods are those that a pickle calls. They only store their arguments.
 
     Attributes:
-        name: with its module, such as "collections.OrderedDict"; empty for a persistent id.
-        args: what it was called with, a tuple; None for the name itself; of a persistent id, that.
-        state: what the object's state was to be; None without one.
-        items: pairs that were set in it.
-        entries: values that were appended to it.
+        name: name with its module, such as "collections.OrderedDict"; empty for a persistent id.
+        args: arguments of the call, as a tuple; None for the name itself. For a persistent id, the id.
+        state: state of the object; None without one.
+        items: pairs that the pickle set in the object.
+        entries: values that the pickle appended to the object.
     """
 
     __slots__ = ("args", "entries", "items", "name", "state")
@@ -47,7 +47,8 @@ class Record:
         return Record(self.name if self.args is None else f"{self.name}()", args)
 
     def __setstate__(self, state: Any) -> None:
-        if self.args is None or self.state is not None:  # of two states a check would see only one
+        # a second state is refused, since a check would see only one of the two
+        if self.args is None or self.state is not None:
             raise ValueError(f"a state of {self.name}, which is a name or has one")
         self.state = state
 
@@ -55,31 +56,32 @@ class Record:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        """Keep a value that a pickle appends."""
+        """Store a value that a pickle appends."""
         self.entries.append(value)
 
 
 def read_pickle(data: bytes | BinaryIO) -> Any:
-    """Read a pickle as data, with records in place of all that it names.
+    """Read a pickle as data, with records in place of everything that it names.
 
     Args:
-        data: the pickle; of a stream the next one, which is left at its end.
+        data: the pickle, or a stream. From a stream, one pickle is read, and the stream stays at its end.
 
     Returns:
         Plain values, containers of them, and records.
 
     Raises:
-        ValueError: it is no whole pickle, or one that no program writes for data. A damaged one may raise other errors.
+        ValueError: the pickle is incomplete, or no program writes such a pickle for data. A damaged pickle may raise
+            other errors too.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
         return _Reader(stream, encoding="latin1").load()
-    except pickle.UnpicklingError as error:  # the error says that loading the file would run code
+    except pickle.UnpicklingError as error:  # the original error would say that loading the file runs code
         raise ValueError(str(error)) from error
 
 
 def records_in(value: Any) -> Iterable[Record]:
-    """Return every record in what `read_pickle` returned, once."""
+    """Return every record in a result of `read_pickle`, each once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -108,12 +110,12 @@ def _refuse(_: Any) -> None:
 
 
 def _is_flat(key: Any, levels: int = 3) -> bool:
-    """Return True unless tuples lie so deep in each other that Python's hash of them, in C, would never come back."""
+    """Return False for deeply nested tuples, whose hash (in C) would take practically for ever."""
     return type(key) not in (tuple, frozenset) or (levels > 0 and all(_is_flat(part, levels - 1) for part in key))
 
 
 def _hashing(name: str, keys: slice) -> Callable[[Any], None]:
-    """Make the instruction that hashes these values of the stack, with a check of them."""
+    """Make an instruction that hashes these values of the stack, after a check of them."""
 
     def checked(reader: Any) -> None:
         if not all(map(_is_flat, reader.stack[keys])):
@@ -131,13 +133,13 @@ _HASHING = {
 
 
 class _Reader(pickle._Unpickler):
-    """Python's reader in Python: unlike the one in C it can be left without some of the instructions."""
+    """Python's pickle reader in Python. Unlike the reader in C, it can do without some instructions."""
 
     dispatch = {
         **dict.fromkeys(range(256), _refuse),
         **{getattr(pickle, name)[0]: _known[getattr(pickle, name)[0]] for name in _INSTRUCTIONS},
         **{getattr(pickle, name)[0]: _hashing(name, keys) for name, keys in _HASHING.items()},
-        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # NEWOBJ's own looks for the `__new__` of whatever is there
+        pickle.NEWOBJ[0]: _known[pickle.REDUCE[0]],  # the original NEWOBJ would look up the `__new__` of any object
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Files of torch.save, held against their own table of contents before torch reads them.
+"""Files of torch.save, checked by their own table of contents before torch reads them.
 
-`torch.load(weights_only=True)` calls no code that a file names, but believes its numbers: of a storage that is longer
-than its record it reads what lies behind it in memory. So what the file says of itself must fit its size first: torch
-stores records as they are, and each storage in a record of its own.
+`torch.load(weights_only=True)` calls no code that a file names, but it trusts the numbers in it: if a storage is longer
+than its record, torch reads the memory behind the record. So the file's description of itself is first compared with
+its size. This is possible because torch stores records uncompressed, and each storage in its own record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
-_SMALL_BYTES = 2**16  # limit of small entries, such as the version and the byte order
+_SMALL_BYTES = 2**16  # limit of small records, such as the version and the byte order
 _PICKLE_BYTES = 2**29  # limit of the part without tensors
 _ITEM_BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
@@ -37,20 +37,20 @@ _MODULES = ("torch", "torch.storage", "torch.cuda")
 _WITH_ATTRIBUTES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
 _MAKES_TENSORS = ("torch", "torch._tensor", "torch._utils", "torch.cuda", "torch.nn.parameter", "torch.sparse")
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_END = struct.Struct("<4s4H2LH")  # last record of a zip file, which says where its directory is
+_END = struct.Struct("<4s4H2LH")  # last record of a zip file, which holds the position of its directory
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save, on the CPU; one that would run code is refused.
+    """Read a file of torch.save on the CPU. A file that would run code is refused.
 
     Args:
-        path: a file of one `torch.save`.
+        path: file that one `torch.save` wrote.
 
     Raises:
-        CheckpointError: it cannot be read without running code, or not at all.
-        CorruptCheckpointError: it is damaged, or does not fit its own size.
+        CheckpointError: the file cannot be read without running code, or not at all.
+        CorruptCheckpointError: the file is damaged, or its content does not fit its size.
     """
     with (
         reading(path, "is not a whole file of torch.save"),
@@ -62,11 +62,11 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """Read an open file of torch.save; other errors of its content are raised as they come.
+    """Read an open file of torch.save. Errors that its content causes are raised unchanged.
 
     Args:
-        file: at its beginning.
-        path: where it is from, for the text of errors.
+        file: open file, at its beginning.
+        path: path of the file, for the text of errors.
     """
     try:
         _check(file)
@@ -81,10 +81,10 @@ def load_torch(file: BinaryIO, path: Path) -> Any:
 
 
 def _check(file: BinaryIO) -> None:
-    """Hold what a file says of itself against its size; ValueError where it does not fit."""
+    """Compare a file's description of itself with its size; raise ValueError if they do not fit."""
     size = file.seek(0, 2)
     file.seek(0)
-    zipped = file.read(4) == b"PK\x03\x04"  # as torch decides it
+    zipped = file.read(4) == b"PK\x03\x04"  # the same test as in torch
     file.seek(0)
     if zipped:
         _check_zip(file, size)
@@ -109,16 +109,17 @@ def _check_zip(file: BinaryIO, size: int) -> None:
             raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
         folder = pickles[0].removesuffix("data.pkl")
         small = (name for name in records if name != pickles[0] and not name.startswith(f"{folder}data/"))
-        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these as a whole
+        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these records completely
             raise ValueError("a record that is no storage is too large")
         stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
         _check_value(read_pickle(archive.read(pickles[0])), stored)
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuse a zip file in which two readers could find two directories.
+    """Raise an error for a zip file in which two readers could find two directories.
 
-    torch looks for the directory where the file says it is, the standard library where it must end.
+    torch looks for the directory at the position that the file gives, the standard library at the place where it must
+    end.
     """
     file.seek(max(size - _END.size - _LOCATOR_64.size - _END_64.size, 0))
     tail = file.read()
@@ -138,7 +139,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 
 
 def _check_legacy(file: BinaryIO, size: int) -> None:
-    """Check a file of the format before torch 1.6: five pickles, and the storages behind them."""
+    """Check a file of the format before torch 1.6: five pickles, followed by the storages."""
     head = file.read(tarfile.BLOCKSIZE)
     file.seek(0)
     if head and _is_tar(head):
@@ -162,11 +163,11 @@ def _is_tar(block: bytes) -> bool:
 
 
 def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]:
-    """Hold storages and tensors against what is stored.
+    """Compare storages and tensors with what is stored.
 
     Args:
-        value: what the pickle holds.
-        stored: bytes of each storage's record; None where they are known by the pickle alone.
+        value: content of the pickle.
+        stored: bytes of each storage's record; None if only the pickle has them.
 
     Returns:
         Bytes of each storage that is used.
@@ -200,7 +201,7 @@ def _item_bytes(kind: Any) -> int:
 
 
 def _check_call(name: str, args: Any) -> None:
-    """Refuse calls by which torch makes something else than tensors of the file's storages."""
+    """Raise an error for calls by which torch would make anything but tensors from the file's storages."""
     module, _, function = name.rpartition(".")
     if name in _WITH_ATTRIBUTES:
         _check_attributes(args[3] if len(args) > 3 else None)
@@ -215,7 +216,7 @@ def _check_call(name: str, args: Any) -> None:
 
 
 def _check_state(name: str, state: Any) -> None:
-    """Refuse attributes that would stand before methods, of what torch makes of a name."""
+    """Raise an error for attributes that would hide methods of the objects that torch makes."""
     if state is None:
         return
     if name == "collections.OrderedDict" and type(state) is dict and state.keys() <= {"_metadata"}:

@@ -1,9 +1,9 @@
-"""Weights out of the folders that DeepSpeed's own `save_checkpoint` writes, without running code of theirs.
+"""Weights from folders of DeepSpeed's `save_checkpoint`, read without running code from them.
 
-Such a folder has `latest` and a folder per tag, in which each rank's `*_model_states.pt` and `*_optim_states.pt` lie:
-pickles of torch.save. They are read with `weights_only=True`; beside tensors they name four classes of DeepSpeed (of
-its loss scaler, an enum and an address), in whose place empty ones of ours are made, so that deepspeed need not be
-installed. The float32 weights lie in flat partitions, cut by rank; moments and steps are not taken up.
+Such a folder has the file `latest` and one folder per tag, with the files `*_model_states.pt` and `*_optim_states.pt`
+of each rank, which are pickles of torch.save. They are read with `weights_only=True`. Besides tensors they name four
+classes of DeepSpeed (of its loss scaler, an enum and an address). Empty classes replace these, so deepspeed need not be
+installed. The float32 weights are in flat partitions, one per rank. Moments and steps are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 class _Unread:
-    """Stand-in for an object of DeepSpeed's that weights do not need."""
+    """Stand-in for an object of DeepSpeed that weights do not need."""
 
 
 _STAND_INS: list[Any] = [
@@ -40,7 +40,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_folder(path: Path) -> Path | None:
-    """Find the folder of a tag: the path itself, or the tag in it that `latest` names; None where there is none."""
+    """Find the folder of a tag: the path itself, or the tag that `latest` in it names; None if there is none."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
@@ -50,17 +50,17 @@ def find_folder(path: Path) -> Path | None:
 
 
 def open_folder(folder: Path, roots: tuple[str, ...]) -> dict[str, Tensor]:
-    """Read the float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
+    """Read the float32 weights, buffers and frozen parameters of a DeepSpeed folder.
 
     Args:
-        folder: what `find_folder` found.
+        folder: folder that `find_folder` returned.
         roots: not used: DeepSpeed keeps the weights in one place.
 
     Returns:
-        Name -> tensor on the CPU; tied ones under every name.
+        Name -> tensor on the CPU; a tied tensor is under each of its names.
 
     Raises:
-        CheckpointError: it cannot be read without running code, or is of a kind that is not read here.
+        CheckpointError: the folder cannot be read without running code, or its kind is not supported.
         CorruptCheckpointError: files are missing, or do not fit together.
     """
     names = [file.name for file in folder.iterdir()]
@@ -90,7 +90,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
     else:
         parts = [state["single_partition_of_fp32_groups"] for state in optimizers]
         weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
-        frozen = {}  # whole in the module's state
+        frozen = {}  # frozen parameters are whole in the module's state
     cut = {name for group in shapes for name in group} | frozen.keys()
     rest = {name: value for name, value in models[0]["module"].items() if name not in cut and isinstance(value, Tensor)}
     found = {**rest, **frozen, **weights}
@@ -101,7 +101,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
 
 
 def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
-    """Join groups that are flattened and cut over ranks, perhaps with gaps after parameters."""
+    """Join flat parameter groups that are partitioned over ranks and may have gaps after parameters."""
     found: dict[str, Tensor] = {}
     for index, group in enumerate(shapes):
         flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
@@ -113,7 +113,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Join parameters that are each cut over ranks; a rank has the parts of all of them in a row."""
+    """Join parameters that are each partitioned over ranks. A rank has its parts of all of them in a row."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
@@ -138,7 +138,7 @@ def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
-    """Sort the files of all ranks by rank: their numbers are not padded with zeros."""
+    """Sort the files of all ranks by rank, since the numbers in their names are not padded with zeros."""
 
     def rank(name: str) -> tuple[int, ...]:
         found = _RANK.search(name)
