@@ -156,7 +156,7 @@ class ResumeReport:
 
     @staticmethod
     def explained(error: CheckpointError, saved: Iterable[str], callbacks: Sequence[Any]) -> CheckpointError:
-        """Add to an error of the optimizers which callbacks came or went: fine-tuning and pruning change parameters.
+        """Add to an optimizer error which callbacks are new or missing. Fine-tuning and pruning change parameters.
 
         Args:
             error: the error; returned unchanged if the callbacks are the same, or if a file is damaged.

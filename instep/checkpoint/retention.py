@@ -62,7 +62,7 @@ class Retention(ABC):
         return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Return whether a new one would be wanted beside those there are, so that it is worth saving."""
+        """Return True if the policy would keep a new checkpoint beside the existing ones, so it is worth saving."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:

@@ -1,4 +1,4 @@
-"""Weights alone: from a checkpoint, a safetensors file or another trainer's file, and merged into plain safetensors."""
+"""Weights only: from a checkpoint, a safetensors file or another trainer's file; merging into plain safetensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """State of this process, of the active run, and of the run's gradients.
 
-`PartialState` is the process: set once, from the launcher's environment. `AcceleratorState` and `GradientState` are
-views of the active run, which a Trainer or an Accelerator pushes and pops. Nothing above this floor reads RANK or
-WORLD_SIZE.
+`PartialState` describes the process. It is set once, from the launcher's environment. `AcceleratorState` and
+`GradientState` are views of the active run, which a Trainer or an Accelerator pushes and pops. No package above this
+one reads RANK or WORLD_SIZE.
 """
 
 from instep.state.device import KINDS as DEVICE_KINDS

@@ -1,8 +1,8 @@
-"""Barriers with a name: waiting for every process and saying which did not come; one process before the others.
+"""Barriers with a name: wait for every process and report missing ones; run one process before the others.
 
-All meet in one small all-gather of their names' digests over the control group. A rank that waits for longer than a
-moment records that in the store where the group was made: it costs nothing while everybody is in time, and needs no
-help from the missing rank.
+All ranks meet in one small all-gather of digests of the names, over the control group. A rank that waits for more than
+a moment records this in the store of the group. So a barrier has no extra cost while all ranks are in time, and finding
+a missing rank needs no help from it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from instep.utils.warn import warn_user
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
 
-# Name of the outermost `goes_first` block that this process is in; inner ones are not added.
+# Names of the outermost `goes_first` block that this process is in; inner blocks are not added.
 _open: list[str] = []
 
 
 @contextmanager
 def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
-    """Run the block here, then, if this process goes first, let the others run it. A collective.
+    """Run the block on this process; if it goes first, then let the others run theirs. Collective.
 
-    Inside such a block the order holds already: on one node, and for a block of the same name, an inner one does
-    nothing. Otherwise the processes of the inner one could not meet, because some have not begun the outer one yet.
+    Inside such a block the order already holds, so an inner block does nothing on one node, or if it has the same name.
+    Any other inner block is an error: its processes could not meet, because some have not begun the outer block.
 
     Args:
-        process: who this process is.
-        first: whether it goes first.
+        process: record of this process.
+        first: whether this process goes first.
         name: the method, for errors.
 
     Raises:
-        RemoteError: where the block was waited for, or has run already, and it raised on a process that goes first.
-        UsageError: the block stands inside one that orders the processes otherwise.
+        RemoteError: the block raised on a process that goes first.
+        UsageError: the block is inside another one with a different order of processes.
     """
     if _open:
         if process.environment.num_nodes > 1 and name != _open[0]:
@@ -70,14 +70,14 @@ def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
 
 
 def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, checked: bool) -> None:
-    """Wait until every rank is here under the same name.
+    """Wait until every rank calls this with the same name.
 
     Args:
         groups: the job's groups.
         name: what this rank waits for.
-        timeout_s: how long to wait, in seconds; a little less than the group's own time-out when None, so that the
-            error here comes before the group breaks.
-        checked: whether collectives are checked: then announcing the wait is the wait.
+        timeout_s: how long to wait, in seconds. None: a little less than the group's own time-out, so that this error
+            comes before the group breaks.
+        checked: whether collectives are checked; then the announcement of the wait is itself the wait.
 
     Raises:
         SettingError: the time-out is not above 0, or is longer than the group's own.
@@ -105,7 +105,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
                 warn_user(_report(groups, turn, name, f"still waits after {said_s:g} s", last=False))
-            # Who came within the last moment writes it down within the next.
+            # The extra time is for ranks that came in the last moment, and record it in the next.
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
@@ -115,7 +115,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        calls = gather_calls(_call(name), groups.control)  # others, in a collective, read it too
+        calls = gather_calls(_call(name), groups.control)  # ranks that are in another collective read this too
         doing = {rank: f"in {', '.join(parts)}" for rank, (parts, _) in enumerate(calls)}
         places = {rank: f"at {place}" for rank, (_, place) in enumerate(calls)}
         raise DistributedError(
@@ -128,11 +128,11 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
         RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
-        pass  # the store is gone with its process; `_report` says so
+        pass  # the store is gone with its process, which `_report` says
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
-    """Return who is missing, and what the others wait for; `last` where this rank gives up."""
+    """Describe which ranks are missing, and what the others wait for. `last` means that this rank gives up."""
     here = f"rank {groups.control.rank()} is in {_call(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)

@@ -1,13 +1,13 @@
-"""Checked mode: every rank says what it is about to do before each collective, and all compare.
+"""Checked mode: before each collective, every rank announces it, and all ranks compare.
 
-`PartialState().debug` switches it on. Two ways are used at once. A digest per rank goes over the control group: it is
-the point where all meet, and a rank that is gone, or does not come within the group's time-out, breaks it. The words
-behind the digest lie in torch's store, where everyone finds them without the help of the rank that is missing.
+`PartialState().debug` switches it on. Two channels are used. A digest per rank is gathered over the control group.
+There all ranks meet, and the gather fails if a rank is gone or does not come within the group's time-out. The text
+behind the digest is in torch's store, where other ranks can read it even if its rank is missing.
 
-Invariants: whatever instep starts on the control group is announced, so that announcements pair with each other only
-(but for "who has a next batch", which travels unseen). A rank holds two records, of its latest two collectives: it
-cannot announce the next but one before every other rank has left the current one, so what somebody may still read is
-never overwritten. What the user's code, DDP or FSDP send by themselves is not seen here.
+Invariants: instep announces every collective on the control group, so that announcements only meet announcements
+(except the agreement on who has a next batch, which is not announced). A rank keeps two records, of its latest two
+collectives. It cannot write a third one before every other rank has left the first, so no record is overwritten while
+it may be read. Collectives of the user's code, DDP and FSDP are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def switch_checked_mode(group: ProcessGroup, debug: bool) -> None:
     """Switch checked mode on or off for a new control group. A collective.
 
     Raises:
-        SettingError: on every rank, if it is on for some only.
+        SettingError: on every rank, if checked mode is on for only some ranks.
     """
     global _active
     _active = None
@@ -58,18 +58,18 @@ def announce(
     timeout_s: float | None = None,
     any_line: bool = False,
 ) -> None:
-    """Compare what all ranks are about to do, in checked mode; then it is a collective, otherwise it does nothing.
+    """In checked mode, compare what all ranks are about to do; a collective. Otherwise do nothing.
 
     Args:
         group: the control group; None for a process alone.
-        operation: the collective's name and the arguments that must be alike.
-        details: the names, shapes and dtypes that must be alike.
-        timeout_s: how long to wait for the others; the process group's own time-out when None.
+        operation: name of the collective, and the arguments that must be the same on all ranks.
+        details: names, shapes and dtypes that must be the same on all ranks.
+        timeout_s: how long to wait for the others; None for the process group's own time-out.
         any_line: whether the ranks may come from different lines, such as the two ends of a `with` block.
 
     Raises:
-        DistributedError: on every rank, when one announces something else, or from another line; on the ranks that
-            wait, when one does not come.
+        DistributedError: on every rank, if one announces another collective or another line; on the waiting ranks, if
+            one does not come.
     """
     if _active is not None and _active.group is group:
         _active.announce(operation, details, timeout_s, any_line)
@@ -88,7 +88,7 @@ class _CallRecords:
         path, line = call_site(sys._getframe())
         call = f"{operation} at {path}:{line}"
         self._count += 1
-        # The file's name alone: nodes may hold the same program in different folders.
+        # Only the file's name, since nodes may have the same program in different folders.
         place = "" if any_line else f"{os.path.basename(path)}:{line}"
         mine = digest_of(f"{operation}\n{place}\n{details}")
         digests = torch.empty(self._world, dtype=torch.int64)
@@ -118,7 +118,7 @@ class _CallRecords:
         return DistributedError("\n".join(lines))
 
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
-        """Make the error for when the others could not be met."""
+        """Return the error for a wait that the other ranks did not join."""
         try:
             here, before = self._records.read(self._count), self._records.read(self._count - 1)
             self._records.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")

@@ -1,4 +1,4 @@
-"""The kinds of device, in one small table: torch name, collective backend, what several of them are called."""
+"""The kinds of devices in a small table: torch's name, collective backend, name of several of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from instep.types import Word
 class DistributedType(Word):
     """Kinds of processes that compute together in a run.
 
-    The members after XLA are Accelerate's names for what no run of instep is, or what its strategy says: a script may
-    compare with them.
+    The members after XLA are names of Accelerate, for scripts that compare with them. No run of instep has them: it
+    does not support these kinds, or its strategy names them.
     """
 
     NO = "NO"
@@ -42,11 +42,11 @@ class DeviceKind:
 
     Args:
         name: torch's device type, and instep's name for the kind.
-        backend: the collective backend of several such devices; None where torch has none.
+        backend: the collective backend of several such devices; None if torch has none.
         distributed_type: name of a job of several processes with such a device.
-        count: function that returns the number of such devices that this process sees; 0 where the kind cannot be used
+        count: function that returns the number of such devices that this process sees; 0 if the kind cannot be used
             here.
-        extension: the module that brings the backend into torch; None where torch has it.
+        extension: the module that adds the backend to torch; None if torch has it itself.
     """
 
     name: str
@@ -81,7 +81,7 @@ KINDS = {
     )
 }
 """Kinds of devices that instep knows: a `DeviceKind` by the name of each."""
-# xla is only used when it is asked for: an installed torch_xla does not mean that its device is wanted.
+# xla is used only if it is requested, since an installed torch_xla does not mean that its device is wanted.
 _AUTO = ("cuda", "xpu", "hpu", "npu", "mps", "cpu")
 _GPU = ("cuda", "xpu", "mps")
 
@@ -118,7 +118,7 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
 
 
 def _why_none(accelerator: str) -> str:
-    """Return why there is no such device, as far as torch and the environment say it, and what to do."""
+    """Explain why there is no such device, as far as torch and the environment show it, and what to do."""
     version = torch.__version__
     otherwise = "Else use accelerator='cpu'."
     if accelerator in ("cuda", "gpu"):
@@ -146,8 +146,8 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
 
     Args:
         kind: a row of the table.
-        local_rank: the process's number on its node. A process that sees a single device (its launcher hides the
-            others) takes that one.
+        local_rank: number of the process on its node. A process that sees only one device, because its launcher hides
+            the others, takes that one.
 
     Raises:
         SettingError: there are fewer devices than processes on this node.
@@ -166,7 +166,7 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums that must not lose digits: float64, or float32 on mps, which has no wider one."""
+    """Return the dtype for sums that must keep all digits: float64, or float32 on mps, which has no wider one."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -13,12 +13,12 @@ Launcher = Literal["none", "torchrun", "openmpi", "mvapich", "intelmpi", "mpich"
 
 JOB_ID = "INSTEP_JOB_ID"
 RESTART = "INSTEP_RESTART"
-MIN_NODES = "INSTEP_MIN_NODES"  # set where a job goes on with fewer nodes than it asked for
+MIN_NODES = "INSTEP_MIN_NODES"  # set if a job may run with fewer nodes than it asked for
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """The place of this process in its job, as its launcher gave it.
+    """Place of this process in its job, from its launcher.
 
     Args:
         rank: 0 to `world_size - 1`, over all nodes.
@@ -27,7 +27,7 @@ class ProcessEnvironment:
         local_world_size: processes on this node.
         node_rank: 0 to `num_nodes - 1`.
         num_nodes: nodes in the job.
-        launcher: who set the variables; "none" for a process started by hand.
+        launcher: launcher that set the variables; "none" for a process started by hand.
         restart_count: how often this node's agent has restarted its workers.
 
     Example:
@@ -59,10 +59,10 @@ def read_number(
     Args:
         environ: the variables.
         name: the variable.
-        default: what holds where it is not set or empty; None makes that an error.
+        default: value if the variable is not set or empty; None makes this an error.
         low: the least value.
         high: the greatest value.
-        beside: variables of the same launcher; the error for a missing one shows those that are set.
+        beside: variables of the same launcher. The error for a missing variable shows those that are set.
 
     Raises:
         SettingError: the variable is missing, is no integer, or is out of range.
@@ -90,11 +90,11 @@ def read_number(
 
 
 class Job(NamedTuple):
-    """A job that may be started again.
+    """A job that may be restarted.
 
     Args:
-        id: its name, the same on all nodes and in all its starts, and no other job's.
-        restart: how often all of it was started again; the same on all nodes.
+        id: unique name of the job, the same on all nodes and after all restarts.
+        restart: how often the whole job was restarted; the same on all nodes.
     """
 
     id: str
@@ -102,13 +102,13 @@ class Job(NamedTuple):
 
 
 def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
-    """Read the job that INSTEP_JOB_ID and INSTEP_RESTART of the elastic agent name, or a SLURM step.
+    """Read the job from INSTEP_JOB_ID and INSTEP_RESTART of the elastic agent, or from a SLURM step.
 
     Args:
         environ: the variables; `os.environ` by default.
 
     Returns:
-        The job; None where nobody would start this process again.
+        The job; None if no launcher would restart this process.
 
     Example:
         >>> read_job({"INSTEP_JOB_ID": "5e1f", "INSTEP_RESTART": "2"})
@@ -120,7 +120,7 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if environ.get(JOB_ID):
         return Job(environ[JOB_ID], read_number(environ, RESTART, 0))
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    if job and step:  # without a step several programs of one job script would be the same job
+    if job and step:  # without the step, several programs of one job script would be the same job
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         return Job(
             "-".join(filter(None, ("slurm", cluster, job, step))), read_number(environ, "SLURM_RESTART_COUNT", 0)

@@ -1,7 +1,7 @@
-"""The launchers that instep understands. The only place that reads RANK, WORLD_SIZE and their kin.
+"""The launchers that instep knows. Only this file reads RANK, WORLD_SIZE and similar variables.
 
-Programs that start programs leave the variables of all of them behind: torchrun in a SLURM job, mpirun over srun. The
-innermost one says what this process is, so the first row that fits is taken:
+If one launcher starts another (torchrun in a SLURM job, mpirun through srun), the variables of both are set. The
+innermost launcher decides what this process is, so the first row that fits is taken:
 
 | launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
 |------------|----------------------------------------------|---------------------------------------------------------|
@@ -15,7 +15,8 @@ innermost one says what this process is, so the first row that fits is taken:
 | none       | otherwise: the process is alone              | nowhere                                                 |
 
 A shell of `salloc` or `sbatch` that started nothing with srun is alone, and so is a step of one task (`salloc`'s own
-shell may be one) and the shell of `srun --pty bash`. A size above 1 that would come out as one process is an error.
+shell may be one) and the shell of `srun --pty bash`. A size above 1 is an error if the result would be a single
+process.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ _OPEN_MPI = _Variables(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", 
 _MVAPICH = _Variables(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _HYDRA = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
-_STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # srun sets them; sbatch and salloc do not
+_STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # set by srun, but not by sbatch and salloc
 
 
 def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
-    """Read the launcher's variables, as the table above says.
+    """Read the place of this process from the launcher's variables, by the table above.
 
-    torchrun's variables are understood also when another program sets them by hand: `RANK`, `WORLD_SIZE` and
-    `LOCAL_RANK` are needed for more than one process, the rest follows for one node.
+    Another program may set torchrun's variables by hand. Then `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are required for
+    more than one process; the others are derived, for one node.
 
     Args:
         environ: the variables; `os.environ` by default.
 
     Returns:
-        The process's place. Nothing is written back.
+        The place of the process. No variable is changed.
 
     Raises:
         SettingError: a variable is missing, is no number, is out of range, or contradicts another.
@@ -79,16 +80,16 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     if place.launcher != "torchrun":
         _check_world_size(environ, place)
     by_agent = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    if place.world_size == 1 and not by_agent:  # torchrun may well start one process in each of many tasks
+    if place.world_size == 1 and not by_agent:  # torchrun may start one process in each of many tasks
         _check_alone(environ, place)
     return place
 
 
 def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> str:
-    """Make the URL, for torch's `rendezvous`, where the processes meet.
+    """Return the URL for torch's `rendezvous` at which the processes meet.
 
     Raises:
-        SettingError: neither the variables nor the launcher say it.
+        SettingError: neither the variables nor the launcher give an address.
 
     Example:
         >>> step = {"SLURM_JOB_ID": "4012", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,12]"}
@@ -120,14 +121,14 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
 
 
 def meeting_variable(address: str, port: int, path: str) -> str:
-    """Make the value of `MEETING_FILE` for processes whose agent has them meet in a file."""
+    """Return the value of `MEETING_FILE` for processes whose agent lets them meet in a file."""
     return f"{address}:{port}={path}"
 
 
 def meeting_file(environ: Environ | None = None) -> str:
-    """Find the file where the processes of one node meet instead of at a port; empty where their agent made none.
+    """Return the file in which the processes of one node meet, instead of at a port; "" if their agent made none.
 
-    Its variable names the address that it stands for, since programs that a rank starts inherit it.
+    The variable also names the address that the file replaces, since programs started by a rank inherit the variable.
 
     Example:
         >>> environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5", "INSTEP_MEETING_FILE": "127.0.0.1:5=/a/ranks-0"}
@@ -149,7 +150,7 @@ def _places(environ: Environ) -> Iterator[ProcessEnvironment]:
 
 
 def _check_world_size(environ: Environ, place: ProcessEnvironment) -> None:
-    """Refuse a WORLD_SIZE, which a job script may set for everybody, that is not the launcher's."""
+    """Raise an error if WORLD_SIZE, which a job script may set for all, differs from the launcher's size."""
     world_size = read_number(environ, "WORLD_SIZE", place.world_size, low=1)
     if world_size != place.world_size:
         if place.launcher == "none":
@@ -188,8 +189,8 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
     num_nodes = number("GROUP_WORLD_SIZE", 1, low=1, high=world_size)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size if num_nodes == 1 else None, 1, world_size)
     if num_nodes == 1 and local_world_size < world_size:
-        # torchrun always sets GROUP_WORLD_SIZE; whoever does not, but has fewer processes here than in all, has
-        # nodes of equal size.
+        # torchrun always sets GROUP_WORLD_SIZE. Without it, but with fewer processes here than in total, nodes are
+        # assumed to have equal sizes.
         num_nodes = -(-world_size // local_world_size)
     return ProcessEnvironment(
         rank=rank,
@@ -204,7 +205,10 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
 
 
 def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEnvironment]:
-    """Make a reader. MPI does not number nodes: until the processes meet they are taken as equal, filled in order."""
+    """Make a reader for MPI, which does not number nodes.
+
+    Until the processes meet, nodes count as equal and filled in order.
+    """
 
     def read(environ: Environ) -> ProcessEnvironment:
         world_size = read_number(environ, names.world_size, low=1, beside=names)
@@ -220,7 +224,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Return whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
+    """Return True if mpiexec started this process. srun may set PMI_SIZE too, but not the number on the node."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 
@@ -234,14 +238,15 @@ def _is_intel(environ: Environ) -> bool:
 
 def _is_srun(environ: Environ) -> bool:
     if not any(name in environ for name in _STEP):
-        return read_number(environ, "SLURM_PROCID", 0) > 0  # this cannot be a shell; `_slurm` says what is missing
+        # this process cannot be a shell; `_slurm` reports what is missing
+        return read_number(environ, "SLURM_PROCID", 0) > 0
     if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and _first_of(environ, *_STEP_ID) == "0":
         return False
     return read_number(environ, _size_name(environ), low=1, beside=_STEP) > 1
 
 
 def _size_name(environ: Environ) -> str:
-    # SLURM_NTASKS is the job's where `salloc` passes it through; the step's own number comes first.
+    # salloc may pass on the job's SLURM_NTASKS, so the step's own number comes first.
     known = "SLURM_STEP_NUM_TASKS" in environ or not any(name in environ for name in _STEP)
     return "SLURM_STEP_NUM_TASKS" if known else "SLURM_NTASKS"
 
@@ -265,7 +270,7 @@ def _slurm(environ: Environ) -> ProcessEnvironment:
 
 
 def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
-    """Read `2(x3),1` as [2, 2, 2, 1]; without that variable spread the tasks evenly over the nodes."""
+    """Read `2(x3),1` as [2, 2, 2, 1]. Without the variable, divide the tasks evenly over the nodes."""
     text = _first_of(environ, "SLURM_STEP_TASKS_PER_NODE")
     if text:
         parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
@@ -290,14 +295,14 @@ def _first_host(environ: Environ) -> str:
 
 
 def _port_of_job(environ: Environ) -> int:
-    """Choose a port, another one for each job and step."""
+    """Choose a port that differs between jobs and steps."""
     job = read_number(environ, _name_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"), 0)
     step = read_number(environ, _name_of(environ, *_STEP_ID), 0)
     return _port_of(job + 101 * step) if job else 0
 
 
 def _port_of(number: int) -> int:
-    """Choose a port of 20000 to 29999, below those that the kernel gives away."""
+    """Choose a port from 20000 to 29999, below those that the kernel assigns."""
     return 20000 + number % 10000
 
 
@@ -306,7 +311,7 @@ def _first_of(environ: Environ, *names: str) -> str:
 
 
 def _name_of(environ: Environ, *names: str) -> str:
-    """Return the first name that is set, or the first."""
+    """Return the first name that is set; if none is, the first name."""
     return next((name for name in names if environ.get(name)), names[0])
 
 
@@ -314,7 +319,7 @@ def _name_of(environ: Environ, *names: str) -> str:
 
 
 def _xla(environ: Environ) -> ProcessEnvironment:
-    """Read the place from torch_xla: its launcher tells the number on the node only, its runtime knows the rest."""
+    """Read the place from torch_xla. Its launcher sets only the number on the node; its runtime knows the rest."""
     runtime = require("torch_xla.runtime", extra="xla", purpose="a process that torch_xla's launcher started")
     size = read_number(environ, "PJRT_LOCAL_PROCESS_COUNT", low=1)
     world_size = int(runtime.world_size())

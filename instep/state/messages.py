@@ -1,8 +1,8 @@
-"""Control messages between ranks: a first message of one size, then small objects behind a MAC.
+"""Control messages between ranks: a first message of fixed size, then small objects with a MAC.
 
-The first message says what a rank is about to do, and some numbers. Every collective of the framework's own begins with
-it, by an all-gather on the control group. So ranks that enter different collectives meet nevertheless and all of them
-learn it, where gloo would end the process on messages of two sizes.
+The first message contains what a rank is about to do, and some numbers. Every collective of instep begins with it, as
+an all-gather on the control group. So ranks that enter different collectives still meet, and all of them learn of it.
+Without it, gloo would end the process, because the messages have different sizes.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from instep.state.secret import job_secret, not_ours
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as find room
+HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as fit
 
 _PICKLE, _JSON, _ERROR = b"P", b"J", b"E"
-_HEAD = 5  # int64 numbers sent ahead of a message: its size and the four of its MAC
+_HEAD = 5  # int64 numbers sent before a message: its size, and four for its MAC
 _MOST_BYTES = 1 << 38  # more than a machine can pickle
 
 
 def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
-    """Make sure that all ranks are about to do the same, and exchange numbers. A collective.
+    """Check that all ranks are about to do the same, and exchange numbers. Collective.
 
     Args:
         group: the control group, or one like it.
-        operation: what this rank is about to do.
-        described: what must be the same on all ranks; one line per tensor.
-        sizes: what may differ; as many on every rank as `described` implies.
+        operation: name of what this rank is about to do.
+        described: texts that must be the same on all ranks, one per tensor.
+        sizes: numbers that may differ between ranks; `described` determines how many.
 
     Returns:
         Every rank's sizes, of shape (ranks, sizes).
 
     Raises:
-        DistributedError: on every rank, if any two disagree; on those that wait, if one does not come.
+        DistributedError: on every rank, if any two disagree; on the waiting ranks, if one does not come.
     """
     text = "\n".join([operation, *described])
     with awaited(group, operation):
         table = all_gather(header(digest_of(text), *sizes[: HEADER - 1]), group)
-        if table[:, 0].ne(digest_of(text)).any():  # on every rank: all digests are equal, or all see a difference
+        # same result on every rank: all digests are equal, or all ranks see a difference
+        if table[:, 0].ne(digest_of(text)).any():
             raise DistributedError(_describe(gather_calls(text, group)))
         known = table[:, 1 : len(sizes) + 1]
         rest = sizes[HEADER - 1 :]
@@ -65,10 +66,10 @@ def header(digest: int, *numbers: int) -> torch.Tensor:
 
 
 def gather_calls(text: str, group: ProcessGroup) -> list[tuple[list[str], str]]:
-    """Gather what every rank is about to do; all ranks call it when their first messages differ. A collective.
+    """Gather what every rank is about to do. All ranks call it if their first messages differ. Collective.
 
     Returns:
-        Of each rank the operation and its tensors, and the line of the user's program.
+        For each rank the operation with its tensors, and the line of the user's program.
     """
     path, line = call_site(sys._getframe())
     rows = [text.split("\n") for text in _gather_texts(f"{text}\n{os.path.basename(path)}:{line}", group)]
@@ -84,7 +85,7 @@ def _gather_texts(text: str, group: ProcessGroup) -> list[str]:
 
 
 def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Gather every rank's tensor, of one size on all of them, inside of `awaited`. A collective."""
+    """Gather every rank's tensor, all of one size, inside of `awaited`. Collective."""
     table = mine.new_empty((group.size(), len(mine)))
     work: Any = dist.all_gather(list(table.unbind()), mine, group=group, async_op=True)
     finish(work)
@@ -92,7 +93,7 @@ def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _describe(calls: list[tuple[list[str], str]]) -> str:
-    """Make the message for ranks that disagree: the first difference, in one line; then what each rank does."""
+    """Make the message for ranks that disagree: the first difference in one line, then what each rank does."""
     cells = [list(column) for column in zip_longest(*[parts for parts, _ in calls], fillvalue="nothing more")]
     index = next((i for i, column in enumerate(cells) if len(set(column)) > 1), 0)
     ranks: dict[str, list[int]] = {}
@@ -116,17 +117,17 @@ class _Error(NamedTuple):
 def exchange(
     obj: Any, group: ProcessGroup | None, operation: str = "gather_object", any_line: bool = False
 ) -> list[Any]:
-    """Give every rank all ranks' objects, in rank order. A collective; without a group the process is alone.
+    """Exchange objects, and return those of all ranks in rank order. Collective. Without a group, return only `obj`.
 
     Args:
         obj: anything that can be pickled.
         group: the control group; None for a process alone.
-        operation: what it is called in checked mode.
-        any_line: whether checked mode leaves the line of the call out.
+        operation: name of the call in checked mode.
+        any_line: whether checked mode ignores the line of the call.
 
     Raises:
-        Exception: what pickling raised, where this rank's object cannot be pickled.
-        RemoteError: on the others, where some rank's object cannot be.
+        Exception: the error of pickling, if this rank's object cannot be pickled.
+        RemoteError: on the other ranks, if an object cannot be pickled.
         DistributedError: a message was not signed with this job's secret.
     """
     if group is None:
@@ -146,22 +147,22 @@ def exchange(
 
 
 def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device: torch.device | None = None) -> Any:
-    """Give one rank's object to every rank of a group. A collective, which the caller announces.
+    """Send one rank's object to every rank of a group. A collective, which the caller announces.
 
     Args:
-        obj: anything that can be pickled; read on `source` only.
-        source: the rank that gives it, of the whole job.
+        obj: anything that can be pickled; used only on `source`.
+        source: rank that sends it, counted in the whole job.
         group: the control group, or another one.
-        operation: what it is called in errors.
+        operation: name of the call in errors.
         device: where the group's tensors are; the CPU by default.
 
     Returns:
         The object itself on `source`, copies elsewhere.
 
     Raises:
-        Exception: what pickling raised, on `source`.
-        RemoteError: on the others, where pickling raised.
-        DistributedError: on the others, where the message was not signed with this job's secret.
+        Exception: the error of pickling, on `source`.
+        RemoteError: on the other ranks, if pickling raised an error.
+        DistributedError: on the other ranks, if the message was not signed with this job's secret.
     """
     gives = dist.get_rank() == source
     device = device or torch.device("cpu")
@@ -179,7 +180,7 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device:
 
 def _wait(work: Any, device: torch.device) -> None:
     if device.type == "cpu":
-        finish(work)  # raises once a rank of the group has ended, instead of waiting on
+        finish(work)  # raises when a rank of the group has ended, instead of waiting on
     else:
         work.wait()
 
@@ -187,18 +188,18 @@ def _wait(work: Any, device: torch.device) -> None:
 def share_error(
     error: BaseException | None, doing: str, group: ProcessGroup | None, around_block: bool = False
 ) -> None:
-    """Raise on every rank when any rank has an error. A collective.
+    """Raise an error on every rank if any rank has one. Collective.
 
     Args:
         error: this rank's error, or None.
-        doing: what was being done, for the text of the others: "loading the checkpoint".
+        doing: what was being done, for the errors of other ranks, such as "loading the checkpoint".
         group: the control group; None for a process alone.
-        around_block: some ranks come from the beginning of a `with` block and others from its end: checked mode then
-            compares `doing` and not the line.
+        around_block: whether some ranks call at the beginning of a `with` block and others at its end. Checked mode
+            then compares `doing` and not the line.
 
     Raises:
         BaseException: `error` itself on the rank that has one.
-        RemoteError: on the others, with the first failing rank and its traceback.
+        RemoteError: on the other ranks, with the first failing rank and its traceback.
     """
     report = None if error is None else "".join(traceback.format_exception(error))
     try:
@@ -206,15 +207,16 @@ def share_error(
     except Exception:
         if error is None:
             raise
-        reports = []  # the group is broken as well: this rank's own error is nearer to the cause
+        reports = []  # the group is broken too; this rank's own error is closer to the cause
     if error is not None:
         raise error
     _raise_remote({rank: report for rank, report in enumerate(reports) if report is not None}, doing)
 
 
 def _packed(obj: Any) -> tuple[bytes, Exception | None]:
-    """Pack a message; if the object cannot be pickled, pack the error, since other ranks wait."""
-    if type(obj) in (type(None), bool, int, float, str):  # not isinstance: an enum of strings is to arrive as one
+    """Pack a message. If the object cannot be pickled, pack the error instead, since other ranks wait."""
+    # not isinstance, since an enum of strings must arrive as an enum
+    if type(obj) in (type(None), bool, int, float, str):
         return _JSON + json.dumps(obj).encode(), None
     try:
         return _PICKLE + pickle.dumps(obj), None
@@ -229,10 +231,10 @@ def _head(parcel: bytes, group: ProcessGroup, rank: int) -> list[int]:
 
 
 def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> Any:
-    """Read the object in a message, or an `_Error`.
+    """Read the object in a message; it may be an `_Error`.
 
     Raises:
-        DistributedError: it was not signed with this job's secret.
+        DistributedError: the message was not signed with this job's secret.
     """
     if not job_secret().fits(head[1:].numpy().tobytes(), _place(group, rank), parcel):
         raise not_ours(f"a message of rank {rank}")

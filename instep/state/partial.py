@@ -1,6 +1,8 @@
-"""`PartialState`: rank, device and world size of this process. Set at the first construction, all or nothing.
+"""`PartialState`: rank, device and world size of this process.
 
-Beside it: how one input is split over processes, and decorators that run a function on some processes only.
+It is set by the first construction, completely or not at all.
+
+This file also has the split of an input over processes, and decorators that run a function only on some processes.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from instep.state.runs import clear_runs
 
 
 def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
-    """Take the part of `inputs` that belongs to process `index` of `count`.
+    """Return the part of `inputs` that belongs to process `index` of `count`.
 
-    The first `len(inputs) % count` processes take one more than the others. The parts joined in rank order are the
-    input; padded ones are the input and then copies of its last element, so that the first `len(inputs)` count.
+    The first `len(inputs) % count` processes get one element more than the others. Joined in rank order, the parts are
+    the input. With padding, copies of the last element follow it, so only the first `len(inputs)` elements count.
 
     Args:
         inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping
             of these (nested too) whose leaves have one length. It is never changed.
         index: 0 to `count - 1`.
         count: the number of processes.
-        pad: repeat the last element so that every part has the same length.
+        pad: whether to repeat the last element, so that every part has the same length.
 
     Returns:
         A value of the same kind.
@@ -85,7 +87,7 @@ def _take(value: Any, start: int, stop: int, missing: int) -> Any:
         parts = {key: _take(item, start, stop, missing) for key, item in value.items()}
         if isinstance(value, dict):
             return parts
-        other: Any = copy.copy(value)  # a tokenizer's BatchEncoding, say, which has methods of its own
+        other: Any = copy.copy(value)  # a mapping with its own methods, such as a tokenizer's BatchEncoding
         other.update(parts)
         return other
     if _is_dataset(value):
@@ -113,7 +115,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def run_where(function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-    """Make a function run only where `here()` is true, with its name kept; a decorator if there is no function yet."""
+    """Wrap a function so that it runs only if `here()` is true. Without a function, return a decorator."""
     if function is None:
         return lambda function: run_where(function, here)
 
@@ -125,7 +127,7 @@ def run_where(function: Callable[..., Any] | None, here: Callable[[], bool]) -> 
 
 
 def check_index(decorator: str, name: str, index: int | None) -> None:
-    """Refuse a decorator without a number: it would silently run nowhere."""
+    """Raise an error for a decorator without a number, which would silently run nowhere."""
     if index is None:
         raise SettingError(f"{decorator} needs to know on which process: give {name}=...", field=name)
     if index < 0:
@@ -133,7 +135,7 @@ def check_index(decorator: str, name: str, index: int | None) -> None:
 
 
 def is_index(environment: ProcessEnvironment, name: str, index: int | None, local: bool) -> bool:
-    """Return whether this process has that number; a process alone has every number."""
+    """Return True if this process has that number. A single process has every number."""
     if environment.world_size == 1:
         return True
     count = environment.local_world_size if local else environment.world_size
@@ -145,7 +147,7 @@ def is_index(environment: ProcessEnvironment, name: str, index: int | None, loca
 
 
 class ProcessMethods:
-    """Methods of a process by its rank, which `PartialState` and `Accelerator` have alike."""
+    """Methods of a process by its rank, for `PartialState` and `Accelerator`."""
 
     __slots__ = ()
 
@@ -182,15 +184,15 @@ class ProcessMethods:
     # Waiting for each other.
 
     def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
-        """Wait until every process is here. A collective; the device is not synchronized.
+        """Wait until every process calls this. Collective; the device is not synchronized.
 
         Args:
-            name: what is waited for. All processes must give the same, or none.
-            timeout_s: how long to wait, in seconds, at most the process group's time-out; by default almost that.
+            name: name of the wait. All processes must pass the same name, or none.
+            timeout_s: how long to wait, in seconds. At most the process group's time-out, and by default almost that.
 
         Raises:
             SettingError: the time-out is not above 0, or longer than the process group's.
-            DistributedError: somebody waits under another name, or did not come: the text says who, and what the
+            DistributedError: a process waits with another name, or did not come. The text says which, and what the
                 others wait for.
 
         Example:
@@ -202,12 +204,12 @@ class ProcessMethods:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on all others. A collective.
+        """Run the block on rank 0, then on all others. Collective.
 
-        Inside such a block another one changes nothing: the order holds already.
+        Another such block inside it does nothing, since the order already holds.
 
         Raises:
-            RemoteError: on the others, if the block raised on rank 0; they do not run it.
+            RemoteError: on the other ranks, if the block raised on rank 0; they do not run it.
 
         Example:
             >>> with PartialState().main_process_first():
@@ -218,7 +220,7 @@ class ProcessMethods:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the first process of every node, then on all others. A collective over all nodes.
+        """Run the block on the first process of every node, then on all others. Collective over all nodes.
 
         Raises:
             RemoteError: on every other process, if the block raised on the first process of any node.
@@ -226,11 +228,11 @@ class ProcessMethods:
         with goes_first(process.held(), self.is_local_main_process, "local_main_process_first()"):
             yield
 
-    # Running a function on some processes only. Decided when the function is called, so that a decorated function can
-    # stand in a module that is imported before the state is built.
+    # Decorators that run a function only on some processes. They decide when the function is called, so that a module
+    # with a decorated function can be imported before the state is built.
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Make a function run on rank 0 only; elsewhere the call gives None.
+        """Make a function run only on rank 0. On other ranks the call returns None.
 
         Example:
             >>> @PartialState().on_main_process
@@ -242,22 +244,22 @@ class ProcessMethods:
         return run_where(function, lambda: PartialState().is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Make a function run on the first process of every node only; elsewhere the call gives None."""
+        """Make a function run only on the first process of every node. Elsewhere the call returns None."""
         return run_where(function, lambda: PartialState().is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Make a function run on the last rank only; elsewhere the call gives None."""
+        """Make a function run only on the last rank. On other ranks the call returns None."""
         return run_where(function, lambda: PartialState().is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Make a function run on one rank only; elsewhere the call gives None. A process alone always runs it.
+        """Make a function run only on one rank. Elsewhere the call returns None. A single process always runs it.
 
         Args:
-            function: the function; left out when used as `@on_process(process_index=...)`.
+            function: the function. Leave it out in the form `@on_process(process_index=...)`.
             process_index: the rank.
 
         Raises:
-            SettingError: there is no index, or, when the function is called, no such rank.
+            SettingError: no index is given; or, when the function is called, there is no such rank.
         """
         check_index("on_process", "process_index", process_index)
         return run_where(function, lambda: is_index(_environment(), "process_index", process_index, local=False))
@@ -265,16 +267,16 @@ class ProcessMethods:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Make a function run on one process of every node only; elsewhere the call gives None.
+        """Make a function run only on one process of every node. Elsewhere the call returns None.
 
-        A process alone always runs it.
+        A single process always runs it.
 
         Args:
-            function: the function; left out when used as `@on_local_process(local_process_index=...)`.
+            function: the function. Leave it out in the form `@on_local_process(local_process_index=...)`.
             local_process_index: the process's number on its node.
 
         Raises:
-            SettingError: there is no index, or, when the function is called, no such process.
+            SettingError: no index is given; or, when the function is called, there is no such process.
         """
         check_index("on_local_process", "local_process_index", local_process_index)
         return run_where(
@@ -283,19 +285,19 @@ class ProcessMethods:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give this process its part of an input. No communication: every process holds the whole input.
+        """Yield this process's part of an input. There is no communication: every process holds the whole input.
 
-        The parts follow each other in rank order, and the first ones are one longer where they cannot be equal. So
-        `instep.distributed.gather_object` of each rank's list of results, outside of the block, is the list of all
-        results in the input's order, and `gather_ragged` does so for tensors. Where there are fewer inputs than
-        processes, the last ones get an empty part.
+        The parts are in rank order. If they cannot have equal lengths, the first ones are longer by one. So outside of
+        the block, `instep.distributed.gather_object` joins the ranks' lists of results in the order of the input, and
+        `gather_ragged` does this for tensors. If there are fewer inputs than processes, the last processes get an empty
+        part.
 
         Args:
             inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict or other mapping (a
                 tokenizer's BatchEncoding) of these, nested too, whose leaves have one length. It is never changed.
-            apply_padding: repeat the last element so that all parts are of one length, as `gather` needs them, and as
-                models with weights spread over ranks do, whose forwards all ranks run together. Copies come last:
-                of what is gathered the first `len(inputs)` count.
+            apply_padding: whether to repeat the last element, so that all parts have one length. `gather` needs this,
+                and so do models with weights sharded over ranks, whose forward all ranks run together. The copies come
+                last, so only the first `len(inputs)` gathered elements count.
 
         Raises:
             TypeError: the input is of another type.
@@ -315,27 +317,27 @@ class ProcessMethods:
 
 
 class PartialState(ProcessMethods):
-    """Identity of this process: its rank, its device, and how it meets the others.
+    """Identity of this process: its rank, its device, and its process group.
 
-    The first construction reads the launcher's environment, chooses the device and, for a job of several processes,
-    joins the process group; it is then a collective. Later ones give the same state. An argument that contradicts what
-    the state holds is an error; arguments that are left out ask for nothing. If the first construction fails, nothing
-    is set.
+    The first construction reads the launcher's environment and chooses the device. In a job of several processes it
+    also joins the process group, so it is a collective. Later constructions return the same state. An argument that
+    contradicts the state is an error; an argument that is left out is not compared. If the first construction fails,
+    nothing is set.
 
-    Nothing can be assigned: what is read here holds until `destroy_process_group()`.
+    No attribute can be assigned: its values stay until `destroy_process_group()`.
 
     Args:
-        cpu: True uses the CPU although there is an accelerator. Left out: what `INSTEP_ACCELERATOR` says, else the
-            accelerator if there is one.
-        debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
-        xla: True uses an XLA device. Left out: where torch_xla's launcher started the process.
-        **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,
-            where torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is
-            10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
+        cpu: True uses the CPU even if there is an accelerator. None: as `INSTEP_ACCELERATOR` says, else the accelerator
+            if there is one.
+        debug: whether ranks compare each collective before they run it. None: as `INSTEP_DEBUG` says.
+        xla: True uses an XLA device. None: only if torch_xla's launcher started the process.
+        **init_process_group_kwargs: `backend` (torch's name; by default that of the device; "mpi" under mpirun or srun
+            if torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is 10
+            minutes for nccl and 30 for others), `pg_options`, `device_id`.
 
     Raises:
         SettingError: the environment or an argument is wrong.
-        StateError: the state exists and holds something else than is asked for.
+        StateError: the state exists already with other values.
 
     Example:
         >>> state = PartialState(cpu=True)
@@ -361,7 +363,7 @@ class PartialState(ProcessMethods):
 
     @property
     def initialized(self) -> bool:
-        """Whether the state holds; False after `destroy_process_group()`."""
+        """Whether the state is set; False after `destroy_process_group()`."""
         return process.is_held()
 
     @property
@@ -371,12 +373,12 @@ class PartialState(ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of processes of this run; `DistributedType.NO` for one alone."""
+        """Kind of processes of this run; `DistributedType.NO` for a single process."""
         return process.held().distributed_type
 
     @property
     def backend(self) -> str | None:
-        """The backend of the process group as torch names it; None for one process."""
+        """Backend of the process group, by torch's name; None for a single process."""
         return process.held().backend
 
     @property
@@ -391,7 +393,7 @@ class PartialState(ProcessMethods):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives are checked over the ranks before they run: the argument, else `INSTEP_DEBUG`."""
+        """Whether ranks compare each collective before they run it: the argument, else `INSTEP_DEBUG`."""
         return process.held().debug
 
     @property
@@ -402,30 +404,30 @@ class PartialState(ProcessMethods):
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """A CPU (gloo) group of all processes for control messages; None for one process."""
+        """A CPU (gloo) group of all processes for control messages; None for a single process."""
         groups = process.held().groups
         return None if groups is None else groups.control
 
     # The device and the group.
 
     def set_device(self) -> None:
-        """Make this process's device the current one again, should the user's code have changed it."""
+        """Make this process's device the current one again, in case the user's code has changed it."""
         make_current(self.device)
 
     def destroy_process_group(self, abort: bool = False) -> None:
-        """Leave the process group; afterwards the state can be built again.
+        """Leave the process group. Afterwards the state can be built again.
 
-        A process alone has no group and keeps its state. A group that was there before the state is left as it is.
+        A single process has no group and keeps its state. A group that existed before the state is not destroyed.
 
         Args:
-            abort: wait for nobody and drop what is under way, in every group: the way to end after an error, while
-                the others may still sit in a collective.
+            abort: whether to abort pending operations in every group without waiting. Use this after an error, since
+                other ranks may still be in a collective.
         """
         process.leave_group(abort)
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything, the runs too, and leave the group if instep made it. For tests."""
+        """Reset everything, including the runs, and leave the group if instep made it. For tests."""
         process.reset()
         clear_runs()
 

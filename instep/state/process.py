@@ -1,4 +1,4 @@
-"""The record behind `PartialState`: built at once or not at all, replaced as a whole, never changed."""
+"""The record behind `PartialState`. It is built completely or not at all, replaced as a whole, and never changed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Process:
 
     Args:
         environment: the place of this process in its job.
-        device: its device.
-        distributed_type: what the processes are together.
-        backend: the process group's, as torch names it; None for one process.
+        device: device of the process.
+        distributed_type: kind of the processes together.
+        backend: backend of the process group, by torch's name; None for a single process.
         debug: whether collectives are checked.
-        groups: the process groups; None for one process.
-        asked: the arguments that were given, to compare later ones with.
+        groups: the process groups; None for a single process.
+        asked: the given arguments, with which later ones are compared.
     """
 
     environment: ProcessEnvironment
@@ -57,13 +57,13 @@ _DESTROYED = (
 
 
 def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[str, Any]) -> None:
-    """Build the record, or hold what is asked for against the one there is."""
+    """Build the record; if there is one, compare the arguments with it."""
     global _process
     asked = _checked({"cpu": cpu, "debug": debug, "xla": xla}, kwargs)
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
-        alone = "INSTEP_AGENT_PID" not in os.environ  # a launch has said it already
+        alone = "INSTEP_AGENT_PID" not in os.environ  # instep's agent has already warned
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
             warn_user(misspelt)
     else:
@@ -76,7 +76,7 @@ def is_held() -> bool:
 
 
 def held() -> Process:
-    """Return the record; StateError where there is none."""
+    """Return the record; raise StateError if there is none."""
     if _process is None:
         raise StateError(f"the process state holds nothing: {_gone}. Build PartialState() (again) first.")
     if not _is_whole(_process):
@@ -85,13 +85,13 @@ def held() -> Process:
 
 
 def step_group() -> ProcessGroup | None:
-    """Return the group for what the loops agree on at each step; None for a process alone."""
+    """Return the group for agreements of the loop in each step; None for a single process."""
     groups = held().groups
     return None if groups is None else groups.step
 
 
 def leave_group(abort: bool) -> None:
-    """Leave the process group, if there is one, and hold nothing any more."""
+    """Leave the process group, if there is one, and drop the record."""
     global _process, _gone
     if _process is not None and _process.groups is not None:
         groups = _process.groups
@@ -100,7 +100,7 @@ def leave_group(abort: bool) -> None:
 
 
 def reset() -> None:
-    """Hold nothing any more, whatever there was."""
+    """Drop the record in any case."""
     global _process, _gone
     leave_group(abort=True)
     _process, _gone = None, "it was reset"
@@ -111,7 +111,7 @@ def _is_whole(process: Process) -> bool:
 
 
 def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Check what the caller asks for; what is left out is not in the result."""
+    """Check the given arguments; return those that are not left out."""
     for name in kwargs:
         if name not in _OPTIONS:
             raise one_of("PartialState's argument", name, (*switches, *_OPTIONS))
@@ -153,14 +153,14 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
         return find_device_kind("cpu")
     if asked.get("xla", environment.launcher == "xla"):
         return find_device_kind("xla")
-    if "cpu" in asked or "xla" in asked:  # False: the accelerator, whatever the launcher asks for
+    if "cpu" in asked or "xla" in asked:  # False means the accelerator, whatever the launcher asks for
         return find_device_kind("auto")
     name = from_env("accelerator") or "auto"
     return find_device_kind(name, field=variable_of("accelerator"))
 
 
 def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:
-    """Add the node's number, which MPI does not tell, to the place."""
+    """Add the number of the node, which MPI does not give, to the place."""
     if environment.launcher not in MPI:
         return environment
     nodes = list(dict.fromkeys(hosts))

@@ -1,11 +1,11 @@
 """Joining and leaving the process group.
 
-Two groups are made at once: torch's default group for the data path, and a CPU (gloo) group of its own for control
-messages, so that these never queue behind, or pair with, what a training step sends.
+Besides torch's default group for data, separate CPU (gloo) groups are made for control messages, so that these never
+wait for messages of a training step or meet them.
 
-A rank that failed has to be able to end while the others still sit in a collective. So pending operations are aborted
-after an error and at exit: otherwise gloo's destructor waits for them until their time-out, and destroying the group
-kills the process with SIGABRT.
+A rank that failed must be able to end while others are still in a collective. So pending operations are aborted after
+an error and at exit. Otherwise gloo's destructor would wait for their time-out, and destroying the group would kill the
+process with SIGABRT.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessEnvironment) -> str:
-    """Find torch's full name of the backend for a kind of device.
+    """Return torch's full name of the backend for a kind of device.
 
-    The group serves CPU tensors as well, so that a reduced metric need not visit the device.
+    The group also supports CPU tensors, so that a metric need not be moved to the device to be reduced.
 
     Args:
-        backend: a name of torch's, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"; None for the device's own.
+        backend: torch's name, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"; None for the backend of the device.
         kind: the device.
         environment: this process's place.
 
@@ -69,7 +69,8 @@ def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessE
         device, _, name = part.rpartition(":")
         _check_backend(name, device or kind.name, environment)
     if backend == "mpi":
-        # By device also for the CPU: under its bare name torch makes the group without the store that gloo needs.
+        # With the device's name also for the CPU: with the plain name "mpi" torch makes the group without the store
+        # that gloo needs.
         return "cpu:mpi" if kind.name == "cpu" else f"cpu:mpi,{kind.name}:mpi"
     return f"cpu:gloo,{kind.name}:{backend}" if backend == kind.backend and kind.name != "cpu" else backend
 
@@ -109,12 +110,12 @@ class Groups:
     Args:
         default: torch's default group.
         control: a gloo group of the same ranks for control messages.
-        step: another one, for what the loops agree on at each step: a rank that makes a call alone, while the others
-            go on, must not meet them in messages of another kind.
-        owned: False where the user had made the default group before.
-        timeout: of every operation of the control group.
+        step: another gloo group, for agreements of the loop in each step. It is separate, so that a rank that alone
+            makes another call never meets these messages.
+        owned: whether instep made the default group; False if the user did.
+        timeout: time limit of every operation of the control group.
         hosts: the machine of each rank.
-        turns: numbers this rank's waits for everyone.
+        turns: counter of this rank's `wait_for_everyone` calls.
     """
 
     default: ProcessGroup
@@ -128,8 +129,8 @@ class Groups:
 
 _LETTING_GO_S = 0.05
 
-# One store per process: a group that is built again meets its peers under a new prefix, never under the addresses that
-# its predecessor left behind.
+# There is one store per process. A group that is built again meets its peers under a new prefix, and never under the
+# addresses that the previous group left behind.
 _store: Store | None = None
 _generation = 0
 
@@ -140,12 +141,12 @@ def exists() -> bool:
 
 
 def adopt(environment: ProcessEnvironment) -> tuple[str, Groups]:
-    """Use the default group that the user made; its backend and the groups. A collective of all its processes."""
+    """Use the default group that the user made; return its backend and the groups. Collective of all its processes."""
     return dist.get_backend(), _leave_in_the_end(_with_control_group(environment, None, owned=False))
 
 
 def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
-    """Make the job's process groups. A collective of all its processes.
+    """Make the job's process groups. Collective of all its processes.
 
     Args:
         environment: this process's place.
@@ -153,7 +154,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
         options: `timeout` of every operation, `pg_options` and `device_id`, for `init_process_group`.
 
     Raises:
-        SettingError: the address to meet at is not known.
+        SettingError: the address at which the processes meet is unknown.
     """
     timeout: timedelta | None = options.get("timeout")
     store = _next_store(environment, {} if timeout is None else {"timeout": timeout})
@@ -168,10 +169,10 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
 
 
 def check_existing(environment: ProcessEnvironment) -> None:
-    """Refuse a default group that is there already and contradicts the environment.
+    """Raise an error if a default group exists that contradicts the environment.
 
     Raises:
-        SettingError: the group has this process in another place.
+        SettingError: the group gives this process another rank or world size.
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
         raise SettingError(
@@ -182,17 +183,17 @@ def check_existing(environment: ProcessEnvironment) -> None:
 
 
 def leave(groups: Groups, abort: bool = False) -> None:
-    """End this process's part in the groups. Twice is once.
+    """Leave the groups. May be called twice.
 
     Args:
-        groups: what `join` returned. A default group that the user had made stays.
-        abort: drop what is still under way in the default group as well, and every other group, without waiting for
-            anybody: after an error, and at exit.
+        groups: groups that `join` returned. A default group that the user made stays.
+        abort: whether to abort pending operations of all groups, including the default one, without waiting. For use
+            after an error and at exit.
     """
     atexit.unregister(_leave_at_exit)
     if not is_current(groups):
         return
-    groups.control.abort()  # control messages nobody waits for any more
+    groups.control.abort()  # nobody waits for these control messages any more
     groups.step.abort()
     if not groups.owned:
         dist.destroy_process_group(groups.step)
@@ -209,7 +210,7 @@ def is_current(groups: Groups) -> bool:
 
 
 def _leave_in_the_end(groups: Groups) -> Groups:
-    # Here and not at import: a process that never joined a group has nothing to leave.
+    # Registered here and not at import, since a process that never joined a group has nothing to leave.
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit, groups)
     return groups
@@ -219,8 +220,8 @@ def _leave_at_exit(groups: Groups) -> None:
     if is_current(groups):
         record_end(groups.control)
     leave(groups, abort=True)
-    # gloo's threads give back the tensors of operations that have just ended, for which they need the interpreter; one
-    # that asks for it when the interpreter is being torn down ends the process with SIGABRT.
+    # Wait for gloo's threads, which free the tensors of operations that have just ended. They need the interpreter for
+    # it; if they ask for it during its shutdown, the process ends with SIGABRT.
     time.sleep(_LETTING_GO_S)
 
 
@@ -232,7 +233,7 @@ def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | No
     use_secret(secret_of_ranks(environment))
     control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
-    # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
+    # From now on no rank needs the store, so rank 0, which may host it, can end before the others.
     hosts = tuple(map(str, exchange(socket.gethostname(), control)))
     rank_records.note_hosts(hosts)
     return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
@@ -243,12 +244,12 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
     if _store is None:
         path = meeting_file()
         if path:
-            # -1 is no fixed number of ranks: with one the first ranks that end would remove the file.
+            # -1 means no fixed number of ranks; with a number, the first ranks that end would remove the file.
             _store = dist.FileStore(path, -1)
             _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
-    # On one node all ranks count the same restarts; torchrun's agents of several nodes do not, and ours agree.
+    # On one node all ranks count the same restarts. Agents of torchrun on several nodes do not; those of instep agree.
     job = read_job()
     attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart
     _generation += 1

@@ -1,8 +1,8 @@
-"""Diagnostics in torch's key-value store: before a collective each rank records which one it enters.
+"""Diagnostics in torch's key-value store: before a collective, each rank records which one it enters.
 
-Survivors read the records to name a missing rank without its help; they are behind a MAC made with the job's secret.
-The store is the one where the default group was made. Where that is a file, which grows with each record, they lie in
-a folder beside it.
+Other ranks read these records to name a missing rank without its help. Each record has a MAC made with the job's
+secret. The store is that of the default group. If that is a file, which would grow with each record, the records are in
+a folder next to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _LINGER = timedelta(seconds=5)
 _POLL_S = 0.02
-_AT_ONCE = 256  # records that one request asks a store for
+_AT_ONCE = 256  # records per request to a store
 
 ENDED_FILE = "INSTEP_ENDED_FILE"
 """Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
@@ -51,9 +51,9 @@ class RankRecords:
     Every method but `keep_store_alive` raises RuntimeError if the store is gone.
 
     Args:
-        kind: what is recorded; each kind has its own records.
-        group: whose records; those of another group are not seen.
-        kept: how many records of a rank are kept, its latest.
+        kind: kind of the records; kinds are separate.
+        group: group of the ranks; records of other groups are separate.
+        kept: how many of a rank's latest records are kept.
     """
 
     def __init__(self, kind: str, group: ProcessGroup, kept: int = 1) -> None:
@@ -62,20 +62,21 @@ class RankRecords:
         below: Any = store
         while isinstance(below, dist.PrefixStore):
             below = below.underlying_store
-        file_store: Any = dist.FileStore  # the stub of FileStore lacks the path
+        file_store: Any = dist.FileStore  # untyped, since the stub of FileStore lacks the path
         if isinstance(below, file_store):
-            mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this records
+            # the same name on all ranks, only for these records
+            mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()
             store = _Folder(Path(f"{below.path}.{kind}-{mine}"))
         self._store = store
         self._rank, self._world, self._kept = group.rank(), group.size(), kept
 
     def write(self, number: int, text: str) -> None:
-        """Leave this rank's record `number`."""
+        """Write this rank's record `number`."""
         key = f"{self._rank}/{number % self._kept}"
         self._store.set(key, job_secret().sign(f"{self._name}/{key}", [number, text]))
 
     def read(self, number: int, or_later: bool = False) -> dict[int, str]:
-        """Read the records `number` of the ranks that left one; with `or_later` also what has taken its place since."""
+        """Read record `number` of the ranks that have written it; with `or_later` also a later one in its place."""
         found: dict[int, str] = {}
         for first in range(0, self._world, _AT_ONCE):
             ranks = range(first, min(first + _AT_ONCE, self._world))
@@ -92,25 +93,26 @@ class RankRecords:
         return found
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        """Return the values of keys, None where there is none; in two requests where all are there."""
+        """Return the values of keys, None for a missing one. Two requests, if all keys exist."""
         if getattr(self._store, "has_extended_api", bool)() and self._store.check(keys):
             return self._store.multi_get(keys)
-        return [self._store.get(key) if self._store.check([key]) else None for key in keys]  # `get` would wait for it
+        # `get` would wait for a missing key
+        return [self._store.get(key) if self._store.check([key]) else None for key in keys]
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Wait until all these ranks have read the records `number`: rank 0, which may end now, may hold the store."""
+        """Wait until these ranks have read record `number`, since the store may end with rank 0, which may end now."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
         except RuntimeError:
-            pass  # they wait longer than this rank did, or are gone
+            pass  # the others wait longer than this rank, or are gone
 
 
 class _Folder:
-    """Folder with a file for each key, in place of a store for `RankRecords`.
+    """Folder with one file per key, in place of a store for `RankRecords`.
 
     Args:
-        path: where; made on first use.
+        path: the folder, which is created on first use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,11 +156,11 @@ def digest_of(text: str) -> int:
 SAY_AFTER_S = 30.0
 _LOOK_S = 0.5
 _WRITE_AFTER_S = 1.0
-_IDLE_S = 5.0  # then the thread ends, until there is a wait again
+_IDLE_S = 5.0  # time without a wait after which the watcher's thread ends
 _KNOWN_WITHIN_S = 1.0
 _LIBRARIES = (
     *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
-    contextlib.__file__,  # `with` blocks and decorators on the way
+    contextlib.__file__,  # frames of `with` blocks and decorators
 )
 _LEFT = "left"
 
@@ -168,16 +170,16 @@ _hosts: tuple[str, ...] = ()
 
 
 def note_hosts(hosts: tuple[str, ...]) -> None:
-    """Record the machines of the ranks, once the groups were made."""
+    """Record the machines of the ranks, once the groups exist."""
     global _hosts
     _hosts = hosts
 
 
 def finish(work: Any, within_s: float = float("inf")) -> bool:
-    """Wait for an operation that was started inside of `awaited`; False where it still goes on after so long.
+    """Wait for an operation that was started inside of `awaited`; return False if it has not ended in this time.
 
     Raises:
-        RuntimeError: it failed, or a rank has ended.
+        RuntimeError: the operation failed, or a rank has ended.
     """
     wait, begun = _open[threading.get_ident()], time.monotonic()
     while True:
@@ -185,7 +187,7 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            if work.is_completed():  # the work failed, or ended after the wait ran out: waiting again tells which
+            if work.is_completed():  # the work failed, or ended after the wait ran out; waiting again shows which
                 work.wait()
                 return True
             if wait.in_vain:
@@ -197,11 +199,11 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
 
 
 def ended_ranks() -> dict[int, str]:
-    """Read what the agent has seen of ranks that ended while others run, by rank; empty without instep's agent."""
+    """Read from the agent which ranks have ended while others run, and how; empty without instep's agent."""
     try:
         with open(os.environ[ENDED_FILE]) as file:
             codes = json.load(file)
-    except (KeyError, OSError, ValueError):  # no agent, or nobody has ended
+    except (KeyError, OSError, ValueError):  # there is no agent, or no rank has ended
         return {}
     return {
         int(rank): "has ended its program with success" if code == 0 else f"has ended with exit code {code}"
@@ -210,25 +212,26 @@ def ended_ranks() -> dict[int, str]:
 
 
 def record_end(group: ProcessGroup) -> None:
-    """Record at the end of the program that this rank has gone, for ranks that wait for it later. Never waits long."""
+    """Record at the program's end that this rank has ended, for ranks that wait for it later. Never waits long."""
     how = "has ended its program" + (" after an error" if hasattr(sys, "last_value") else "")
-    with suppress(RuntimeError):  # the store has gone with its process
+    with suppress(RuntimeError):  # the store has ended with its process
         RankRecords(_LEFT, group).write(0, how)
 
 
 class awaited:
-    """Surround a blocking collective.
+    """Context manager around a blocking collective.
 
-    A RuntimeError of torch's becomes a DistributedError that says who did not come. Within another one of its thread
-    it does nothing.
+    It turns a RuntimeError of torch into a DistributedError that names the missing ranks. Inside another `awaited` of
+    the same thread it does nothing.
 
     Args:
         group: the group.
-        operation: what the user called.
-        alone: it says itself who is missing, and what its errors mean; only a rank that has gone ends it.
+        operation: name of the user's call.
+        alone: whether the block reports missing ranks and explains its errors itself. Then only a rank that has ended
+            stops it.
 
     Attributes:
-        in_vain: a rank has ended that the wait is for.
+        in_vain: whether a rank for which the block waits has ended.
     """
 
     __slots__ = ("_alone", "_gone", "_inner", "_since", "_thread", "_told", "_written", "group", "in_vain", "operation")
@@ -265,7 +268,7 @@ class awaited:
         raise DistributedError(text) from error
 
     def check_age(self) -> None:
-        """Warn or act as the wait's age asks for; in the watcher's thread."""
+        """Warn or act, depending on how long the wait has lasted. Called in the watcher's thread."""
         age_s = time.monotonic() - self._since
         if age_s < _WRITE_AFTER_S:
             return
@@ -275,16 +278,16 @@ class awaited:
             if _open.get(self._thread) is not self:  # the wait ended while this was written
                 self._write("")
         before, self._gone = self._gone, bool(self.gone())
-        if before and self._gone:  # twice: what it has sent may still have been on its way
+        if before and self._gone:  # seen twice, since messages that the rank had sent may have been on their way before
             self.in_vain = True
         elif age_s > SAY_AFTER_S and not self._told and not self._alone:
             self._told = True
             said = self._text(f"has waited {age_s:.0f} s for the other ranks in {self._where()}, and goes on", {})
-            with suppress(OSError, ValueError):  # stderr is gone
+            with suppress(OSError, ValueError):  # stderr is closed
                 sys.stderr.write(clean(f"instep: {said}\n"))
 
     def gone(self) -> dict[int, str]:
-        """Find how ranks of the group have ended, by rank."""
+        """Return how ranks of the group have ended, by rank."""
         ranks = self._ranks()
         gone = {}
         with suppress(RuntimeError):
@@ -292,7 +295,7 @@ class awaited:
         return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
 
     def gone_by_now(self) -> dict[int, str]:
-        """Find the same after an error: a connection breaks a moment before it is known that the process has ended."""
+        """Return the same after an error, with a short wait, since a connection breaks before an end is recorded."""
         deadline = time.monotonic() + _KNOWN_WITHIN_S
         known = ended_ranks if ENDED_FILE in os.environ else self.gone  # the agent knows how a rank has ended
         while not known() and time.monotonic() < deadline:
@@ -308,7 +311,7 @@ class awaited:
         return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
-        with suppress(RuntimeError):  # the store is gone with its process; `_text` says so
+        with suppress(RuntimeError):  # the store is gone with its process, which `_text` says
             RankRecords("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:
@@ -333,24 +336,24 @@ class awaited:
 
 
 def call_site(frame: FrameType) -> tuple[str, int]:
-    """Find file and line of the innermost call that is neither instep's own nor torch's."""
+    """Return file and line of the innermost call that is neither in instep nor in torch."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a message: "rank 3", "ranks 0, 1"."""
+    """Format ranks for a message: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def describe_ended(gone: dict[int, str]) -> str:
-    """Return how ranks have ended, in a sentence for each; nothing where none has."""
+    """Describe how ranks have ended, in one sentence for each; "" if none has."""
     return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
 
 
 def wait_for_start(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has come to make the process group; the store is one where nobody has been before.
+    """Wait until every rank has come to make the process group. The store must be unused.
 
     Raises:
         DistributedError: a rank has ended, or did not come in time.

@@ -1,4 +1,4 @@
-"""The active run: which precision, plugin and accumulation hold right now.
+"""The active run: the precision, strategy and accumulation that hold at the moment.
 
 A Trainer pushes a run for fit, validate, test and predict and pops it at their end; an Accelerator holds one. The run
 on top is the active one. The loop writes `run.gradient`; everybody else reads it through `GradientState`.
@@ -16,17 +16,18 @@ MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 @dataclass(slots=True, eq=False)
 class GradientRecord:
-    """State of the loop's gradients, which the loop writes; read through `GradientState`.
+    """State of the loop's gradients. The loop writes it, and others read it through `GradientState`.
 
     Args:
-        num_steps: micro-batches of one accumulation window.
-        sync_gradients: the running micro-batch ends its window: gradients are reduced, the optimizer steps.
-        end_of_dataloader: the running micro-batch is the last of the active loader.
-        remainder: samples of the last global batch that are no padding; -1 where that is not known.
-        active_dataloader: the loader that is iterated now, the innermost one; None outside.
-        dataloader_references: all loaders that are iterated now, the outermost first.
-        adjust_scheduler: whether schedules are written in batches, so that one optimizer step moves them on by as
-            many batches as its window had; otherwise by one.
+        num_steps: micro-batches per accumulation window.
+        sync_gradients: whether the running micro-batch ends its window, so that gradients are reduced and the optimizer
+            steps.
+        end_of_dataloader: whether the running micro-batch is the last of the active loader.
+        remainder: number of samples in the last global batch without padding; -1 if unknown.
+        active_dataloader: innermost loader that is iterated now; None outside of loops.
+        dataloader_references: all loaders that are iterated now, outermost first.
+        adjust_scheduler: whether schedules count batches. Then an optimizer step advances them by the number of batches
+            in its window, otherwise by one.
         sync_with_dataloader: whether a window ends with its loader.
         is_xla_gradients_synced: whether XLA has reduced the gradients of this window.
     """
@@ -49,7 +50,7 @@ class Run:
         name: name of the run in errors, such as "Trainer.fit".
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         plugin: the strategy, with its settings.
-        num_steps: micro-batches of one accumulation window.
+        num_steps: micro-batches per accumulation window.
 
     Attributes:
         gradient: the record that the owner of the run writes.
@@ -96,10 +97,10 @@ def push_run(run: Run) -> Run:
 
 
 def pop_run(run: Run) -> None:
-    """End a run; the one that was active before it is active again.
+    """End a run. The run that was active before it is active again.
 
-    A run that is not on top (an Accelerator freed inside a fit) leaves the ones above it alone. A run that has ended
-    already stays ended.
+    A run that is not on top, such as an Accelerator that is freed inside a fit, does not affect the runs above it.
+    Ending a run twice does nothing.
 
     Args:
         run: the run that `push_run` returned.
@@ -115,7 +116,7 @@ def pop_run(run: Run) -> None:
 
 
 def active_run() -> Run | None:
-    """Return the run that was begun last and has not ended; None outside any run.
+    """Return the run that began last and has not ended; None outside of runs.
 
     Example:
         >>> active_run() is None

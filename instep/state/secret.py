@@ -1,8 +1,8 @@
-"""The job's secret: what ranks and agents of one job know and other users of their machines do not.
+"""The job's secret, which ranks and agents of one job know, and other users of their machines do not.
 
-Neither gloo nor a TCPStore asks who is there, so whoever reaches a port of a job may send it anything. What this
-package reads there itself carries a MAC (HMAC-SHA256) made with the secret, over the value and the place where it
-belongs: nothing is unpickled or believed that does not verify.
+Neither gloo nor a TCPStore authenticates, so whoever reaches a port of a job can send it anything. Every value that
+this package itself reads there has a MAC (HMAC-SHA256), made with the secret, over the value and the place where it
+belongs. A value that does not verify is not unpickled or used.
 
 | who starts the ranks                       | the secret                                                       |
 |--------------------------------------------|------------------------------------------------------------------|
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 JOB_SECRET = "INSTEP_JOB_SECRET"
 JOB_SECRET_FILE = "INSTEP_JOB_SECRET_FILE"
-TRUSTED_NETWORK = "none"  # instead of a secret
+TRUSTED_NETWORK = "none"  # value of the variable instead of a secret
 HOW_TO_GIVE = (
     f"make one by `openssl rand -hex 32` and set {JOB_SECRET} to it on every node, or {JOB_SECRET_FILE} to a file of "
     f"mode 0600 that holds it ({JOB_SECRET}={TRUSTED_NETWORK} says that nobody else reaches the job's network)"
@@ -49,25 +49,25 @@ _HEX = 2 * MAC_BYTES
 
 
 class Secret:
-    """A key for MACs; its text is shown nowhere.
+    """A key for MACs, which is never shown.
 
     Args:
-        key: empty for a network that is trusted: then a MAC is a checksum.
+        key: the key; empty for a trusted network, where a MAC is only a checksum.
     """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def text(self) -> str:
-        """Write the secret as a text for `parse`."""
+        """Return the secret as a text for `parse`."""
         return self._key.decode() or TRUSTED_NETWORK
 
     @staticmethod
     def parse(text: str, where: str) -> Secret:
-        """Read the secret that a variable or a file holds.
+        """Read the secret from the text of a variable or a file.
 
         Raises:
-            SettingError: it is too short to be one.
+            SettingError: the text is too short for a secret.
         """
         text = text.strip()
         if text == TRUSTED_NETWORK:
@@ -81,24 +81,24 @@ class Secret:
         return Secret(text.encode())
 
     def mac(self, place: str, data: bytes) -> bytes:
-        """Compute the MAC of bytes that belong in a place, such as a store's key or a rank's turn."""
+        """Compute the MAC of bytes that belong to a place, such as a key in a store or a rank's turn."""
         named = place.encode()
         return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
 
     def fits(self, mac: bytes, place: str, data: bytes) -> bool:
-        """Return whether bytes were written for this place by somebody who knows the secret."""
+        """Return True if bytes were written for this place by somebody who knows the secret."""
         return hmac.compare_digest(mac, self.mac(place, data))
 
     def sign(self, place: str, value: Any) -> str:
-        """Put a JSON value for a store behind its MAC."""
+        """Return a JSON value for a store, with its MAC in front."""
         text = json.dumps(value)
         return self.mac(place, text.encode()).hex() + text
 
     def verify(self, place: str, signed: bytes) -> Any:
-        """Check and read a value that `sign` was given.
+        """Check a result of `sign`, and return its value.
 
         Raises:
-            DistributedError: it was signed with another secret, for another place, or not at all.
+            DistributedError: the value was signed with another secret, for another place, or not at all.
         """
         mac, text = signed[:_HEX], signed[_HEX:_MOST_BYTES]
         if len(signed) > _MOST_BYTES or not hmac.compare_digest(mac, self.mac(place, text).hex().encode()):
@@ -107,7 +107,7 @@ class Secret:
 
 
 def not_ours(what: str) -> DistributedError:
-    """Make the error for a message that was not signed with this job's secret."""
+    """Return the error for a message that was not signed with this job's secret."""
     return DistributedError(
         f"{what} was not signed with this job's secret, and is not read. Either the secret differs between the nodes: "
         f"{HOW_TO_GIVE}; or a stranger has written to a port of the job: run it where others cannot reach its ports."
@@ -115,14 +115,14 @@ def not_ours(what: str) -> DistributedError:
 
 
 def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLike[str] | None = None) -> Secret | None:
-    """Read the secret that the user gives; None where there is none.
+    """Read the secret that the user has set; None if there is none.
 
     Args:
         environ: the variables; `os.environ` by default.
-        file: comes before them.
+        file: file of the secret, which takes precedence over the variables.
 
     Raises:
-        SettingError: it is too short, or others can read the file.
+        SettingError: the secret is too short, or others can read the file.
     """
     environ = os.environ if environ is None else environ
     path = file or environ.get(JOB_SECRET_FILE)
@@ -138,20 +138,20 @@ def make_secret() -> Secret:
 
 
 def write_secret(path: Path, secret: Secret) -> None:
-    """Write a secret into a new file that this user alone can read."""
+    """Write a secret into a new file that only this user can read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret.text())
 
 
 def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] | None = None) -> Secret:
-    """Find the secret of a job of several ranks, as the table above says.
+    """Return the secret of a job of several ranks, by the table above.
 
     Args:
         environment: this rank's place.
         environ: the variables; `os.environ` by default.
 
     Raises:
-        SettingError: the given one is unfit, or the private folder is not private.
+        SettingError: the secret that was set is unfit, or the private folder is not private.
     """
     environ = os.environ if environ is None else environ
     given = given_secret(environ)
@@ -165,14 +165,18 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
-    """Return whether all ranks surely share a machine; all come to the same answer."""
-    # Who sets RANK and WORLD_SIZE alone may do so on several machines, each with an address of its own for the first.
+    """Return True if all ranks certainly share a machine. All ranks get the same answer."""
+    # A script that sets only RANK and WORLD_SIZE may run on several machines, where each has another address of the
+    # first.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
     return environment.num_nodes == 1 and not by_hand
 
 
 def _secret_of_user(environ: Mapping[str, str]) -> Secret:
-    """Read the secret that all processes of this user share on this machine; the first to need it makes it."""
+    """Read the secret that all processes of this user share on this machine.
+
+    The first process that needs it makes it.
+    """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     inside = os.path.isdir(runtime) and os.access(runtime, os.W_OK)
     folder = Path(runtime, "instep") if inside else Path(tempfile.gettempdir(), f"instep-{os.geteuid()}")
@@ -207,11 +211,11 @@ _of_this_job = Secret(b"")
 
 
 def use_secret(secret: Secret) -> None:
-    """Set the secret that signs this rank's messages from now on."""
+    """Set the secret with which this rank signs messages from now on."""
     global _of_this_job
     _of_this_job = secret
 
 
 def job_secret() -> Secret:
-    """Return the secret that this rank's messages are signed with."""
+    """Return the secret with which this rank signs messages."""
     return _of_this_job

@@ -10,20 +10,21 @@ from instep.state.runs import MIXED_PRECISIONS, GradientRecord, Run, active_run
 
 
 class AcceleratorState(PartialState):
-    """The process state, and how the active run computes.
+    """The process state, and the precision and strategy of the active run.
 
-    It is a view: a Trainer sets what is seen here for the time of its fit, validate, test or predict, an Accelerator
-    for its life. So two of them in one program never disturb each other.
+    It is a view: a Trainer sets the values for the time of its fit, validate, test or predict, an Accelerator for its
+    lifetime. So two of them in one program never disturb each other.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8": an error if the active run has another. Left out: asks nothing.
-        cpu: as for `PartialState`.
-        debug: as for `PartialState`.
-        **init_process_group_kwargs: as for `PartialState`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8": raises an error if the active run has another value. None is not
+            compared.
+        cpu: as in `PartialState`.
+        debug: as in `PartialState`.
+        **init_process_group_kwargs: as in `PartialState`.
 
     Raises:
         SettingError: an argument is wrong.
-        StateError: something else is held than is asked for, or there is no active run to ask about.
+        StateError: the state has other values, or there is no active run to compare with.
 
     Example:
         >>> AcceleratorState().initialized  # outside any run
@@ -39,7 +40,7 @@ class AcceleratorState(PartialState):
         debug: bool | None = None,
         **init_process_group_kwargs: Any,
     ) -> None:
-        # First: what raises here must not have built the process state.
+        # First, since an error here must not leave a process state behind.
         if mixed_precision is not None:
             if mixed_precision not in MIXED_PRECISIONS:
                 raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
@@ -53,7 +54,7 @@ class AcceleratorState(PartialState):
 
     @property
     def initialized(self) -> bool:
-        """Whether there is an active run in a process whose state holds."""
+        """Whether the process state is set and a run is active."""
         return active_run() is not None and super().initialized
 
     @property
@@ -68,7 +69,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """Strategy of the active run if it is DeepSpeed's, else None: an Accelerator has no DeepSpeed."""
+        """Strategy of the active run if it is DeepSpeed's, else None. An Accelerator has no DeepSpeed."""
         plugin = _run().plugin
         return plugin if getattr(plugin, "name", "") == "deepspeed" else None
 
@@ -80,8 +81,8 @@ class AcceleratorState(PartialState):
 class GradientState:
     """Position of the active run in its accumulation window and its loader.
 
-    A view that everybody can read and only the run's loop can write. Outside any run it says what holds there: every
-    backward is its own window, no loader is active.
+    Everybody can read this view; only the loop of the run writes the values. Outside of runs it shows that every
+    backward is its own window and that no loader is active.
 
     Example:
         >>> GradientState().sync_gradients
@@ -105,7 +106,7 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of one window."""
+        """Micro-batches per window."""
         return _gradient().num_steps
 
     @property
@@ -115,17 +116,17 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the last global batch that are no padding; -1 where that is not known."""
+        """Number of samples in the last global batch without padding; -1 if unknown."""
         return _gradient().remainder
 
     @property
     def active_dataloader(self) -> Any:
-        """The innermost loader that is iterated now; None outside."""
+        """Innermost loader that is iterated now; None outside of loops."""
         return _gradient().active_dataloader
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """All loaders that are iterated now, the outermost first: a copy."""
+        """All loaders that are iterated now, outermost first. A copy of the list."""
         return list(_gradient().dataloader_references)
 
     @property
@@ -135,7 +136,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether one optimizer step moves a schedule on by all the batches of its window, and not by one."""
+        """Whether one optimizer step advances a schedule by all the batches of its window, and not by one."""
         return _gradient().adjust_scheduler
 
     @property

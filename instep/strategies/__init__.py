@@ -1,7 +1,7 @@
 """Strategies: how a module is spread over processes and devices.
 
-A strategy's class is loaded when it is first used: most programs need one of them. README.md in this folder lists the
-files in reading order, the invariants, and what can fail.
+Each strategy's class is imported when it is first used, since most programs need only one. README.md in this folder
+lists the files in reading order, the invariants, and what can fail.
 """
 
 from typing import TYPE_CHECKING

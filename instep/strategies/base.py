@@ -28,14 +28,15 @@ _SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
 class Strategy:
     """Strategy that spreads a module over processes and devices, runs its steps, and saves and loads its state.
 
-    The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer
-    never asks which strategy it has. In this order: `check_world_size`, `connect`, `model_context` around the module's
-    `configure_model`, `prepare_module`, `load_model_state`, the module's `configure_optimizers`, `prepare_training`,
-    `load_optimizer_state`, the steps, `teardown`.
+    The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer never
+    asks which strategy it has. The methods are called in this order: `check_world_size`, `connect`, `model_context`
+    around the module's `configure_model`, `prepare_module`, `load_model_state`, the module's `configure_optimizers`,
+    `prepare_training`, `load_optimizer_state`, the steps, `teardown`.
 
-    One that cuts the weights up does so in `prepare_module`, sets `sharded` and says in `local_shards` what each rank
-    writes; one whose ranks share their data sets `data_rank`, `data_world_size` and `contributes` in `connect`. What
-    happens to gradients between a backward and the optimizer's step is done by `gradients`, of class `gradients_class`.
+    A strategy that shards weights does so in `prepare_module`, sets `sharded`, and returns from `local_shards` what
+    each rank writes. A strategy whose ranks share their data sets `data_rank`, `data_world_size` and `contributes` in
+    `connect`. The attribute `gradients`, an object of `gradients_class`, handles gradients between a backward and the
+    optimizer's step.
 
     Example:
         A whole strategy: replicas that average their gradients once per optimizer step, before these are clipped::
@@ -129,24 +130,27 @@ class Strategy:
         return state.num_processes // state.num_nodes
 
     def _refused(self, why: str) -> SettingError:
-        """Make the error for a run that this strategy does not support; `why` continues the sentence after its name."""
+        """Return the error for a run that this strategy does not support.
+
+        `why` continues the sentence after its name.
+        """
         return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)
 
     _constructed: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is one that no run has used: it must not drag devices, modules and process groups along.
+        # A copy is like a new strategy: it must not keep devices, modules and process groups of a run.
         return self.__dict__ if self._constructed is None else self._constructed
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device; `device` by Lightning's name."""
+        """Device of this rank; Lightning's name for `device`."""
         return self.device
 
     # ---- life
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise a `SettingError` when this strategy cannot run with so many processes."""
+        """Raise a `SettingError` if this strategy cannot run with this number of processes."""
         if world_size > 1 and not self.multi_process:
             raise self._refused(
                 f"runs in one process, and this run has {world_size}. Use strategy='ddp' or devices=1. A class of your "
@@ -159,11 +163,11 @@ class Strategy:
         return type(self) is Strategy
 
     def connect(self, device: torch.device, precision: Precision) -> None:
-        """Take the run's device and precision; called once per run, before the module exists on its device."""
+        """Set the run's device and precision. Called once per run, before the module is on its device."""
         if device.type == "xla" and not self.runs_on_xla:
             raise self._refused("does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.")
         if self._constructed is None:
-            # Only what a run may fill: a process group or a lock of a user's strategy cannot be copied.
+            # Only containers are copied, since a run may fill them; a user's process group or lock cannot be copied.
             self._constructed = {
                 name: copy(value) if isinstance(value, dict | list | set) else value
                 for name, value in self.__dict__.items()
@@ -175,10 +179,12 @@ class Strategy:
         self.data_rank, self.data_world_size = process.process_index, process.num_processes
 
     def separate_random_streams(self, seed: int) -> None:
-        """Make ranks with other data draw other random numbers (dropout masks); the first rank keeps the user's stream.
+        """Let ranks with different data draw different random numbers (such as dropout masks).
+
+        Rank 0 keeps the user's stream.
 
         Args:
-            seed: the run's, alike on all ranks.
+            seed: seed of the run, the same on all ranks.
         """
         if self.data_rank:
             own = derive_seed(seed, "rank", self.data_rank)
@@ -186,13 +192,13 @@ class Strategy:
                 seed_process(own)
 
     def model_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which large modules are built, in `configure_model`: on the meta device, for instance."""
+        """Return a context in which `configure_model` builds large modules, for instance on the meta device."""
         return nullcontext()
 
     def prepare_module(self, module: nn.Module) -> None:
         """Move the module to its device and dtype, and divide it here if that changes its parameters.
 
-        The optimizers are made after this, and weights of a checkpoint are loaded.
+        After this call, the optimizers are made and weights of a checkpoint are loaded.
         """
         from instep.strategies.materialize import materialize_module  # late: importing the Trainer need not load it
 
@@ -202,10 +208,10 @@ class Strategy:
         module.to(self.device)
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Spread the placed module; called before the first training step and after weights were loaded.
+        """Spread the prepared module over the processes. Called before the first step and after weights were loaded.
 
         Args:
-            module: what `prepare_module` got.
+            module: module that `prepare_module` got.
             optimizers: the optimizers over its parameters; empty for evaluation.
         """
         from instep.strategies.materialize import check_offloaded
@@ -215,25 +221,26 @@ class Strategy:
     def changing_trainable(self) -> AbstractContextManager[Any]:
         """Return a context in which hooks may freeze and unfreeze parameters, and add groups to the optimizers.
 
-        The Trainer enters it between steps: around `on_fit_start` and `on_train_epoch_start`. What a strategy has built
-        on the parameters that require gradients, it builds anew at the end of the context. Collective.
+        The Trainer enters it between steps, around `on_fit_start` and `on_train_epoch_start`. At the end of the
+        context, the strategy rebuilds everything that depends on which parameters require gradients. Collective.
         """
         return nullcontext()
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        """Spread a placed module for a handwritten loop, which calls what this returns instead of the module.
+        """Spread a prepared module for a handwritten loop, which then calls the returned module.
 
         Args:
-            module: on its device already. A strategy spreads one module; copy it for more.
+            module: module that is already on its device. A strategy spreads only one module; copy the strategy for
+                more.
             optimizers: the optimizers over its parameters.
 
         Returns:
-            What to call; the module itself where nothing has to be added to its forward.
+            The module to call: the same module if nothing has to be added to its forward.
         """
         return module
 
     def wrap_evaluated(self, module: nn.Module) -> nn.Module:
-        """Make a placed module ready for a handwritten loop that does not train it, and return what to call."""
+        """Prepare a module for a handwritten loop that only evaluates it, and return the module to call."""
         self.prepare_training(module, ())
         return module
 
@@ -242,16 +249,16 @@ class Strategy:
         return wrapped
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
-        """Put the parameters that `prepare_module` made into an optimizer that was made before."""
+        """Put the parameters that `prepare_module` made into an optimizer that was made earlier."""
         for group in optimizer.param_groups:
             group["params"] = [self._exchanged.get(parameter, parameter) for parameter in group["params"]]
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the module's parameters as optimizers have them."""
+        """Return the module's parameters in the form that optimizers have."""
         return self.module.parameters()
 
     def join(self) -> AbstractContextManager[Any]:
-        """Return a context in which ranks without a batch wait for the others, in a handwritten loop, after `wrap`."""
+        """Return a context in which ranks without a batch wait for the others. For a handwritten loop, after `wrap`."""
         if PartialState().num_processes > 1:
             raise UsageError(
                 f"ranks that have no batch left cannot wait for the others under strategy={self.name!r}, whose steps "
@@ -260,28 +267,30 @@ class Strategy:
         return nullcontext()
 
     def average_replicas(self) -> None:
-        """Give all ranks the first one's buffers, and replicas that were trained apart their mean. Collective.
+        """Copy rank 0's buffers to all ranks, and average replicas that were trained apart. Collective.
 
-        Called before validation and when training ends. Without it the metrics of a validation would depend on what
-        each rank's BatchNorm layers saw since the last resume, of which a checkpoint has the first rank's.
+        Called before validation and when training ends. Without it, the metrics of a validation would depend on the
+        buffers of each rank's BatchNorm layers, of which a checkpoint holds only rank 0's.
         """
         if PartialState().num_processes > 1:
             state = self.module.state_dict(keep_vars=True)
             with torch.no_grad():
                 for name, _ in self.module.named_buffers():
                     buffer = state.get(name)
-                    if type(buffer) is Tensor:  # the buffer is no part of one that is spread over ranks
+                    if type(buffer) is Tensor:  # skips buffers that are sharded over ranks
                         buffer.copy_(broadcast(buffer))
 
     def teardown(self) -> None:
-        """Release what `prepare_training` and `wrap` have allocated. May be called twice, and after an error."""
+        """Release resources of `prepare_training` and `wrap`. May be called twice, and after an error."""
 
     # ---- the step
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """Return the callable that runs a step method, found once by the loop; in one process the bound method itself.
+        """Return the callable that runs a step method. The loop calls this once.
 
-        Calling the method directly would miss what the strategy adds to it.
+        With one process it is the bound method.
+
+        A direct call of the method would skip what the strategy adds to it.
 
         Args:
             name: `training_step`, `validation_step`, `test_step` or `predict_step`.
@@ -289,19 +298,19 @@ class Strategy:
         return getattr(self.module, name)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backpropagate, scaled where the precision scales gradients.
+        """Backpropagate the loss, scaled if the precision scales gradients.
 
         Args:
             loss: 0-dim floating tensor.
-            args: passed to `Tensor.backward`, as are `kwargs`.
+            args: passed to `Tensor.backward`, together with `kwargs`.
         """
         self.gradients.scale(loss).backward(*args, **kwargs)
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Prepare a backward of manual optimization, whose loss is not returned by the step."""
+        """Prepare a backward of manual optimization. Its loss is not the return value of the step."""
 
     def abandon_step(self) -> None:
-        """Abandon a step that an error, on this rank or another, has left in the middle; its gradients are lost.
+        """Abandon a step that was interrupted by an error on any rank. Its gradients are lost.
 
         `prepare_training` must follow before the next step.
         """
@@ -313,40 +322,40 @@ class Strategy:
     # ---- state
 
     def model_state(self) -> dict[str, Any]:
-        """Return this rank's part of the module's `state_dict()`: tensors, or what `local_shards` knows. Collective."""
+        """Return this rank's part of the module's `state_dict()`: tensors, or values for `local_shards`. Collective."""
         return self.module.state_dict()
 
     def model_shapes(self) -> Mapping[str, torch.Size | None]:
-        """Return the shape of every entry of the whole module's `state_dict()`, also of those that other ranks hold.
+        """Return the shape of every entry in the whole module's `state_dict()`, also of entries on other ranks.
 
         Returns:
-            Name -> the whole tensor's shape; None for what is no tensor, or has no shape yet.
+            Name -> the whole tensor's shape; None for other values, and for tensors without a shape yet.
         """
         return shapes_of(self.module)
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load the whole module's state, of which this rank takes its part. Collective.
+        """Load the whole module's state; each rank loads its part. Collective.
 
         Args:
-            state: name -> `Tensor` or `StoredTensor`, the whole one; every rank passes the same names. Other values
+            state: name -> whole tensor, as `Tensor` or `StoredTensor`. Every rank passes the same names. Other values
                 are those of `get_extra_state`.
             strict: whether a missing or unexpected name is an error.
         """
         return self.module.load_state_dict({name: whole(value) for name, value in state.items()}, strict=strict)
 
     def local_weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter and buffer of the module's `state_dict()`, to be read or written.
+        """Return this rank's part of each parameter and buffer in the module's `state_dict()`, to read or write it.
 
-        What is written into one in place changes the module, once all ranks have called `sync_local_weights`. Local.
+        Values written in place into a part change the module, once all ranks have called `sync_local_weights`. Local.
         """
         state = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def sync_local_weights(self) -> None:
-        """Make the next forward use the values written into `local_weights`. Collective."""
+        """Make the next forward use the values that were written into `local_weights`. Collective."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return what `model_state` would if `local_weights` had other values. Collective.
+        """Return the result of `model_state` as if `local_weights` had other values. Collective.
 
         Args:
             held: the other values, by the names of `local_weights`.
@@ -357,66 +366,66 @@ class Strategy:
         """Return the part of a whole tensor that this rank would have in `local_weights`. Local.
 
         Args:
-            name: its name there.
-            value: `Tensor` or `StoredTensor`.
+            name: name of the tensor in `local_weights`.
+            value: the whole tensor, as `Tensor` or `StoredTensor`.
         """
         return whole(value)
 
     def full_model_state(self) -> dict[str, Any]:
-        """Return the whole module's `state_dict()` as plain tensors, on the first rank; empty elsewhere. Collective."""
+        """Return the whole module's `state_dict()` as plain tensors on rank 0, and {} on other ranks. Collective."""
         return self.model_state() if PartialState().is_main_process else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's state: the tree of `utils/optimizer_state.py`. Collective."""
+        """Return this rank's part of an optimizer's state, as a tree of `utils/optimizer_state.py`. Collective."""
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
-        """Load a whole optimizer's state, of which this rank takes its part. Collective.
+        """Load a whole optimizer's state; each rank loads its part. Collective.
 
         Args:
-            optimizer: freshly made.
-            tree: its tensors are whole ones, `Tensor` or `StoredTensor`.
-            strict: False to load what fits.
+            optimizer: a new optimizer.
+            tree: state with whole tensors, as `Tensor` or `StoredTensor`.
+            strict: whether everything must fit; False loads what fits.
 
         Returns:
-            What was left out, for people.
+            Texts that say what was left out.
         """
         return load_optimizer_state(self.module, optimizer, map_leaves(whole, tree), strict)
 
     def holds_all(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether this rank holds the whole state and can return it without other ranks. Local."""
+        """Return True if this rank holds the whole state and can return it without other ranks. Local."""
         return False
 
     def local_shards(self, tree: Any) -> Any:
         """Return the shards of a state that this rank writes. Local.
 
         Args:
-            tree: what `model_state` or `optimizer_state` returned, or a container of such.
+            tree: result of `model_state` or `optimizer_state`, or a container of such results.
 
         Returns:
             The same state with plain tensors and `Shard` objects, without the tensors that another rank writes; None to
-            write nothing. Over all ranks, each element of each tensor is there once.
+            write nothing. All ranks together return each element of each tensor exactly once.
         """
         return tree if PartialState().is_main_process else None
 
     def rank_state(self) -> dict[str, Any]:
-        """Return state of this rank that others lack, which a checkpoint keeps for each rank."""
+        """Return state that only this rank has, which a checkpoint keeps for each rank."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Load the state of `rank_state` before the first step, after everything else was loaded.
+        """Load the result of `rank_state`, before the first step and after everything else is loaded.
 
         Args:
-            state: this rank's, or, in a run on another number of ranks, the first one's.
-            own: whether it is this rank's.
+            state: state of this rank; in a run with another number of ranks, that of rank 0.
+            own: whether the state is this rank's.
         """
 
 
 def check_cuttable(module: nn.Module, strategy: Strategy) -> None:
-    """Refuse a quantized module under a strategy that divides weights.
+    """Raise an error for a quantized module under a strategy that shards weights.
 
     Raises:
-        SettingError: as above.
+        SettingError: the module has quantized weights, and the strategy shards.
     """
     if strategy.whole_parameters:
         return
@@ -440,10 +449,10 @@ def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
 
 
 def check_sync_batchnorm(device_type: str) -> None:
-    """Refuse a kind of device on which torch has no SyncBatchNorm.
+    """Raise an error for a kind of device without SyncBatchNorm in torch.
 
     Raises:
-        SettingError: it is one.
+        SettingError: torch has no SyncBatchNorm for this kind.
     """
     if device_type not in _SYNC_BATCHNORM_DEVICES:
         raise SettingError(
@@ -456,14 +465,14 @@ def check_sync_batchnorm(device_type: str) -> None:
 
 
 def sync_batchnorm(module: nn.Module, device: torch.device, group: Any = None) -> None:
-    """Make every BatchNorm layer of a module a SyncBatchNorm, in place; nothing with one process.
+    """Convert every BatchNorm layer of a module to SyncBatchNorm, in place. Do nothing with one process.
 
-    Names, parameters and running statistics stay.
+    Names, parameters and running statistics stay the same.
 
     Args:
-        module: not a BatchNorm itself.
-        device: where it trains.
-        group: the process group of the ranks whose batches are parts of one; None for all.
+        module: module that is not a BatchNorm itself.
+        device: device that the module is trained on.
+        group: process group of the ranks that compute the statistics together; None for all ranks.
 
     Raises:
         SettingError: the device has no SyncBatchNorm.

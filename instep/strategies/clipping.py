@@ -1,8 +1,8 @@
-"""Gradient clipping where parameters lie on several meshes, or on none.
+"""Gradient clipping for parameters on several meshes, or on none.
 
-torch's `clip_grad_norm_` stacks the norms of all gradients, which it cannot do when some are plain tensors and others
-are spread over different meshes. Here each rank adds up what it holds, and each sum is reduced over just the groups
-of ranks that its gradients are sharded over; so every element counts once.
+torch's `clip_grad_norm_` stacks the norms of all gradients. This fails if some are plain tensors and others are sharded
+over different meshes. Here each rank sums over its own shards, and each sum is reduced only over the groups of ranks
+that hold the other shards. So every element counts once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def clip_norm_(
     """Scale gradients in place so that their norm, taken over all of them together, is at most `max_norm`. Collective.
 
     Args:
-        parameters: those whose gradients are meant: DTensors of any meshes and plain tensors that are alike on all
-            ranks. Every rank passes its part of the same list, in the same order.
+        parameters: parameters whose gradients are clipped: DTensors of any meshes, and plain tensors that are the same
+            on all ranks. Every rank passes its part of the same list, in the same order.
         max_norm: the largest norm.
-        norm_type: 2.0, `inf`, or another p.
+        norm_type: order p of the norm, such as 2.0 or `inf`.
         groups: groups of ranks that hold different parameters, such as the stages of a pipeline.
         skip: parameters that are scaled but not counted, because another rank of `groups` counts them.
 
     Returns:
-        The norm before, a 0-dim plain tensor, the same on all ranks.
+        The norm before scaling: a 0-dim plain tensor, the same on all ranks.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -56,7 +56,7 @@ def clip_value_(parameters: Iterable[Tensor], value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        parameters: as for `clip_norm_`.
+        parameters: as in `clip_norm_`.
         value: the largest absolute value.
     """
     for gradients in _gradients(parameters).values():
@@ -73,7 +73,7 @@ def total_norm(
 ) -> Tensor:
     """Compute the norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
     skipped = {id(p) for p in skip}
-    # Gradients, by the groups of ranks that have the rest of them.
+    # Gradients by the groups of ranks that hold their other shards.
     pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}
     device: torch.device | None = None
     dtype = torch.float32  # the sums have at least this precision
@@ -81,7 +81,7 @@ def total_norm(
         dtype = torch.promote_types(dtype, parameter.dtype)
         gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
-        here = pending.setdefault(spread, [])  # also if there is no gradient: ranks must not differ in what they reduce
+        here = pending.setdefault(spread, [])  # also without a gradient, since all ranks must reduce the same sums
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
@@ -104,11 +104,11 @@ def total_norm(
 
 
 def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Compute the norm of each parameter's gradient, whole over the ranks that it is sharded over. Collective.
+    """Compute the norm of each parameter's whole gradient, over the ranks that hold its shards. Collective.
 
     Args:
-        parameters: each has a gradient; every rank passes its part of the same list, in the same order.
-        norm_type: 2.0, `inf`, or another p.
+        parameters: parameters that all have gradients. Every rank passes its part of the same list, in the same order.
+        norm_type: order p of the norm, such as 2.0 or `inf`.
 
     Returns:
         One float32 norm per parameter, on the device; no host waits for it.
@@ -131,8 +131,8 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
     """Combine one value per parameter over the ranks that hold its shards, as parts of a norm. Collective.
 
     Args:
-        values: a row, or one value, for each parameter; with `norm_type` 1.0 they are added up.
-        parameters: which say who has the other parts.
+        values: one value or one row for each parameter. With `norm_type` 1.0 they are summed.
+        parameters: parameters whose meshes show which ranks hold the other shards.
         norm_type: as in `each_norm`.
     """
     spreads: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
@@ -153,7 +153,7 @@ def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, divided like the parameter: tensor parallelism leaves partial sums. Collective."""
+    """Return a parameter's gradient, sharded like the parameter. Tensor parallelism leaves partial sums. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -173,13 +173,13 @@ def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
-    # The local tensor itself: to_local() is recorded by autograd.
+    """Return this rank's shard of a DTensor; return any other tensor unchanged."""
+    # The attribute, since autograd would record to_local().
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _collective_device(parameter: Tensor) -> torch.device:
-    """Return the device of collectives, which differs from that of offloaded parameters."""
+    """Return the device for collectives, which differs from the device of offloaded parameters."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:
         return parameter.device

@@ -20,7 +20,7 @@ Hook = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CommHook:
-    """A way to send gradients; every option is checked here.
+    """A way to communicate gradients. Every option is checked in the constructor.
 
     Args:
         name: one of `COMM_HOOKS`.
@@ -58,8 +58,8 @@ class CommHook:
             self._power_state()
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Register the hook in a DDP; "post_local_sgd" is registered by its owner."""
-        # Late: few runs compress their gradients.
+        """Register the hook in a DDP. The hook "post_local_sgd" is registered by `PostLocalSGD`."""
+        # Imported late, since few runs compress their gradients.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         if self.name in ("fp16", "bf16"):
@@ -88,12 +88,12 @@ class CommHook:
 
 
 def _under_own_name(hook: Hook) -> Hook:
-    """Hide a hook's name from DDP, which refuses torch's bfloat16 hooks if there is no NCCL.
+    """Give a hook another name, since DDP refuses torch's bfloat16 hooks without NCCL.
 
-    gloo sums bfloat16 as well.
+    gloo can sum bfloat16 too.
     """
 
-    def travel(state, bucket):  # no annotations: torch compares them with classes, and here they are texts
+    def travel(state, bucket):  # without annotations: torch compares them with classes, and in this file they are texts
         return hook(state, bucket)
 
     return travel
@@ -102,12 +102,12 @@ def _under_own_name(hook: Hook) -> Hook:
 def _one_bucket_at_a_time(hook: Hook) -> Hook:
     """Keep the messages of a hook in the same order on all ranks, for gloo.
 
-    PowerSGD sends more from the callbacks of what it sent, and gloo runs those in several threads: with two buckets
-    under way ranks pair messages of different buckets, and crash.
+    PowerSGD sends further messages from the callbacks of its messages, and gloo runs these callbacks in several
+    threads. With two buckets at the same time, ranks would pair messages of different buckets and crash.
     """
 
     @wraps(hook)
-    def waiting(state, bucket):  # no annotations: torch compares them with classes
+    def waiting(state, bucket):  # without annotations, which torch compares with classes
         future = hook(state, bucket)
         future.wait()
         return future

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group has a part of every sequence, and attention sees all of it.
 
-Before an attention the ranks exchange parts of the sequence for heads, so that each computes some heads over the whole
-sequence; after it they exchange back. The result is that of one process, whatever mask there is, and so are the
-gradients. torch's own ring attention, for GPUs, keeps the heads together and passes keys and values round instead.
+Before an attention, the ranks exchange their parts of the sequence for heads, so that each rank computes some heads
+over the whole sequence. After it they exchange back. With any mask, results and gradients are those of one process.
+torch's own ring attention, for GPUs, keeps the heads together and passes keys and values around instead.
 
 Source: Jacobs et al., DeepSpeed Ulysses, 2023 (https://arxiv.org/abs/2309.14509); Liu, Zaharia, Abbeel: Ring Attention
 with Blockwise Transformers, 2023 (https://arxiv.org/abs/2310.01889), as built in torch.
@@ -31,11 +31,11 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
     """Return the positions of this rank's tokens in their sequence, in place of `torch.arange`.
 
     Args:
-        length: of the part of the sequence that the model was given.
-        device: where the result goes.
+        length: length of the part of the sequence that the model got.
+        device: device of the result.
 
     Returns:
-        int64 of shape (length,): 0 to length - 1 but in a step under context parallelism.
+        int64 tensor of shape (length,). Outside of context parallelism it is 0 to length - 1.
 
     Example:
         >>> sequence_positions(3)
@@ -50,7 +50,7 @@ class ContextParallel:
     """Attention over sequences that are divided among ranks: parts of sequences are exchanged for heads.
 
     Args:
-        mesh: 1-dim, of the ranks that share their sequences, in the order of the parts.
+        mesh: 1-dim mesh of the ranks that share their sequences, in the order of the parts.
     """
 
     pieces_per_rank = 1
@@ -66,9 +66,9 @@ class ContextParallel:
         """Return this rank's part of a batch.
 
         Args:
-            batch: nested tensors, alike on all ranks of the group.
-            dims: the dimension that is the sequence, of every tensor that has so many; or the dimension by key or
-                index of the batch, where only those are cut.
+            batch: nested tensors, the same on all ranks of the group.
+            dims: number of the sequence's dimension, for every tensor that has this dimension; or a dict from keys or
+                indices of the batch to the dimension, so that only those are split.
         """
         if not isinstance(dims, Mapping):
             return map_leaves(
@@ -99,12 +99,12 @@ class ContextParallel:
     def step(
         self, step: Callable[..., Any], dims: int | Mapping[Any, int], everywhere: bool = True
     ) -> Callable[..., Any]:
-        """Wrap a step so that it gets this rank's part of the batch, and its attention sees all of the sequence.
+        """Wrap a step, so that it gets this rank's part of the batch and its attention sees the whole sequence.
 
         Args:
             step: the step.
             dims: as in `split`.
-            everywhere: whether every rank must come upon an attention; a stage of a pipeline may have none.
+            everywhere: whether every rank must run an attention; a stage of a pipeline may have none.
         """
 
         def run(batch: Any, *args: Any) -> Any:
@@ -123,13 +123,13 @@ class ContextParallel:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Let attention see the whole sequence: in a step, and in a backward that repeats parts of it."""
+        """Let attention see the whole sequence, in a step, and in a backward that recomputes parts of it."""
         global _active
-        if _active is not None:  # called by a backward within a step
+        if _active is not None:  # a backward within a step has entered again
             yield
             return
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layers of torch would not use this attention
+        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers would bypass this attention
         _active = self
         try:
             with self._patched():
@@ -143,7 +143,7 @@ class ContextParallel:
 
     @contextmanager
     def _counted(self, attend: Callable[..., Tensor]) -> Iterator[None]:
-        # By name in the module that it lives in: a torch function mode would cost every call of torch.
+        # Patched by name in its module, since a torch function mode would slow down every torch call.
         before = F.scaled_dot_product_attention
 
         def counted(*args: Any, **kwargs: Any) -> Tensor:
@@ -178,7 +178,7 @@ class ContextParallel:
                     field="cp",
                     got=self.size,
                 )
-            # There are too few key heads to divide: repeat them, one for each query head.
+            # If there are too few key heads to divide, repeat them, one for each query head.
             if enable_gqa and key.shape[-3] % self.size:
                 key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
@@ -202,10 +202,10 @@ class ContextParallel:
 
     def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:
         """Send the i-th part to rank i, and get one part from each rank."""
-        # Late: only who cuts sequences pays for it.
+        # Imported late, since only context parallelism needs it.
         from torch.distributed import _functional_collectives as collectives
 
-        # Before torch 2.13 the one with a gradient has no kernel for inference.
+        # Before torch 2.13 the version with a gradient has no kernel for inference mode.
         plain = torch.is_inference_mode_enabled()
         swap = collectives.all_to_all_single if plain else collectives.all_to_all_single_autograd
         ones = [1] * self.size
@@ -229,10 +229,10 @@ class ContextParallel:
 
 
 class RingAttention(ContextParallel):
-    """Attention over sequences that are divided among ranks, by torch's ring. Needs a GPU, and takes no mask.
+    """Attention over sequences that are divided among ranks, by torch's ring. It needs a GPU and takes no mask.
 
-    Each rank has a piece from the front and one from the end of the sequence, so that a causal attention gives all of
-    them the same work.
+    Each rank has one piece from the beginning and one from the end of the sequence, so that all ranks have the same
+    work in a causal attention.
     """
 
     pieces_per_rank = 2
@@ -244,7 +244,8 @@ class RingAttention(ContextParallel):
     def _patched(self) -> Iterator[None]:
         from torch.distributed.tensor.experimental import context_parallel  # late: few runs use it
 
-        # torch cuts buffers up in place; the batch is cut already, so it gets one that stands for its length.
+        # torch splits buffers in place. The batch is split already, so torch gets a stand-in with the sequence's
+        # length.
         stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)
         ring = context_parallel(self.mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in})
         with ring, self._counted(F.scaled_dot_product_attention):

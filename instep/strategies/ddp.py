@@ -35,7 +35,7 @@ _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "for
 
 
 class NamingDDP(DistributedDataParallel):
-    """torch's DDP with the names of parameters in its error for those that got no gradient."""
+    """torch's DDP whose error for parameters without a gradient names them."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -56,10 +56,10 @@ class NamingDDP(DistributedDataParallel):
 
 
 class BucketOrder:
-    """Order in which gradients arrive in the first backward that is reduced.
+    """Order in which gradients arrive in the first backward that reduces them.
 
     Args:
-        ddp: before its first backward.
+        ddp: a DDP before its first backward.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -90,7 +90,7 @@ class BucketOrder:
         self._handles, self._ddp = [], None
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make the first backward build the buckets of the run that had this order. Collective."""
+        """Make the first backward build the same buckets as in the run that had this order. Collective."""
         ddp = self._ddp
         if ddp is None or not self._handles:
             return
@@ -99,7 +99,7 @@ class BucketOrder:
             return
         self.stop()
         self.names = list(names)
-        with torch.enable_grad():  # backward runs through what was made last first
+        with torch.enable_grad():  # a backward visits first what was made last
             loss = torch.stack([(parameters[name].flatten()[:1] * 0).sum() for name in reversed(names)]).sum()
         reducer: Any = ddp.reducer
         reducer.prepare_for_backward([])
@@ -117,28 +117,29 @@ class DDPStrategy(Strategy):
     """`DistributedDataParallel`: gradients are averaged over processes during the backward.
 
     Args:
-        find_unused_parameters: search, in each step, for parameters that took no part. None: only in manual
-            optimization: one backward seldom reaches all parameters (a GAN's halves).
+        find_unused_parameters: whether to search in each step for parameters that were not used. None: only in manual
+            optimization, where one backward seldom reaches all parameters (such as the halves of a GAN).
         static_graph: promise that every step uses the same parameters in the same way; unused ones are found once.
         bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a first one of 1).
-        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
-        broadcast_buffers: take the first rank's buffers at each forward.
-        comm_hook: how gradients travel: "no" as they are; "fp16" and "bf16" rounded to 16 bits; "power_sgd" as
-            low-rank factors, from step `start_powerSGD_iter` on (1000 by default); "post_local_sgd" not at all, or
-            within each machine only, with a mean of the weights now and then. What PowerSGD remembers between steps is
-            not part of a checkpoint: a resumed run starts it anew.
-        comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy.
+        broadcast_buffers: whether each forward begins with the buffers of rank 0.
+        comm_hook: how gradients are communicated. "no": unchanged. "fp16" and "bf16": rounded to 16 bits. "power_sgd":
+            as low-rank factors, from step `start_powerSGD_iter` on (1000 by default). "post_local_sgd": not at all or
+            only within each machine, with an average of the weights every few steps. The memory of PowerSGD is not part
+            of a checkpoint, so a resumed run starts it anew.
+        comm_wrapper: "fp16" or "bf16": dtype to which gradients are rounded before PowerSGD.
         comm_state: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`; for
-            "post_local_sgd" those of `LocalSGDPlan`, such as `{"period": 8, "warmup_steps": 100}`.
-        zero_redundancy_optimizer: each rank keeps the optimizer's state of its part of the parameters, steps those, and
-            sends them to the others: ZeRO stage 1. The weights get the same bits.
-        consolidate_optimizer: that state goes to the first rank's memory for a checkpoint, which is then as without
-            the option; otherwise each rank writes its own part. Either is loaded by any strategy and world size.
+            "post_local_sgd" arguments of `LocalSGDPlan`, such as `{"period": 8, "warmup_steps": 100}`.
+        zero_redundancy_optimizer: whether each rank keeps the optimizer's state for its part of the parameters only,
+            steps these, and sends them to the others (ZeRO stage 1). The weights have the same bits as without it.
+        consolidate_optimizer: whether this state is gathered in rank 0's memory for a checkpoint, which is then the
+            same as without `zero_redundancy_optimizer`. Otherwise each rank writes its own part. Any strategy and world
+            size can load both forms.
         **ddp_options: other arguments of `torch.nn.parallel.DistributedDataParallel`, such as `process_group`.
 
     Raises:
-        SettingError: a value is wrong, or two do not go together. When training starts: the device, the precision or
-            the optimizers do not allow it.
+        SettingError: a value is wrong, or two contradict each other. When training starts: the device, the precision or
+            the optimizers do not support an option.
 
     Example:
         >>> DDPStrategy(gradient_as_bucket_view=True, comm_hook="bf16").name
@@ -206,10 +207,10 @@ class DDPStrategy(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        # A copy: jsonargparse would follow the dict itself into torch's class, and pass all of its defaults.
+        # A copy, since jsonargparse would follow the dict itself into torch's class and pass all of its defaults.
         self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
-            # Newer torch has another name for it, and warns of the old one.
+            # Newer torch has another name for this option, and warns of the old one.
             new, old = "forward_sync_buffers", "broadcast_buffers"
             self.ddp_options[new if new in _TORCH_OPTIONS else old] = False
         self._ddp: DistributedDataParallel | None = None
@@ -275,7 +276,7 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Return whether gradients are averaged over ranks; a module that trains nothing gets rank 0's weights."""
+        """Return True if gradients are averaged over ranks. A module that trains nothing only gets rank 0's weights."""
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -287,16 +288,17 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        # Each rank has read these from the same files.
+        # Each rank has read the skipped weights from the same files.
         broadcast_weights(module, skip=dispatched_weights(module).__contains__)
         return False
 
     def _distribute(
         self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
     ) -> DistributedDataParallel:
-        """Make torch's DDP; with `again` in the middle of training, where weights and buffers stay as they are."""
+        """Make torch's DDP. With `again`, in the middle of training, weights and buffers are not copied."""
         kept = dispatched_weights(module)
-        ignored = [  # what DDP cannot copy: what is offloaded, of the same files on each rank, and torchao's tensors
+        # DDP cannot copy these: offloaded weights, which each rank has from the same files, and tensors of torchao
+        ignored = [
             name
             for name, p in module.named_parameters()
             if is_of_torchao(p) or (p in kept and p.is_meta and not p.requires_grad)
@@ -305,7 +307,7 @@ class DDPStrategy(Strategy):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         if not again:
             with torch.no_grad():
-                for tensor in quantized_tensors(module):  # DDP does not know bitsandbytes' scales either
+                for tensor in quantized_tensors(module):  # the scales of bitsandbytes, which DDP does not know either
                     tensor.copy_(broadcast(tensor))
         ddp = NamingDDP(
             module,
@@ -335,7 +337,7 @@ class DDPStrategy(Strategy):
             self._shards.append(self._divide(optimizer))
 
     def teardown(self) -> None:
-        # The state of the hook goes into a checkpoint that is saved after the run.
+        # The state of the hook stays, for a checkpoint that is saved after the run.
         self._ddp, self._optimizers = None, ()
         if self._order is not None:
             self._order.stop()
@@ -348,7 +350,7 @@ class DDPStrategy(Strategy):
     # ---- the step
 
     def abandon_step(self) -> None:
-        # For whoever still holds the module: it must not wait for the rest of that step's gradients.
+        # The module may still be used elsewhere, and must not wait for the remaining gradients of that step.
         if self._ddp is not None:
             self._ddp.reducer._remove_autograd_hooks()
             self.teardown()
@@ -361,8 +363,8 @@ class DDPStrategy(Strategy):
             return lambda *args: ddp(name, *args)
 
         def manual_step(*args: Any) -> Any:
-            # Backward runs inside the step: forward must not arm the reducer, before or after it; each backward does
-            # (prepare_backward).
+            # The backward runs inside the step. So the forward must not arm the reducer, before or after it; each
+            # backward does this itself (in prepare_backward).
             ddp.require_backward_grad_sync = False
             try:
                 return ddp(name, *args)
@@ -383,9 +385,9 @@ class DDPStrategy(Strategy):
     @contextmanager
     def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
-            yield  # torch learns the graph in the first backward, and fails in a backward that reduces nothing
+            yield  # torch learns the graph in the first backward, and fails if that one reduces nothing
             return
-        before, self._syncs = self._syncs, False  # DDP's own flag is off in every manual step
+        before, self._syncs = self._syncs, False  # not DDP's own flag, which is off in every manual step
         try:
             with ddp.no_sync():
                 yield
@@ -452,7 +454,7 @@ def _trainable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """Return the optimizer states in a tree, of which each rank has a part; the weights are the same on all."""
+    """Return the optimizer states in a tree, of which each rank has a part. Weights are the same on all ranks."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

@@ -19,22 +19,21 @@ from instep.utils.warn import warn_user
 
 
 class DataParallelStrategy(Strategy):
-    """`nn.DataParallel`: one process cuts each batch over its GPUs, one thread each. Use `DDPStrategy` instead.
+    """`nn.DataParallel`: one process splits each batch over its GPUs, one thread each. Prefer `DDPStrategy`.
 
-    DDP is faster on one machine too: here the weights are copied to every GPU in each forward, all outputs come back to
-    the first one, and one Python interpreter serves all threads. It is offered for programs that must stay in one
-    process.
+    DDP is faster, also on one machine: DataParallel copies the weights to every GPU in each forward, gathers all
+    outputs on the first GPU, and runs all threads in one Python interpreter. This strategy is for programs that must
+    stay in one process.
 
-    What is cut up is the forward of one module, by the first dimension of its arguments; the step around it sees the
-    whole batch, so that losses, `self.log` and metrics are those of a single device. Buffers that the forward changes
-    are kept from the first GPU's part. On a machine with one device, or none but the CPU, it trains on that, with a
-    warning.
+    Only the forward of one module is split, along the first dimension of its arguments. The step around it sees the
+    whole batch, so losses, `self.log` and metrics are those of a single device. If the forward changes buffers, those
+    of the first GPU are kept. On a machine with one GPU or only a CPU, it trains there, with a warning.
 
     Args:
-        device_ids: the GPUs; None for all visible ones. `Trainer(devices=1)` goes with either, since it counts
+        device_ids: the GPUs; None for all visible ones. Use `Trainer(devices=1)` with both, since `devices` counts
             processes.
-        module: the name of the submodule whose forward is cut up, such as "net"; None for the module's own `forward`,
-            which `training_step` reaches as `self(...)`.
+        module: name of the submodule whose forward is split, such as "net"; None for the module's own `forward`, which
+            `training_step` calls as `self(...)`.
 
     Raises:
         SettingError: the devices are wrong. When training starts: there is no such submodule, or no forward.

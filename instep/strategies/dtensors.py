@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold together (torch's DTensor): which part a rank writes, and how it takes its part."""
+"""Tensors that several ranks hold together (torch's DTensor): the parts that a rank writes and loads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
 
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
-        first: whether this rank writes the plain ones.
-        mesh: of all processes. What lies on a part of it is the same along its other dimensions, but for `pp`.
+        first: whether this rank writes plain tensors.
+        mesh: mesh of all processes. A tensor on some of its dimensions is the same along the other ones, except `pp`.
 
     Returns:
-        Its shard; None where it holds nothing, or another rank writes the same.
+        The shard of this rank; None if the rank holds nothing, or if another rank writes the same.
 
     Raises:
-        UnsavableStateError: its part is no box of the tensor.
+        UnsavableStateError: the part is no box of the tensor.
     """
     if not isinstance(tensor, DTensor):
         return tensor if first else None
@@ -42,7 +42,7 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # A mesh of the user's own has other dimensions: there the reader takes each box once.
+    # A user's own mesh has other dimensions. In that case the reader takes each box once.
     if mesh is not None and named and set(named) <= set(names):
         others = set(names) - {*named, "pp"}
         if any(mesh.get_local_rank(name) for name in others):
@@ -61,12 +61,12 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
 
 
 def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> Any:
-    """Return a state with this rank's parts only; entries of dicts that this rank does not write are left out. Local.
+    """Return a state with only this rank's parts. Entries of dicts that this rank does not write are left out. Local.
 
     Args:
-        tree: dicts, lists and tuples of tensors and anything else, which every rank writes.
-        first: as for `part_to_write`.
-        mesh: as for `part_to_write`.
+        tree: dicts, lists and tuples of tensors and other values. Every rank writes the other values.
+        first: as in `part_to_write`.
+        mesh: as in `part_to_write`.
     """
     if isinstance(tree, Tensor):
         return part_to_write(tree, first, mesh)
@@ -79,21 +79,21 @@ def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> An
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of a DTensor, and where it begins in each dimension."""
+    """Return the shape of this rank's part of a DTensor, and the part's offset in each dimension."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
 
 
 def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return this rank's part of a whole tensor, divided like another one. Local: only the part is read.
+    """Return this rank's part of a whole tensor, sharded like another one. Local; only the part is read.
 
     Args:
-        value: the whole tensor, of the shape of `like`.
-        like: a DTensor, or a plain tensor, for which all of `value` is given.
-        device: where a DTensor's part goes; None: where `like` is.
+        value: the whole tensor, with the shape of `like`.
+        like: a DTensor, or a plain tensor; for a plain one, all of `value` is returned.
+        device: device of a DTensor's part; None for the device of `like`.
 
     Returns:
-        A tensor of the dtype of `value`, of the kind of `like`; a plain one where it is.
+        A tensor with the dtype of `value`, which is a DTensor if `like` is one.
     """
     if not isinstance(like, DTensor):
         return whole(value)
@@ -107,17 +107,17 @@ def take_part(value: Tensor | StoredTensor, like: Tensor, device: torch.device |
 
 
 def with_local(local: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that is divided like another one, with this part on this rank."""
+    """Return a tensor that is sharded like another one, with `local` as this rank's part."""
     return _distributed(local, like, like.placements) if isinstance(like, DTensor) else local
 
 
 def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's whole state, divided like its parameters. Local.
+    """Return an optimizer's whole state, sharded like its parameters. Local.
 
     Args:
-        tree: as `utils/optimizer_state.py` describes it, its tensors whole.
-        parameters: the optimizer's, by canonical name. What is kept for others, or for ones of another shape, stays
-            unread.
+        tree: state with whole tensors, in the form of `utils/optimizer_state.py`.
+        parameters: parameters of the optimizer by canonical name. State of other parameters, or with another shape, is
+            not read.
     """
 
     def fits(name: str) -> bool:
@@ -132,19 +132,22 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 
 def take_state(value: Any, parameter: Tensor) -> Any:
-    """Return one value of a parameter's whole optimizer state, divided like the parameter. Local."""
+    """Return one value of a parameter's whole optimizer state, sharded like the parameter. Local."""
     if isinstance(value, list | tuple):  # the states of L-BFGS are lists
         return type(value)([take_state(one, parameter) for one in value])
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
         return whole(value)
     if value.shape == parameter.shape:
         return take_part(value, parameter)
-    # The value is a factor, which every rank keeps whole.
+    # The value is a factor, of which every rank keeps the whole.
     return _distributed(whole(value), parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 
 def gather_whole(value: Any) -> Any:
-    """Gather a DTensor as a plain tensor on every rank, on the mesh's device; return any other value. Collective."""
+    """Gather a DTensor as a plain tensor on every rank, on the mesh's device. Return any other value unchanged.
+
+    Collective.
+    """
     if not isinstance(value, DTensor):
         return value
     kind = value.device_mesh.device_type

@@ -56,7 +56,7 @@ _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class FSDPGradients(Gradients):
-    """Gradients that are divided into shards."""
+    """Gradients that are sharded."""
 
     def leaves(self) -> Iterable[Tensor]:
         yield from super().leaves()
@@ -74,7 +74,7 @@ class FSDPGradients(Gradients):
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        # Parameters without a gradient are included: which sums are reduced must not depend on it.
+        # Parameters without a gradient are included, since all ranks must reduce the same sums.
         if algorithm == "value":
             clip_value_(parameters, value)
             return None
@@ -89,36 +89,39 @@ class FSDPGradients(Gradients):
 class FSDPStrategy(Strategy):
     """`fully_shard`: each rank keeps a part of weights, gradients and optimizer states, and gathers a block to use it.
 
-    A module that was sharded in its own `configure_model` stays as it is (`trainer.strategy.dp_mesh` is the mesh for
-    that); what is left of it is sharded as one.
+    Parts that the module has sharded in its own `configure_model` are not changed (use the mesh
+    `trainer.strategy.dp_mesh` there). The rest of the module is sharded as one unit.
 
     Args:
-        wrap: which parts are gathered one at a time: classes or their names, a number of parameters, or a function of
-            a module's name and the module. None: the blocks of a transformer in an `nn.ModuleList` or `nn.Sequential`,
-            as `wrapping.select` finds them.
-        dp_replicate: how many copies of the weights there are, each spread over `world size / dp_replicate` processes
-            in a row (HSDP). "auto": one per node; two where there is one node.
-        reshard_after_forward: free a part's gathered weights after its forward and gather them again for its backward;
-            False saves that for memory; a number gathers them from so many processes only. None: as torch chooses, all
-            but what is left of the module itself.
-        mp_policy: dtypes of gathered weights, of gradients under way and of outputs. None: for the precisions that
-            autocast, weights are gathered in the lower precision and gradients reduced in float32.
-        cpu_offload: keep weights, gradients and optimizer states in the CPU's memory.
-        activation_checkpointing: parts, named as in `wrap`, whose activations are computed again in the backward.
-            True: those of `wrap`. `instep.activations.ActivationCheckpointing` can do more, under every strategy.
-        meta_init: run `configure_model` on the meta device; parts are then made real one at a time by their modules'
-            own `reset_parameters`, in the module's order. Weights without one have to come from a checkpoint.
-        accumulate_sharded: reduce gradients in each micro-batch of an accumulation window, to hold shards of them only.
-            By default a rank keeps weights gathered and gradients whole until the window's end, and sends nothing.
-        forward_prefetch: how many parts further are gathered while one computes; 0 for torch's own way.
-        backward_prefetch: the same for the backward, in which torch's own way is one part further.
-        compile: compile the forward of each part of `wrap`: True, or options of `torch.compile`.
-        forward_methods: more methods of the module that may be called from outside and use its weights.
-        **unknown: anything else is an error that names the replacement.
+        wrap: which parts are gathered one at a time: classes or their names, a least number of parameters, or a
+            function of a module's name and the module. None: the blocks of a transformer in an `nn.ModuleList` or
+            `nn.Sequential`, as found by `wrapping.select`.
+        dp_replicate: number of copies of the weights, each sharded over `world size / dp_replicate` consecutive
+            processes (HSDP). "auto": one per node, or two on a single node.
+        reshard_after_forward: whether to free a part's gathered weights after its forward, and to gather them again for
+            its backward. False uses memory to save the second gathering. A number gathers them again from only this
+            number of processes. None: torch's choice, which is True for all parts but the root module.
+        mp_policy: dtypes of gathered weights, of gradients that are reduced, and of outputs. None: with a precision
+            that uses autocast, weights are gathered in the lower precision, and gradients are reduced in float32.
+        cpu_offload: whether to keep weights, gradients and optimizer states in the CPU's memory.
+        activation_checkpointing: parts, chosen as in `wrap`, whose activations are recomputed in the backward. True:
+            the parts of `wrap`. The callback `instep.activations.ActivationCheckpointing` can do more, under every
+            strategy.
+        meta_init: whether to run `configure_model` on the meta device. Parts are then materialized one at a time by
+            their modules' `reset_parameters`, in the module's order. Weights of modules without this method must come
+            from a checkpoint.
+        accumulate_sharded: whether to reduce gradients in each micro-batch of an accumulation window, so that a rank
+            holds only shards of them. By default a rank keeps weights gathered and gradients whole until the window's
+            end, and communicates nothing.
+        forward_prefetch: how many parts ahead are gathered while one computes; 0 for torch's default.
+        backward_prefetch: the same for the backward, where torch's default is one part ahead.
+        compile: True, or options of `torch.compile`, to compile the forward of each part of `wrap`.
+        forward_methods: further methods of the module that use its weights and may be called from outside.
+        **unknown: any other argument raises an error that names the replacement.
 
     Raises:
-        SettingError: an option is wrong. When training starts: a class is nowhere in the module; the number of
-            processes cannot be divided so; weights without values; a part is tied to another one.
+        SettingError: an option is wrong. When training starts: the module has no part of a class; the number of
+            processes cannot be divided in this way; weights have no values; or a part shares weights with another one.
 
     Example:
         >>> FSDPStrategy(wrap="Block", dp_replicate=2, activation_checkpointing=True).name
@@ -230,10 +233,10 @@ class FSDPStrategy(Strategy):
                 "gathers weights from other processes, and torch has no such thing on mps. Use accelerator='cpu' to "
                 "try it, or one process with strategy='single_device'."
             )
-        if not dist.is_initialized():  # there is one process, but sharding needs a group all the same
+        if not dist.is_initialized():  # with one process, sharding still needs a group
             backend = "gloo" if device.type == "cpu" else None
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        if self._world is not dist.group.WORLD:  # a second run keeps the mesh, since the module lies on it
+        if self._world is not dist.group.WORLD:  # a second run keeps the mesh, since the module is on it
             self._world = dist.group.WORLD
             state, copies = PartialState(), self.dp_replicate
             if isinstance(copies, str):
@@ -250,12 +253,12 @@ class FSDPStrategy(Strategy):
             raise wrong("reshard_after_forward", asked, expected)
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """Make a mesh of all processes with named dimensions, the outermost first. Collective."""
+        """Make a mesh of all processes with named dimensions, outermost first. Collective."""
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The part of the mesh that weights are sharded over: 1-dim, or 2-dim where there are copies."""
+        """Part of the mesh over which weights are sharded: 1-dim, or 2-dim if there are copies."""
         copies = "dp_replicate" in (self.mesh.mesh_dim_names or ()) and self.mesh["dp_replicate"].size() > 1
         return self.mesh["dp_replicate", "dp_shard"] if copies else self.mesh["dp_shard"]
 
@@ -266,7 +269,7 @@ class FSDPStrategy(Strategy):
         refuse_dispatched(self.name, module)
         self.module = module
         self._without_values = _placed.get(module, set())
-        if module not in _placed:  # an earlier run has placed the module
+        if module not in _placed:  # otherwise an earlier run has prepared the module
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
@@ -282,18 +285,20 @@ class FSDPStrategy(Strategy):
             }
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
-        self._parameters = list(module.parameters())  # while a part is gathered, the module shows other parameters
+        # recorded now, since the module shows other parameters while a part is gathered
+        self._parameters = list(module.parameters())
 
     @contextmanager
     def changing_trainable(self) -> Iterator[None]:
-        self._reshard()  # a part that is gathered, as after a validation, shows copies, which are dropped later
+        self._reshard()  # a part that is gathered, as after a validation, shows copies that are dropped later
         yield
         for part in self._sharded:
             for group in _param_groups(part):
-                group._init_mp_dtypes()  # sets the dtypes of the reduction: torch has none for a group that was frozen
+                # sets the dtypes of the reduction, which torch lacks for a group that was frozen
+                group._init_mp_dtypes()
 
     def _read_shards(self, module: nn.Module) -> None:
-        """Read stored values into parameters on the meta device: each rank reads its own shards."""
+        """Read stored values into parameters on the meta device. Each rank reads its own shards."""
         device = torch.device("cpu") if self.cpu_offload else self.device
         if not read_values(module, device, lambda stored, like: take_part(stored, like, device)):
             return
@@ -304,19 +309,22 @@ class FSDPStrategy(Strategy):
                         entry.reset_sharded_param()
 
     def _bring(self, module: nn.Module) -> None:
-        """Move to the device what `fully_shard` has not moved there as a part of some unit."""
+        """Move tensors to the device that `fully_shard` has not moved there."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):  # the tensor may be offloaded
+            if not isinstance(tensor, DTensor):  # a DTensor may be offloaded
                 tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
-        """Divide the module over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
+        """Divide the module over other dimensions of the mesh, before it is sharded over the dp dimensions.
+
+        Collective.
+        """
 
     def shard(self, module: nn.Module) -> None:
         """Shard a module over `dp_mesh`, in place. Collective.
 
         Args:
-            module: on any device, or on none (meta); parts of it may be sharded already.
+            module: module on any device, also meta; parts of it may be sharded already.
         """
         for method in self.forward_methods:
             if not hasattr(module, method):
@@ -324,7 +332,7 @@ class FSDPStrategy(Strategy):
         done = any(isinstance(part, FSDPModule) for part in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
-        alone = is_manual(module)  # for manual optimization the module itself is not sharded, only its parts
+        alone = is_manual(module)  # in manual optimization only the module's parts are sharded, not the module itself
         maker = Materializer(self.device)
 
         def visit(part: nn.Module, name: str) -> None:
@@ -348,15 +356,15 @@ class FSDPStrategy(Strategy):
                 setattr(module, method, gathered_methods(module).through(getattr(module, method), module))
 
     def share_weights(self, module: nn.Module) -> None:
-        """Copy the first rank's weights and buffers to every rank, if they are not divided yet. Collective."""
+        """Copy rank 0's weights and buffers to every rank, if they are not sharded yet. Collective."""
         broadcast_weights(module, skip=lambda tensor: isinstance(tensor, DTensor) or tensor.is_meta)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
         if root and reshard is not False:
-            reshard = None  # a step enters the root's forward once more: its weights must outlast that forward
+            reshard = None  # a step enters the root's forward once more, so its weights must stay after the first one
         elif alone and reshard is None:
-            # Sharded again right after the forward, since a backward may not come: `generator(noise).detach()`.
+            # Shard again right after the forward, since there may be no backward: `generator(noise).detach()`.
             reshard = True
         sharded = fully_shard(
             module,
@@ -374,7 +382,8 @@ class FSDPStrategy(Strategy):
         compute = self.precision.compute_dtype
         if compute is None or self.precision.dtype is not None:
             return MixedPrecisionPolicy()
-        # Autocast stays on, for losses and norms. The root gets whole batches, targets among them: not cast.
+        # Autocast stays on, for losses and norms. The root gets whole batches with their targets, which must not be
+        # cast.
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=not root)
 
     def _set_prefetch(self, parts: Sequence[Any]) -> None:
@@ -420,13 +429,13 @@ class FSDPStrategy(Strategy):
         def evaluate(*args: Any) -> Any:
             try:
                 return step(*args)
-            finally:  # parameters that stayed gathered would be used again after weights have changed
+            finally:  # parameters that stay gathered would be used again after the weights have changed
                 self._reshard()
 
         return evaluate
 
     def _gathering(self, name: str) -> Callable[..., Any]:
-        """Return a step method that gathers weights as `forward` does. The module's own method does not change."""
+        """Return a step method that gathers weights as `forward` does. The module's own method is not changed."""
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
@@ -440,7 +449,7 @@ class FSDPStrategy(Strategy):
             elif state._training_state.name != "IDLE":
                 raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
         gradients: Any = self.gradients
-        for entry in gradients.gathered():  # gradients of micro-batches that are not reduced yet
+        for entry in gradients.gathered():  # gradients of micro-batches that were not reduced yet
             entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
         self._reshard()
 
@@ -479,7 +488,7 @@ class FSDPStrategy(Strategy):
             elif value.shape == like.shape:
                 taken[name] = take_part(value, like)
             else:
-                # Kept with its shape, so that torch raises its own error.
+                # Passed on with its shape, so that torch raises its own error.
                 taken[name] = torch.empty(value.shape, device="meta")
         result = self.module.load_state_dict(taken, strict=strict)
         self._without_values -= state.keys()
@@ -509,7 +518,7 @@ class FSDPStrategy(Strategy):
         return gathered if main else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()  # the names are those of sharded parameters, so the module is sharded again first
+        self._reshard()  # sharded again first, since the names are those of sharded parameters
         return optimizer_state(self.module, optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
@@ -528,6 +537,6 @@ def _param_groups(part: FSDPModule) -> list[Any]:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter, by every one of its names."""
+    """Return the first name of each parameter, by each of its names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Gradients between a backward and the optimizer's step: scaled, looked at, clipped, stepped with."""
+"""Gradients between a backward and the optimizer's step: scaled, checked, clipped, and used for the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep.distributed import all_reduce_
 from instep.strategies.precision import Precision
 
-_SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes for which the gradient scaler has a kernel on CUDA
+_SCALED = (torch.float16, torch.float32, torch.float64)  # dtypes for which the gradient scaler has a CUDA kernel
 
 
 class Stepped(Protocol):
@@ -24,11 +24,11 @@ class Stepped(Protocol):
 
 
 class Gradients:
-    """Gradients of one run: methods that scale, clip and apply them.
+    """Gradients of one run, with methods that scale, clip and apply them.
 
     A strategy that spreads its gradients over ranks names a subclass of this as its `gradients_class`. In each
     optimizer step the calls come in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`,
-    `step`. All but `scale` and `step` may be left out.
+    `step`. All calls but `scale` and `step` are optional.
 
     Args:
         strategy: the strategy whose module has the gradients. `Strategy.connect` makes a new object of this class for
@@ -47,11 +47,11 @@ class Gradients:
     """
 
     def __init__(self, strategy: Stepped) -> None:
-        self.strategy: Any = strategy  # each subclass knows its own class of strategy
+        self.strategy: Any = strategy  # untyped, since each subclass knows its own class of strategy
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
-        # Optimizers that have stepped since the scaler was updated, or dropped their gradients.
+        # Optimizers that have stepped or dropped their gradients since the scaler's last update.
         self._finished: set[int] = set()
         self._ones: dict[torch.device, Tensor] = {}
 
@@ -61,20 +61,20 @@ class Gradients:
         return self.strategy.precision
 
     def leaves(self) -> Iterable[Tensor]:
-        """Return the tensors that a backward computes gradients for: the parameters as the step sees them."""
+        """Return the tensors for which a backward computes gradients: the parameters as the step sees them."""
         return self.strategy.module.parameters()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the gradient scaler's factor; the loss itself where the precision does not scale."""
+        """Multiply a loss by the gradient scaler's factor. Return it unchanged if the precision does not scale."""
         if self.precision.scaler is None:
             return loss
         self.update_scaler()
         return self.precision.scaler.scale(loss)
 
     def update_scaler(self) -> None:
-        """Adapt the factor to the steps taken since the last time: before the next loss is scaled, and before a save.
+        """Adapt the scaler's factor to the steps since the last call. Called before a loss is scaled and before a save.
 
-        Not after each step: it makes the scaler forget what it knows of the other optimizers' gradients.
+        It is not called after each step, since it makes the scaler forget its checks of other optimizers' gradients.
         """
         if self._finished and self._unscaled <= self._finished and self.precision.scaler is not None:
             self.precision.scaler.update()
@@ -82,13 +82,16 @@ class Gradients:
             self._finished.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scaler's factor, before clipping or reading them; once in a step."""
+        """Divide gradients by the scaler's factor, before clipping or reading them.
+
+        Only the first call in a step does this.
+        """
         if self.precision.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
-        """Call `unscale` for optimizers that step from one loss: if gradients of one overflowed, none of them steps."""
+        """Call `unscale` for optimizers that step together: if gradients of one overflowed, none of them steps."""
         for optimizer in optimizers:
             self.unscale(optimizer)
         scaler = self.precision.scaler
@@ -102,7 +105,7 @@ class Gradients:
                 flag.copy_(any_found)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Record that gradients were cleared without a step; the next ones are scaled again."""
+        """Record that gradients were cleared without a step, so that the next ones are scaled anew."""
         if id(optimizer) in self._unscaled:
             self._finished.add(id(optimizer))
 
@@ -113,11 +116,11 @@ class Gradients:
                 p.grad.mul_(factor)
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        """Set `found` to 1 where a value is nan or inf, on this rank or another. Collective; no host waits.
+        """Set `found` to 1 if a value is nan or inf, on any rank. Collective; the host does not wait.
 
         Args:
-            tensors: losses and gradients of this rank, of any dtype and device; where gradients are sharded, all shards
-                are looked at because the ranks combine what they found.
+            tensors: losses and gradients of this rank, of any dtype and device. If gradients are sharded, all shards
+                are checked, because the ranks combine their results.
             found: 0-dim float32 tensor on the run's device.
         """
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -132,9 +135,10 @@ class Gradients:
                     one = self._ones.get(device)
                     if one is None:
                         one = self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
-                    # The gradient scaler's kernel, with a scale of 1: one pass, an eighth of isfinite's cost on a CPU.
+                    # The gradient scaler's kernel with a scale of 1: one pass, and an eighth of the cost of isfinite on
+                    # a CPU.
                     torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
-                # The largest of no elements does not exist.
+                # Empty tensors have no largest element.
                 elif filled := [tensor for tensor in group if tensor.numel()]:
                     largest = torch.stack(torch._foreach_norm(filled, math.inf))
                     torch.maximum(here, largest.isfinite().logical_not().any().to(here.dtype), out=here)
@@ -148,13 +152,13 @@ class Gradients:
         """Clip gradients in place.
 
         Args:
-            parameters: whose gradients; those without one are left alone.
+            parameters: parameters whose gradients are clipped; those without a gradient are skipped.
             value: the largest norm over all ranks (`norm`) or the largest absolute value of an element (`value`).
             algorithm: `norm` or `value`.
-            norm_type: which norm.
+            norm_type: order of the norm.
 
         Returns:
-            The norm before, 0-dim; None where there is none to return.
+            The norm before clipping, a 0-dim tensor; None if it was not computed.
         """
         if algorithm == "value":
             with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -167,8 +171,8 @@ class Gradients:
         """Step one optimizer.
 
         Args:
-            optimizer: the bare optimizer.
-            closure: computes the gradients, and the loss that it returns.
+            optimizer: the unwrapped optimizer.
+            closure: function that computes the gradients and returns the loss.
             kwargs: passed to the optimizer's `step`.
         """
         scaler = self.precision.scaler
@@ -179,14 +183,15 @@ class Gradients:
             closure()  # the scaler takes no closure
         self.step_was_skipped = False
         if not _has_gradients(optimizer):
-            return  # the scaler refuses an optimizer whose gradients it has not checked
+            return  # the scaler refuses an optimizer without checked gradients
         stepped: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         try:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused optimizer checks the gradients itself
+        # a fused optimizer checks the gradients in its own kernel
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = scaler._found_inf_per_device(optimizer).values()
             self.step_was_skipped = any(bool(value.item()) for value in found)
         else:
@@ -196,12 +201,12 @@ class Gradients:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer's groups, in their order."""
+    """Return the parameters of an optimizer's groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the real numbers that a sparse or complex tensor holds, as a view."""
+    """Return the real numbers of a sparse or complex tensor, as a view."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -1,6 +1,6 @@
-"""Local SGD: replicas take optimizer steps of their own, and their mean every few of them.
+"""Local SGD: replicas take their own optimizer steps, and are averaged every few steps.
 
-`average_weights` takes the mean, for DDP's `comm_hook="post_local_sgd"` here and for `instep.accelerator.LocalSGD`.
+`average_weights` averages them, for DDP's `comm_hook="post_local_sgd"` and for `instep.accelerator.LocalSGD`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from instep.utils.warn import warn_user
 
 @dataclass(frozen=True)
 class LocalSGDPlan:
-    """Plan that says when replicas take their mean.
+    """Plan of when replicas are averaged.
 
     Args:
-        period: optimizer steps between two means of the weights.
-        warmup_steps: so many optimizer steps come first in which gradients are averaged over all ranks, as always.
-        within_node: whether, after that, gradients are still averaged over the ranks of each machine.
+        period: optimizer steps between two averages of the weights.
+        warmup_steps: number of first optimizer steps in which gradients are averaged over all ranks as usual.
+        within_node: whether gradients are still averaged over the ranks of each machine after these steps.
 
     Raises:
         SettingError: a value is wrong.
@@ -46,7 +46,7 @@ class LocalSGDPlan:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
-        """Return the plan that `DDPStrategy(comm_state=...)` asks for."""
+        """Return the plan for `DDPStrategy(comm_state=...)`."""
         try:
             return LocalSGDPlan(**state)
         except TypeError as error:
@@ -64,10 +64,10 @@ class LocalSGDPlan:
 
 @torch.no_grad()
 def average_weights(tensors: Iterable[Tensor]) -> None:
-    """Average weights and buffers over all ranks, in place; integer ones stay as they are. Collective.
+    """Average weights and buffers over all ranks, in place, except integer ones. Collective.
 
     Args:
-        tensors: of one model, alike on all ranks in number and shape.
+        tensors: tensors of one model, with the same number and shapes on all ranks.
     """
     for tensor in tensors:
         if _differs(tensor):
@@ -78,9 +78,9 @@ class PostLocalSGD:
     """Local SGD of one module under DDP, after steps in which gradients are averaged.
 
     Args:
-        plan: when the replicas take their mean.
+        plan: when the replicas are averaged.
         module: this rank's replica.
-        optimizers: those that step it, together.
+        optimizers: optimizers that step it together.
     """
 
     def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -92,17 +92,18 @@ class PostLocalSGD:
         self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None
-        self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)  # all optimizers step together
+        # one of them is enough, since all optimizers step together
+        self._handle = self._optimizers[-1].register_step_post_hook(self._stepped)
 
     @property
     def apart(self) -> bool:
-        """Whether each replica takes the next step alone."""
+        """Whether each replica takes the next step on its own."""
         return self.steps >= self.plan.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register in a DDP how far gradients are sent, according to the plan."""
+        """Register in a DDP whether gradients are averaged, and over which ranks, according to the plan."""
 
-        def travel(_, bucket):  # no annotations: torch compares them with classes, and here they are texts
+        def travel(_, bucket):  # without annotations: torch compares them with classes, and in this file they are texts
             if not self.apart or self._node is not None:
                 return mean_of(bucket.buffer(), self._node if self.apart else None)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -126,14 +127,14 @@ class PostLocalSGD:
             self.average_replicas()
 
     def _part(self) -> None:
-        """Let each replica keep its own buffers once it trains alone."""
+        """Let each replica keep its own buffers, once it trains on its own."""
         if self.apart:
-            for name in ("forward_sync_buffers", "broadcast_buffers"):  # names in newer and in older torch
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # the option's name in newer and in older torch
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
     def average_replicas(self) -> None:
-        """Average weights and floating buffers over replicas; do nothing while they are the same. Collective."""
+        """Average weights and floating-point buffers over replicas, if they differ. Collective."""
         if self.drifted:
             average_weights((*self._module.parameters(), *self._module.buffers()))
         self.drifted = False
@@ -141,11 +142,11 @@ class PostLocalSGD:
     # ---- state
 
     def mean(self, tree: Any) -> Any:
-        """Return a state with the mean of every floating tensor over the ranks. Collective."""
+        """Return a state in which every floating-point tensor is averaged over the ranks. Collective."""
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the count of steps, and this rank's replica if it trains alone."""
+        """Return the count of steps, and this rank's replica if it trains on its own."""
         if not self.apart:
             return {"steps": self.steps}
         return {
@@ -156,11 +157,11 @@ class PostLocalSGD:
         }
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        """Load the state of `rank_state`, after the mean was loaded.
+        """Load the result of `rank_state`, after the averaged state is loaded.
 
         Args:
-            state: this rank's, or the first one's.
-            own: whether it is this rank's; the first one's tells the count only.
+            state: state of this rank, or of rank 0.
+            own: whether it is this rank's state; from rank 0's state only the count is used.
         """
         self.steps = state["steps"]
         self._part()
@@ -178,7 +179,7 @@ def _differs(tensor: Tensor) -> bool:
 
 
 def _node_group() -> Any:
-    """Make the group of this machine's ranks; warn where they are all that there are."""
+    """Make the group of this machine's ranks. Warn if these are all ranks."""
     if read_environment().num_nodes == 1:
         warn_user(
             "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "

@@ -1,8 +1,8 @@
-"""Models built on the meta device or placed by a device map: where their values lie, and how they get them.
+"""Models on the meta device or with a device map: where their values are stored, and how they are loaded.
 
-`defer_weights` notes where values lie, and `Materializer` and `read_values` make the weights real once a strategy has
-placed the module. The places stand with the modules that own the weights, as a plain attribute: no state dict has it, a
-copy of a module takes it along, and what wraps a module (an adapter, an engine) changes nothing.
+`defer_weights` records where values are stored. `Materializer` and `read_values` make the weights real once a strategy
+has placed the module. The record is a plain attribute of the module that owns the weights: no state dict has it, a copy
+of the module has it too, and wrappers of the module (an adapter, an engine) do not change it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ Stored: TypeAlias = "StoredTensor | Tensor"
 DISPATCHED = "_dispatched"
 """Attribute of a model that `instep.big_models.dispatch_model` has placed."""
 _PLACES = "_stored_weights"
-_INDICES = (torch.int32, torch.int64)  # dtypes without nan; their least value is no index, and marks a missing one
+# dtypes without nan; their lowest value is never an index, so it marks a missing value
+_INDICES = (torch.int32, torch.int64)
 
 
-# ---- where values lie
+# ---- where values are stored
 
 
 def defer_weights(model: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Record where the values of a model's weights and buffers on the meta device lie, to be read later.
+    """Record where the values of a model's weights and buffers on the meta device are stored, to read them later.
 
-    A strategy reads them when it prepares a module that has the model in it: each rank the part that it keeps.
+    A strategy reads them when it prepares a module that contains the model. Each rank reads the part that it keeps.
 
     Args:
-        model: those of its weights that are real stay as they are.
-        stored: by name, of the shapes of the model's own. One name of a tied weight is enough.
+        model: model; its weights that are not on the meta device are not changed.
+        stored: stored tensors by name, with the shapes of the model's weights. One name of a tied weight is enough.
 
     Returns:
-        The names that were noted; those that are tied to one another all count.
+        The recorded names, including all names of tied weights.
 
     Example:
         >>> from instep.big_models import init_empty_weights
@@ -70,21 +71,20 @@ def place_of(owner: nn.Module, key: str) -> Stored | None:
 
 
 def deferred_weights(model: nn.Module) -> dict[str, Stored]:
-    """Return where the values that a model still lacks are stored, by name."""
+    """Return where the missing values of a model are stored, by name."""
     found = ((name, place_of(owner, key)) for name, owner, key, _ in _meta_entries(model))
     return {name: place for name, place in found if place is not None}
 
 
 def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> dict[str, Stored]:
-    """Leave weights empty that the run's checkpoint will fill, so that nothing is read twice.
+    """Do not read weights that the run's checkpoint will fill, so that nothing is read twice.
 
     Args:
-        model: what it waits for and the checkpoint brings in the same shape gets memory, and no values.
-        coming: the shapes of what the checkpoint brings, by name.
+        model: model; its deferred weights that the checkpoint has with the same shape get memory, but no values.
+        coming: shapes of the weights in the checkpoint, by name.
 
     Returns:
-        Where those values lie that are not read now, by name: to be loaded where the checkpoint did not bring them
-        after all.
+        Where the skipped values are stored, by name. Load those that the checkpoint finally did not have.
     """
     skipped = {name: place for name, place in deferred_weights(model).items() if coming.get(name) == place.shape}
     for name, place in skipped.items():
@@ -94,26 +94,26 @@ def await_weights(model: nn.Module, coming: Mapping[str, torch.Size | None]) -> 
 
 
 class _Coming:
-    """Stored tensor without values, which come from elsewhere."""
+    """Stored tensor without values, since these come from elsewhere."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """Make memory for the tensor, or for a box of it."""
+        """Allocate memory for the tensor, or for a box of it."""
         sizes = self.shape if box is None else [side.stop - side.start for side in box]
         return torch.empty(sizes, dtype=self.dtype)
 
 
 def builds_empty() -> bool:
-    """Return whether a module that is built here and now would have its weights on the meta device."""
+    """Return True if a module that is built now would have its weights on the meta device."""
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))
     return probe.weight.is_meta
 
 
 def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, owner, owner's name and tensor of each weight and buffer on the meta device."""
+    """Yield name, owner, name in the owner, and tensor of each weight and buffer on the meta device."""
     for name, owner in model.named_modules(remove_duplicate=False):
         for entries in (owner._parameters, owner._buffers):
             held: Any = entries
@@ -126,16 +126,16 @@ def _meta_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
 
 
 class Materializer:
-    """Gives modules memory and values, in the order of the calls.
+    """Materializer of modules: allocates memory and sets values, in the order of the calls.
 
-    A module's own weights and buffers come from its `reset_parameters` (or `_reset_parameters`), as torch's layers
-    have it, drawn on the device; in a model of transformers, from that model's way for such a module. A tied weight is
-    drawn by its first holder; so are an ordinary module's. Those whose values lie in a checkpoint
+    A module's own weights and buffers are initialized on the device by its `reset_parameters` (or `_reset_parameters`),
+    which torch's layers have. In a model of transformers, the model's own initialization is used. A tied weight is
+    initialized by the first module that holds it, as in an ordinary model. Weights whose values are in a checkpoint
     (`instep.big_models.load_checkpoint_in_model`) are left for `read_values`.
 
     Args:
-        device: where to.
-        kept: what stays on the meta device: the weights that a device map has offloaded.
+        device: device of the new weights.
+        kept: weights that stay on the meta device, because a device map has offloaded them.
     """
 
     def __init__(self, device: torch.device, kept: Collection[Tensor] = ()) -> None:
@@ -160,8 +160,8 @@ class Materializer:
         """Materialize a module's own weights and buffers, not those of its parts.
 
         Args:
-            module: nothing is done where it is real already.
-            name: in the whole module.
+            module: the module; nothing is done if it is not on the meta device.
+            name: name of the module in the whole module.
         """
         for adapter, config in dict(getattr(module, "peft_config", None) or {}).items():
             self._adapter_values[adapter] = getattr(config, "init_lora_weights", True)
@@ -177,7 +177,8 @@ class Materializer:
                 if value is None or not value.is_meta or value in self._kept or place_of(module, key) is not None:
                     continue
                 made = self._made.get(value)
-                if _is_sharded(value):  # drawn as a whole and cut then, so that the values are those of one process
+                # initialized whole and then sharded, so that the values are those of one process
+                if _is_sharded(value):
                     cut.append((entries, key, value))
                     if made is None:
                         fresh.append(key)
@@ -208,7 +209,7 @@ class Materializer:
             entries[key] = self._made[value]
 
     def _ways(self, module: nn.Module, name: str) -> Iterator[Callable[[], Any]]:
-        """Yield functions that may initialize a module's values, the best one first."""
+        """Yield functions that may initialize a module's values, best one first."""
         for prefix, model in reversed(self._models):
             if not prefix or f"{name}.".startswith(f"{prefix}."):
                 yield partial(model._init_weights, module)
@@ -218,11 +219,11 @@ class Materializer:
                 yield getattr(module, method)
 
     def finish(self, module: nn.Module, name: str) -> None:
-        """Initialize what a module gives its parts, such as the adapters of a LoRA layer, half of which begin at 0.
+        """Initialize what a module sets in its parts, such as LoRA adapters, half of which begin at 0.
 
         Args:
-            module: its parts were made.
-            name: in the whole module.
+            module: module whose parts are materialized.
+            name: name of the module in the whole module.
         """
         reset = getattr(module, "reset_lora_parameters", None)
         if reset is None:
@@ -246,15 +247,15 @@ class Materializer:
 def read_values(module: nn.Module, device: torch.device, part_of: Callable[[Stored, Tensor], Tensor]) -> bool:
     """Read the recorded values of a module's weights and buffers on the meta device.
 
-    The tensors stay the same objects, so that tied weights and optimizers keep what they hold.
+    The tensors stay the same objects, so tied weights and optimizers stay valid.
 
     Args:
-        module: all of it; what it has on the meta device without such a note stays there.
-        device: where to.
-        part_of: reads the part of a stored tensor that this rank keeps of a tensor of the module.
+        module: the whole module; its tensors without a record stay on the meta device.
+        device: device of the values.
+        part_of: function that reads, from a stored tensor, the part that this rank keeps of a tensor of the module.
 
     Returns:
-        Whether there was any.
+        True if a value was read.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
@@ -279,7 +280,7 @@ def _lacks_values(value: Tensor) -> bool:
 
 
 def _is_sharded(value: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing its class."""
+    """Return True if a tensor is a DTensor, without importing that class."""
     return hasattr(value, "device_mesh")
 
 
@@ -296,7 +297,7 @@ def _parameter_like(value: Tensor, made: Any) -> Any:
     if isinstance(value, nn.Parameter):
         made = nn.Parameter(made, requires_grad=value.requires_grad)
         if not _is_sharded(value):
-            made.__dict__.update(value.__dict__)  # attributes that users put on it
+            made.__dict__.update(value.__dict__)  # attributes that users have set on it
     return made
 
 
@@ -304,14 +305,14 @@ def _parameter_like(value: Tensor, made: Any) -> Any:
 
 
 def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tensor, Tensor]:
-    """Materialize all that a module has on the meta device: read stored values, or initialize them.
+    """Materialize everything that a module has on the meta device: read stored values, or initialize them.
 
     Args:
         module: changed in place.
-        device: where to.
+        device: device of the values.
 
     Returns:
-        What drawn weights were exchanged for; those that were read stay the same objects.
+        The new tensor for each initialized one. Tensors whose values were read stay the same objects.
 
     Raises:
         SettingError: nothing gives a weight its values.
@@ -328,7 +329,7 @@ def materialize_module(module: nn.Module, device: torch.device) -> Mapping[Tenso
 
 
 def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
-    """Make the error for weights and buffers that were built on the meta device and have no values."""
+    """Return the error for weights and buffers that were built on the meta device and got no values."""
     names = sorted(without)
     return SettingError(
         f"weights of {type(module).__name__} that were built on the meta device are without values: "
@@ -341,20 +342,20 @@ def no_values(module: nn.Module, without: Iterable[str]) -> SettingError:
 
 
 def dispatched_weights(module: nn.Module) -> set[Tensor]:
-    """Return weights and buffers of models with a device map inside a module: they stay on their devices.
+    """Return weights and buffers of models with a device map inside a module, which must stay on their devices.
 
     Args:
-        module: with models from `instep.big_models.dispatch_model`, or without.
+        module: module with or without models from `instep.big_models.dispatch_model`.
     """
     parts = [part for part in module.modules() if DISPATCHED in vars(part) or "hf_device_map" in vars(part)]
     return {tensor for part in parts for tensor in (*part.parameters(), *part.buffers())}
 
 
 def refuse_dispatched(strategy: str, module: nn.Module) -> None:
-    """Refuse a model with a device map under a strategy that divides weights itself.
+    """Raise an error for a model with a device map under a strategy that shards weights.
 
     Raises:
-        SettingError: there is one.
+        SettingError: the module contains such a model.
     """
     if dispatched_weights(module):
         raise SettingError(
@@ -367,10 +368,10 @@ def refuse_dispatched(strategy: str, module: nn.Module) -> None:
 
 
 def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse to train offloaded weights, which do not exist between forwards.
+    """Raise an error if offloaded weights are to be trained, since they do not exist between forwards.
 
-    Those of a dispatched model that are trained on the CPU get memory of their own: they may lie mapped, where other
-    models of this process from the same file would see what is changed.
+    Weights of a dispatched model that are trained on the CPU are copied into new memory. They may be mapped from a
+    file, and other models of this process from the same file would see the changes.
 
     Raises:
         SettingError: an optimizer has such a weight.
@@ -392,15 +393,15 @@ def check_offloaded(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-    """Copy the first rank's weights and buffers to every rank. Collective.
+    """Copy rank 0's weights and buffers to every rank. Collective.
 
     Args:
-        module: on the device that it is trained on.
-        skip: whether a tensor is left alone, because each rank holds a part of it, or nothing.
+        module: module on the device on which it is trained.
+        skip: function that returns True for tensors to skip, because each rank holds a part of them, or nothing.
     """
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers(), *quantized_tensors(module)):
-                # The parts of a torchao tensor are sent by themselves.
+                # The parts of a torchao tensor are sent separately.
                 if not skip(tensor) and not is_of_torchao(tensor):
                     tensor.copy_(broadcast(tensor))

@@ -1,4 +1,4 @@
-"""Several kinds of parallelism at once, each along its dimension of a mesh of processes."""
+"""Several kinds of parallelism at once, each along its own dimension of a process mesh."""
 
 from __future__ import annotations
 
@@ -29,34 +29,36 @@ _SIZE = Check(
 
 
 class MeshStrategy(PipelinedStrategy):
-    """Tensor, context and pipeline parallelism and sharded data parallelism, in any product.
+    """Tensor, context, pipeline and sharded data parallelism, in any combination.
 
-    Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that those that talk
-    most are neighbors. Every size is a number of processes; one of them may be -1, which takes what is left.
+    Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that processes that
+    communicate most are neighbors. Every size is a number of processes. One size may be -1, which means all remaining
+    processes.
 
     Args:
-        dp_replicate: copies of the weights, each reading its own part of the data.
-        dp_shard: processes that read their own parts of the data and share the weights out among them, as FSDP does.
-        tp: processes that share each layer's computation, as the module's `parallelize(mesh)` or the plan of its
-            transformers model says.
-        cp: processes that share each sequence. The module's `sequence_dim` says what is cut; attention must be
-            `F.scaled_dot_product_attention`; a model with positions asks `sequence_positions`.
-        pp: processes that each have a part of the layers, as the module's `pipeline_stages` lists them; batches go
-            through in micro-batches, and the loss is the module's `pipeline_loss`.
-        pp_schedule: "1f1b"; "gpipe", all forwards first; or "interleaved", 1F1B with several stages on each process.
-        pp_microbatches: into how many a batch is cut; None for two per process.
-        pp_split: the parts that the stages but the first one begin with, by name. Default: the largest stage has as few
-            parameters as can be.
-        pp_stages_per_rank: with "interleaved".
-        loss_parallel: compute the cross-entropy of logits whose classes are spread over the tp processes (a head with
-            `ColwiseParallel(use_local_output=False)`) without gathering them.
-        cp_attention: "all_to_all", exact for every attention, where cp divides the heads; or "ring", torch's own, on
-            GPUs only and without masks, where it does not.
+        dp_replicate: number of copies of the weights; each copy reads its own part of the data.
+        dp_shard: number of processes that read their own parts of the data and shard the weights, as with FSDP.
+        tp: number of processes that share each layer's computation, by the module's `parallelize(mesh)` or the plan of
+            its transformers model.
+        cp: number of processes that share each sequence. The module's `sequence_dim` says which dimension is split.
+            Attention must be `F.scaled_dot_product_attention`. A model with positions must call `sequence_positions`.
+        pp: number of processes that each have a part of the layers, which the module's `pipeline_stages` lists. Batches
+            run in micro-batches, and the loss is the module's `pipeline_loss`.
+        pp_schedule: "1f1b"; "gpipe", which runs all forwards first; or "interleaved", which is 1F1B with several stages
+            on each process.
+        pp_microbatches: number of micro-batches per batch; None for two per process.
+        pp_split: names of the parts with which the stages begin, except the first stage. Default: the split in which
+            the largest stage has the fewest parameters.
+        pp_stages_per_rank: number of stages on each process, for "interleaved".
+        loss_parallel: whether to compute the cross-entropy without gathering the logits, if their classes are sharded
+            over the tp processes (by a head with `ColwiseParallel(use_local_output=False)`).
+        cp_attention: "all_to_all", which is exact for every attention but needs a number of heads that cp divides; or
+            "ring", torch's own, for any number of heads, but only on GPUs and without masks.
         **fsdp_options: other arguments of `FSDPStrategy`.
 
     Raises:
-        SettingError: a size is not a number of processes, or several are -1. When training starts: the sizes do not
-            multiply to the number of processes, or do not divide what they cut.
+        SettingError: a size is not a number of processes, or several are -1. When training starts: the product of the
+            sizes is not the number of processes, or a size does not divide what it splits.
 
     Example:
         >>> MeshStrategy(dp_shard=2, tp=2).name
@@ -90,7 +92,7 @@ class MeshStrategy(PipelinedStrategy):
                 f"{' and '.join(rest)} are all -1: only one can take what is left", field=rest[1], got=-1
             )
         choice(*_ATTENTION)("cp_attention", cp_attention)
-        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # a text is refused by the check below
+        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # the check below refuses a text
         pipeline = Pipeline(pp_schedule, pp_microbatches, split, pp_stages_per_rank)
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
@@ -143,9 +145,10 @@ class MeshStrategy(PipelinedStrategy):
         return {field: left if size == -1 else size for field, size in self._wanted.items()}
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """Make the mesh of weights: the dimensions with more than one process, and `dp_shard`. Collective.
+        """Make the mesh of weights: `dp_shard` and all dimensions with more than one process. Collective.
 
-        Processes that share a sequence hold different parts of the weights too: to the mesh they are `dp_shard` ones.
+        Processes that share a sequence also hold different shards of the weights, so in this mesh they belong to
+        `dp_shard`.
         """
         own = self.sizes
         if own["cp"] > 1:
@@ -164,7 +167,7 @@ class MeshStrategy(PipelinedStrategy):
             )
         for field in ("tp", "pp"):
             if precision.scaler is not None and self.sizes[field] > 1:
-                # Nor does torch's scaler take gradients of which some are cut up and some are not.
+                # torch's scaler also cannot handle gradients of which only some are sharded.
                 raise SettingError(
                     f"precision={precision.name!r} scales gradients, and ranks of {field} hold different ones and "
                     "would not agree how. Use precision='bf16-mixed'.",
@@ -175,7 +178,7 @@ class MeshStrategy(PipelinedStrategy):
         sizes = self.sizes
         self.data_world_size = sizes["dp_replicate"] * sizes["dp_shard"]
         self.data_rank = PartialState().process_index // (sizes["cp"] * sizes["tp"]) % self.data_world_size
-        # With cp each rank has the values of its part of the sequences.
+        # With cp, each rank has the values for its part of the sequences.
         self.contributes = all(self.mesh.get_local_rank(dim) == 0 for dim in ("pp", "tp") if sizes[dim] > 1)
 
     def prepare_module(self, module: nn.Module) -> None:
@@ -190,19 +193,19 @@ class MeshStrategy(PipelinedStrategy):
                 tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
         super().prepare_module(module)
         if self.sizes["tp"] > 1 or self.sizes["pp"] > 1:
-            # The output of a cut layer is a view of what torch gathered, and what a stage only passes on is a view of
-            # what it got; FSDP warns of what a user could do to it.
+            # The output of a split layer is a view of what torch gathered, and the output of a stage may be a view of
+            # its input. FSDP warns of changes that a user could make to such views.
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if self.loss_parallel:
             from torch.distributed.tensor.parallel import loss_parallel  # late: only who cuts tensors pays for it
 
-            # Its switches are torch's own, for the whole process; a backward needs them as the step does.
+            # It sets switches of torch for the whole process, which the backward needs as well as the step.
             self._stack.enter_context(loss_parallel())
 
     def parallelize(self, module: nn.Module) -> None:
         if self.sizes["tp"] > 1:
-            self.share_weights(module)  # shared here, while every rank has all of the weights
+            self.share_weights(module)  # shared now, while every rank still has all weights
             tensor_parallel.cut(module, self.mesh)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
@@ -244,7 +247,8 @@ class MeshStrategy(PipelinedStrategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        if self._context is not None and name != "predict_step":  # predict_step may generate, and gets whole sequences
+        # predict_step may generate, so it gets whole sequences
+        if self._context is not None and name != "predict_step":
             step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type: ignore[arg-type]
         if self.sizes["tp"] == 1:
             return step
@@ -254,5 +258,5 @@ class MeshStrategy(PipelinedStrategy):
         if self._context is None:
             super().backward(loss, *args, **kwargs)
             return
-        with self._context.attention():  # the backward too: activation checkpoints compute attention again
+        with self._context.attention():  # also in the backward, where activation checkpoints recompute attention
             super().backward(loss, *args, **kwargs)

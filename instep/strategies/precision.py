@@ -1,7 +1,8 @@
-"""Precision: which dtype the weights have, which the step computes in, and whether gradients are scaled.
+"""Precision: the dtype of the weights, the dtype that the step computes in, and whether gradients are scaled.
 
-Orthogonal to the strategy: a `Precision` changes the module once, wraps the step in a context (or None: the loop then
-enters nothing), and owns the gradient scaler. A strategy that casts or scales by itself takes that over: `without`.
+It is independent of the strategy. A `Precision` changes the module once, gives the loop a context for the step (or
+None), and owns the gradient scaler. A strategy that casts or scales itself uses `without`, which returns a copy without
+these parts.
 
     name          weights    step computes in                           gradient scaler
     32-true       float32    float32                                    no
@@ -50,16 +51,16 @@ _ALIASES = {
     "fp16": "16-mixed",
     "bf16": "bf16-mixed",
     "fp16-true": "16-true",
-    "no": "32-true",  # as `Accelerator(mixed_precision=)` says it
+    "no": "32-true",  # name of `Accelerator(mixed_precision=)`
 }
 
 PRECISIONS = tuple(_WEIGHTS)
 """Names of precisions that `Trainer(precision=...)` takes, without the short forms."""
-_FP8_MULTIPLE = 16  # float8 matrix products need both sizes of a layer to be multiples of this
+_FP8_MULTIPLE = 16  # float8 matrix products require that both sizes of a layer are multiples of this
 
 
 class _DefaultDtype:
-    """Context in which new tensors get `dtype`; it can be entered repeatedly."""
+    """Context in which new tensors get `dtype`. It can be entered repeatedly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -77,10 +78,10 @@ def precision_name(field: str, value: Any) -> str:
 
     Args:
         field: the setting's name, for the error.
-        value: what was given for it.
+        value: value of the setting.
 
     Raises:
-        SettingError: it is none of them.
+        SettingError: the value is no precision.
 
     Example:
         >>> precision_name("precision", "bf16")
@@ -98,7 +99,7 @@ def check_device(name: str, device: torch.device) -> None:
 
     Args:
         name: one of `PRECISIONS`.
-        device: where the step runs.
+        device: device on which the step runs.
     """
     if name == "16-mixed" and device.type == "cpu":
         raise SettingError(
@@ -118,7 +119,7 @@ def check_device(name: str, device: torch.device) -> None:
                 got=name,
             )
     dtype = _compute_dtype(name)
-    if dtype is not None and device.type != "xla":  # XLA is not loaded yet, and computes in every dtype
+    if dtype is not None and device.type != "xla":  # XLA is not loaded yet, and it computes in every dtype
         try:
             one = torch.ones(2, 2, dtype=dtype, device=device)
             torch.mm(one, one)
@@ -138,18 +139,18 @@ def _compute_dtype(name: str) -> torch.dtype | None:
 class Precision:
     """One precision on one kind of device.
 
-    Options for a scaler or an autocast that this precision does not have are answered with a warning.
+    Options for a scaler or an autocast that this precision does not have give a warning.
 
     Args:
         name: one of `PRECISIONS`.
-        device: where the step runs.
+        device: device on which the step runs.
         scaler_options: arguments of `torch.amp.GradScaler`, such as `init_scale`; `enabled=False` trains without one.
         autocast_options: arguments of `torch.autocast`: `enabled`, `cache_enabled`.
 
     Raises:
-        SettingError: the name is unknown; the device cannot compute in it; or `16-mixed` is asked for on a CPU, where
-            float16 autocast has no kernels worth the name and would silently train in float32.
-        MissingPackageError: fp8 without torchao.
+        SettingError: the name is unknown; the device cannot compute in this precision; or `16-mixed` is requested on a
+            CPU, where float16 autocast would silently train in float32.
+        MissingPackageError: fp8 is requested without torchao.
 
     Example:
         >>> Precision("bf16-mixed", torch.device("cpu")).mixed_precision
@@ -193,11 +194,11 @@ class Precision:
         return _STATE_NAMES.get(self.name, "no")
 
     def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
-        """Return a copy without parts that a strategy does itself: its `connect` keeps the copy as `precision`.
+        """Return a copy without the parts that a strategy does itself. Its `connect` keeps the copy as `precision`.
 
         Args:
-            autocast: the strategy casts what the step computes with to `compute_dtype`.
-            scaler: the strategy scales gradients where they are float16.
+            autocast: whether to leave out autocast, since the strategy casts to `compute_dtype` itself.
+            scaler: whether to leave out the scaler, since the strategy scales float16 gradients itself.
         """
         other = copy.copy(self)
         other._autocast = self._autocast and not autocast
@@ -205,11 +206,11 @@ class Precision:
         return other
 
     def convert_module(self, module: nn.Module) -> None:
-        """Cast the module's parameters and buffers to this precision's dtype, in place; complex ones stay complex.
+        """Cast the module's parameters and buffers to this precision's dtype, in place. Complex ones stay complex.
 
-        With fp8 its linear layers are exchanged for torchao's, which hold the same parameters under the same names:
-        those whose sizes divide by 16, less the last one, whose outputs are the model's. For other layers or scaling
-        recipes call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
+        With fp8, linear layers are replaced by torchao's, which hold the same parameters by the same names. This is
+        done for layers whose sizes are multiples of 16, except the last layer, whose outputs are the model's. For other
+        layers or scaling recipes, call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
         """
         if self.dtype is not None:
             from instep.utils.dtypes import cast_module  # late: few runs have weights of another dtype
@@ -219,7 +220,7 @@ class Precision:
             _compute_in_float8(module, emulate=self.device.type == "cpu")
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """Return a function that casts floating tensors of a batch to the weights' dtype; None if none is needed."""
+        """Return a function that casts a batch's floating-point tensors to the weights' dtype; None if not needed."""
         if self.dtype is None:
             return None
         dtype = self.dtype
@@ -233,7 +234,7 @@ class Precision:
         """Return a context for the forward pass that can be entered once per step; None if none is needed.
 
         Args:
-            autocast_options: instead of the ones this precision was made with.
+            autocast_options: options in place of those from the constructor.
         """
         if self._autocast:
             options = self._autocast_options if autocast_options is None else autocast_options
@@ -245,7 +246,7 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; without a scaler nothing is loaded."""
+        """Load the result of `state_dict`. Without a scaler nothing is loaded."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
@@ -283,15 +284,15 @@ def check_tf32(tf32: bool | None, device: torch.device) -> None:
 
 @contextmanager
 def float32_products(tf32: bool | None, device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products and convolutions in TF32 inside, or in full precision; restore it afterwards.
+    """Compute float32 matrix products and convolutions in TF32 or in full precision within the block.
 
     Args:
-        tf32: None leaves everything as the program set it.
-        device: where they run.
+        tf32: True for TF32, False for full precision; None keeps the program's setting.
+        device: device on which they run.
 
     Raises:
-        SettingError: TF32 on a device that has none, or the program uses torch's `fp32_precision` switches, which
-            cannot be mixed with this one.
+        SettingError: the device has no TF32, or the program uses torch's `fp32_precision` switches, which cannot be
+            combined with this.
     """
     if tf32 is None:
         yield

@@ -1,11 +1,12 @@
-"""Quantized layers in state dicts: saved as plain tensors under names of their own, and loaded back in place.
+"""Quantized layers in state dicts: saved as plain tensors with their own names, and loaded in place.
 
-A quantized weight is more than a tensor: bitsandbytes keeps its scales beside it, torchao makes a tensor subclass of
-several. Checkpoints hold plain tensors. So each part has a name in `state_dict()`: those of bitsandbytes as its users
-know them (`weight.absmax`, `SCB` ...), those of torchao as its tensors call them (`weight.qdata`, `weight.scale` ...).
+A quantized weight is more than one tensor: bitsandbytes stores scales besides the weight, and torchao combines several
+tensors in a subclass. Checkpoints hold plain tensors. So each part has a name in `state_dict()`: for bitsandbytes the
+names that its users know (`weight.absmax`, `SCB` ...), for torchao those of the tensors' attributes (`weight.qdata`,
+`weight.scale` ...).
 
-`load_state_dict` writes only into memory that a layer has already. What a file says of shapes and block sizes is
-compared with the layer and never believed: the kernels that read it check nothing.
+`load_state_dict` writes only into existing memory of a layer. Shapes and block sizes from a file are compared with the
+layer and never trusted, because the kernels do not check them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from instep.utils.untrusted_files import parse_object
 
 # "nf4" or "fp4" follows in the name; the value is JSON in a tensor of bytes.
 _ABOUT = "weight.quant_state.bitsandbytes__"
-_OFFSET = "nested_offset"  # the only number in that JSON that is a part of the weight
-_FORMAT = "weight_format"  # bitsandbytes has only one format for 8 bits by now
-_ABOUT_BYTES = 256  # bytes, with room for every offset, so that models of one kind have state dicts of one shape
+_OFFSET = "nested_offset"  # the only number in that JSON that belongs to the weight
+_FORMAT = "weight_format"  # bitsandbytes now has only one format for 8 bits
+_ABOUT_BYTES = 256  # bytes with room for every offset, so that all models of one kind have state dicts of one shape
 
 
 def keep_as_tensors(layer: nn.Module) -> None:
-    """Give a quantized layer, and its copies, a state dict of plain tensors, which the layer can load too.
+    """Give a quantized layer and its copies a state dict of plain tensors, which the layer can also load.
 
     Args:
         layer: a `Linear4bit` or `Linear8bitLt` of bitsandbytes, or a linear layer with a weight of torchao.
@@ -38,17 +39,17 @@ def keep_as_tensors(layer: nn.Module) -> None:
 
 
 def is_stored_quantized(names: Mapping[str, Any], layer: str) -> bool:
-    """Return whether stored weights contain a layer in its quantized form.
+    """Return True if stored weights contain a layer in its quantized form.
 
     Args:
-        names: weights, by name.
-        layer: its name in the model.
+        names: stored weights by name.
+        layer: name of the layer in the model.
     """
     return f"{layer}.SCB" in names or any(f"{layer}.weight.{part}" in names for part in ("absmax", "qdata", "scale"))
 
 
 def is_of_torchao(tensor: Any) -> bool:
-    """Return whether a tensor is one of torchao's, which support few operations."""
+    """Return True if a tensor is one of torchao's, which support few operations."""
     return type(tensor).__module__.startswith("torchao.")
 
 
@@ -86,7 +87,8 @@ def _load(
 ) -> None:
     """Load the parts of a quantized layer from a state dict; torch loads its plain parameters."""
     weight, given = f"{prefix}weight", state.get(f"{prefix}weight")
-    if is_of_torchao(layer.weight) and type(given) is type(layer.weight):  # the weight is whole, as torch.save keeps it
+    # the weight is whole, as torch.save stores it
+    if is_of_torchao(layer.weight) and type(given) is type(layer.weight):
         return
     own = _parts(layer)
     about = next((name for name in layer.state_dict() if name.startswith(_ABOUT)), None)
@@ -115,7 +117,7 @@ def _load(
             if offset is not None:
                 layer.weight.quant_state.offset.fill_(offset)
     if wrong or is_of_torchao(layer.weight):
-        # Loaded onto itself: torch must not write bytes of another meaning, nor miss a weight.
+        # Loaded from itself, so that torch neither writes wrong bytes nor misses a weight.
         state[weight] = layer.weight
 
 
@@ -148,13 +150,13 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _read_about(about: Tensor, own: Any) -> float | None:
-    """Read the facts that bitsandbytes stores about a weight beside its tensors.
+    """Read the values that bitsandbytes stores about a weight besides its tensors.
 
     Returns:
-        The offset of the scales; None where they are not quantized themselves.
+        The offset of the scales; None if the scales are not quantized.
 
     Raises:
-        ValueError: it does not fit the layer, or is damaged.
+        ValueError: the values do not fit the layer, or are damaged.
     """
     if about.dtype != torch.uint8 or about.numel() > 4 * _ABOUT_BYTES:
         raise ValueError(f"{_kind(about)} is no description of a weight")

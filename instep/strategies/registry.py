@@ -1,4 +1,4 @@
-"""Strategies by name. Adding one is a file beside this one and a line in `_BUILT_IN`.
+"""Strategies by name. To add one, add a file in this folder and a line in `_BUILT_IN`.
 
 Other packages add theirs by an entry point of the group `instep.strategies`, in their pyproject.toml:
 
@@ -27,7 +27,7 @@ def _deepspeed(**options: Any) -> tuple[str, str, dict[str, Any]]:
     return "deepspeed", "DeepSpeedStrategy", options
 
 
-# Name -> file, class and the options that the name stands for; a file is loaded when its name is asked for.
+# Name -> file, class, and the options of that name. A file is imported when its name is requested.
 _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "single_device": ("base", "Strategy", {}),
     "ddp": ("ddp", "DDPStrategy", {}),
@@ -57,8 +57,8 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
     """Register a strategy under a name.
 
     Args:
-        name: what `Trainer(strategy=...)` takes.
-        factory: makes a fresh strategy; usually the class.
+        name: name for `Trainer(strategy=...)`.
+        factory: function that makes a new strategy; usually the class.
 
     Raises:
         SettingError: the name is taken.
@@ -73,7 +73,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return all names that `Trainer(strategy=...)` takes: built-in, registered, then those of other packages.
+    """Return all names for `Trainer(strategy=...)`: built-in, registered, then those of other packages.
 
     Example:
         >>> {"auto", "ddp", "fsdp"} <= set(strategy_names())
@@ -83,22 +83,22 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def check_name(name: str, field: str = "strategy") -> str:
-    """Return the registered form of a strategy's name: built-in names may be given in capitals.
+    """Return the registered form of a strategy's name. Built-in names may have capitals.
 
     Raises:
-        SettingError: no strategy has it; the text lists what there is.
+        SettingError: no strategy has this name; the text lists all names.
     """
     lower = name.lower()
     if lower == "auto" or lower in _BUILT_IN:
         return lower
-    # Other packages are asked last: to find them, all that is installed is listed.
+    # Other packages are asked last, since finding them lists everything that is installed.
     if name not in _registered and name not in strategy_names():
         raise one_of(field, name, strategy_names())
     return name
 
 
 def asked_strategy() -> tuple[str, dict[str, Any]]:
-    """Return the name and options in INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, for a program that names no strategy.
+    """Return the name and options in INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, for programs that choose no strategy.
 
     Raises:
         SettingError: the name is unknown, or there are options without a name.
@@ -121,18 +121,18 @@ def resolve_strategy(
     """Return the strategy for a name or an instance, as `Trainer(strategy=...)` does.
 
     Args:
-        strategy: one of `strategy_names()`, or an instance, which is returned as it is. "auto" means "xla" on an XLA
+        strategy: one of `strategy_names()`, or an instance, which is returned unchanged. "auto" means "xla" on an XLA
             device, else "single_device" with one process and "ddp" with more.
         world_size: the number of processes.
         device_type: torch's name of their devices' kind.
-        options: more arguments for the strategy of that name.
+        options: further arguments for the strategy of that name.
 
     Returns:
         The strategy.
 
     Raises:
-        SettingError: the name is unknown, options are not the strategy's or come with an instance, or it cannot run
-            with so many processes.
+        SettingError: the name is unknown, the strategy lacks an option or is an instance with options, or it cannot run
+            with this number of processes.
 
     Example:
         >>> resolve_strategy("auto", world_size=4).name

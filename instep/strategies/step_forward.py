@@ -1,8 +1,8 @@
-"""The two ways in which a call of a step method reaches what a strategy does around a module's `forward`.
+"""Two ways in which a call of a step method gets what a strategy adds around a module's `forward`.
 
-`StepForward` is for engines that own the call: DDP, DeepSpeed and DataParallel do their work in the `forward` of a
-module that they wrap. `GatheredMethods` is for FSDP2, which wraps nothing: its hooks on the module's own
-`forward` serve other methods here too.
+`StepForward` is for DDP, DeepSpeed and DataParallel, which do their work in the `forward` of a module that they wrap.
+`GatheredMethods` is for FSDP2, which does not wrap modules: it uses FSDP2's hooks on the module's `forward` for other
+methods too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _NAME = "_gathered_methods"
 class StepForward(nn.Module):
     """A module whose `forward` calls a method of another one.
 
-    DDP arms its reducer in `forward`; a step method called directly would leave each rank with gradients of its own.
+    DDP arms its reducer in `forward`. A step method that is called directly would leave the ranks with different
+    gradients.
 
     Args:
-        module: has the methods.
-        context: entered around each call.
-        method: the method's name, looked up in the module's class, where the object's own attribute of that name is
-            what comes here; None: `forward` takes the name as its first argument.
+        module: module with the methods.
+        context: context that is entered around each call, or None.
+        method: name of the method. It is looked up in the module's class, because the attribute of the object itself
+            leads to this `StepForward`. None: `forward` gets the name as its first argument.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class StepForward(nn.Module):
 
 
 class GatheredMethods:
-    """Gathers the weights of a sharded module around the outermost one of its methods that is called.
+    """Gathering of a sharded module's weights around the outermost of its methods that is called.
 
-    Stands in for the hooks that `fully_shard` puts around a module's forward, for other methods too.
+    It replaces the hooks that `fully_shard` puts around a module's forward, and also works for other methods.
 
-    torch's `register_fsdp_forward_method` gathers for each method by itself. So a `training_step` that calls
-    `self(batch)` would find its weights let go after that, and its backward would gather them once more.
+    torch's `register_fsdp_forward_method` gathers for each method separately. So if `training_step` calls
+    `self(batch)`, its weights would be released after that call, and its backward would gather them again.
 
     Args:
-        module: sharded; it keeps this object, so make it by `gathered_methods`.
+        module: a sharded module. It keeps this object, so use `gathered_methods` to make it.
     """
 
     def __init__(self, module: Any) -> None:
@@ -75,11 +76,11 @@ class GatheredMethods:
         return output if self._inside else self._after(module, args, output)
 
     def through(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a method so that weights are gathered before it and released after it.
+        """Wrap a method, so that weights are gathered before it and released after it.
 
         Args:
-            method: a bound method of the module, perhaps compiled.
-            module: whose weights.
+            method: a bound method of the module, which may be compiled.
+            module: module whose weights are gathered.
         """
 
         @wraps(method)
@@ -98,7 +99,7 @@ class GatheredMethods:
 
 
 def gathered_methods(module: nn.Module) -> GatheredMethods:
-    """Return the `GatheredMethods` of a sharded module, made at the first call."""
+    """Return the `GatheredMethods` of a sharded module. It is made by the first call."""
     made: GatheredMethods | None = module.__dict__.get(_NAME)
     if made is None:
         made = module.__dict__[_NAME] = GatheredMethods(module)

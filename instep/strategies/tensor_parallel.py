@@ -1,7 +1,7 @@
-"""Tensor parallelism: a module's plan applied, and what torch leaves unchecked checked.
+"""Tensor parallelism: applying a module's plan, with checks that torch lacks.
 
-torch cuts a parameter wherever the plan says so: unevenly, in the middle of a head, or one of two tied ones. Each of
-these trains another model without a word, so each is an error here.
+torch splits a parameter wherever the plan says: unevenly, in the middle of a head, or only one of two tied ones. Each
+of these silently trains another model, so each raises an error here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> None:
-    """Refuse a number of ranks among which a module's attention heads cannot be divided evenly.
+    """Raise an error if a module's attention heads cannot be divided evenly among the ranks.
 
     Args:
-        module: the heads are what its parts, or their `config` or `hparams`, call by one of the usual names, such as
-            `num_heads`.
+        module: module. The numbers of heads are attributes of its parts, or of their `config` or `hparams`, with a
+            usual name such as `num_heads`.
         size: the number of ranks.
-        field: the setting to blame.
-        key_heads: whether the heads of keys and values, where they are fewer, are shared out too.
+        field: name of the setting, for the error.
+        key_heads: whether heads of keys and values, which may be fewer, are divided too.
     """
     for name, part in module.named_modules():
         for owner in (part, getattr(part, "config", None), getattr(part, "hparams", None)):
@@ -53,13 +53,13 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a module over the "tp" dimension of a mesh, in place. Collective.
 
     Args:
-        module: with a method `parallelize(mesh)` that cuts it up or returns a plan, or with parts from transformers
-            that bring a plan.
-        mesh: with a dimension "tp".
+        module: module with a method `parallelize(mesh)` that divides it or returns a plan, or with parts from
+            transformers that have a plan.
+        mesh: mesh with a dimension "tp".
 
     Raises:
-        SettingError: the number of ranks does not divide heads or a dimension that is cut.
-        HookError: there is no plan, or the plan fits no part, or cuts only one of two tied parameters.
+        SettingError: the number of ranks does not divide the heads or a dimension that is split.
+        HookError: there is no plan, the plan fits no part, or it splits only one of two tied parameters.
     """
     if _cuts(module):
         return  # an earlier run, or the module's own configure_model, has divided it
@@ -87,7 +87,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Apply styles by the names of submodules, in which `*` stands for any single part.
+    """Apply styles by the names of submodules, in which `*` stands for any single part of a name.
 
     Args:
         module: changed in place.
@@ -95,12 +95,12 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
         plan: name -> style.
 
     Raises:
-        HookError: a name fits no submodule; torch would warn and go on.
+        HookError: a name fits no submodule. torch itself would only warn.
     """
     from torch.distributed.tensor.parallel import parallelize_module  # late: only who cuts tensors pays for it
 
     names = [name.split(".") for name, _ in module.named_modules()]
-    # Styles by whole names: torch warns of a module where a pattern finds nothing.
+    # Styles by complete names, since torch warns of modules in which a pattern finds nothing.
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         wanted = pattern.split(".")
@@ -115,7 +115,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
 
 
 def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
-    """Apply the plan that a transformers model brings, by the names of its styles; return whether there is one."""
+    """Apply the plan of a transformers model, by the names of its styles; return True if there is one."""
     names: Mapping[str, str] | None = getattr(part, "_tp_plan", None)
     if not isinstance(names, Mapping) or not names or not hasattr(part, "config"):
         return False
@@ -139,7 +139,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
     plan: dict[str, Any] = {}
     for pattern, style in names.items():
         if any(fnmatch(name.rpartition(".")[0], pattern) for name in apart):
-            continue  # a head tied to an embedding that the plan leaves whole stays whole too
+            continue  # a head that is tied to an embedding stays whole if the plan leaves the embedding whole
         if style not in styles:
             raise HookError(
                 f"the plan of {type(part).__name__} has the style {style!r} for {pattern}, which is none of "
@@ -154,12 +154,12 @@ class BeforeStep:
     """Hook before an optimizer's step that completes the gradients of a divided module.
 
     Args:
-        module: cut up.
-        optimizer: over its parameters.
-        mesh: 1-dim, of the ranks that the module is cut up over.
+        module: the divided module.
+        optimizer: optimizer of its parameters.
+        mesh: 1-dim mesh of the ranks over which the module is divided.
 
     Raises:
-        SettingError: the optimizer was told to step together what torch cannot.
+        SettingError: the optimizer has options to step tensors together that torch cannot.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
@@ -188,10 +188,11 @@ class BeforeStep:
         for parameter in self._cut:
             gradient: Any = parameter.grad
             if gradient is not None and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                # Sequence parallelism leaves each rank with the gradients of its part of the sequence.
+                # With sequence parallelism, each rank has the gradients for its part of the sequence.
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         for group in self._mixed:
-            group["foreach"] = False  # on a GPU torch would choose otherwise; taken back, so that no checkpoint has it
+            # on a GPU torch would choose True; undone after the step, so that no checkpoint has it
+            group["foreach"] = False
         if self._unproven:
             self._compare()
 
@@ -200,7 +201,7 @@ class BeforeStep:
             group["foreach"] = None
 
     def _compare(self) -> None:
-        """Check once that what is not divided has the same gradient on all ranks, or the copies drift apart."""
+        """Check once that undivided parameters have equal gradients on all ranks, or their copies would drift apart."""
         unproven, self._unproven = self._unproven, {}
         known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []
@@ -225,13 +226,13 @@ class BeforeStep:
 
 
 def _dims(parameter: Tensor) -> tuple[str, ...]:
-    """Return the mesh dimensions of a parameter; none for a plain one."""
+    """Return the mesh dimensions of a parameter; () for a plain one."""
     mesh = getattr(parameter, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
 def plain(value: Any) -> Any:
-    """Return a divided tensor as a whole one on every rank; any other tensor as it is."""
+    """Return a divided tensor as a whole one on every rank; return any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

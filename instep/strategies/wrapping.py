@@ -1,4 +1,4 @@
-"""Which parts of a module are meant: by class, by size, by a function of one's own; and what is done to such a part."""
+"""Selection of parts of a module, by class, by size or by a function; and what is done to such parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_policy(field: str, policy: Any) -> Any:
     """Check a wrapping policy, and return it with its classes as a tuple.
 
     Raises:
-        SettingError: it is none.
+        SettingError: the value is no policy.
     """
     if policy is None or is_int(policy, 1):
         return policy
@@ -42,14 +42,15 @@ def _is_class(kind: Any) -> bool:
 
 
 def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a module that a policy selects, by name, outer ones first; never the module itself.
+    """Return the parts of a module that a policy selects, by name, outer ones first. The module itself is never one.
 
     Args:
         field: the setting's name, for errors.
-        policy: what `check_policy` returned. None: the classes that a transformers model says must not be split, else
-            the blocks of a transformer: the items of every `nn.ModuleList`, and those of an `nn.Sequential` that have
-            submodules with weights and are of a class that it has twice or more; outermost containers only.
-        module: searched in.
+        policy: result of `check_policy`. None selects the classes that a transformers model declares as not to be
+            split, or else the blocks of a transformer. Blocks are the items of an `nn.ModuleList`, and those items of
+            an `nn.Sequential` that have submodules with weights and whose class occurs at least twice in it. Only the
+            outermost containers are used.
+        module: module to search.
 
     Raises:
         SettingError: a class, or the whole policy, matches nothing.
@@ -94,7 +95,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Find the parts with at least `size` parameters without those of smaller selected parts."""
+    """Return the parts with at least `size` parameters, not counting those of selected parts inside them."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:
@@ -144,17 +145,17 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
     """Return the parts of a module that are gathered one at a time, by name.
 
     Args:
-        module: all of it.
-        policy: what `check_policy` returned for `wrap`.
-        strategy: its name, for errors.
+        module: the whole module.
+        policy: result of `check_policy` for `wrap`.
+        strategy: name of the strategy, for errors.
 
     Raises:
-        SettingError: the policy means nothing, or would take tied weights apart; or a module that optimizes manually
+        SettingError: the policy selects nothing, or would separate tied weights; or a module with manual optimization
             has weights of its own.
     """
     units = select("wrap", policy, module)
     if is_manual(module):
-        # Backward runs within the step, before the module's forward has ended: each part is sharded by itself.
+        # The backward runs within the step, before the module's forward has ended, so each part is sharded separately.
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own:
             raise SettingError(
@@ -197,12 +198,12 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
     """Return the parts whose activations are recomputed in the backward.
 
     Args:
-        module: all of it.
-        policy: what `check_policy` returned; True for the units, False for none.
-        units: what `units_of` returned.
+        module: the whole module.
+        policy: result of `check_policy`; True for the units, False for none.
+        units: result of `units_of`.
 
     Raises:
-        SettingError: it means nothing.
+        SettingError: the policy selects nothing.
     """
     if policy is not True:
         return set(select("activation_checkpointing", policy, module).values()) if policy else set()
@@ -217,9 +218,9 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
 
 
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the units that share no parameter with the rest of the module, and the names of shared ones.
+    """Return the units that share no parameter with the rest of the module, and the names of shared parameters.
 
-    A unit's parameters are exchanged when it is sharded; a tied one would be exchanged in one place only.
+    Sharding replaces the parameters of a unit, and would replace a tied one in only one place.
     """
     left, shared = dict(units), []
     while True:
@@ -245,5 +246,5 @@ def _unit_of(name: str, units: Mapping[str, nn.Module]) -> str:
 
 
 def compile_forward(part: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile a part's forward, in place; hooks of the part run around it, uncompiled."""
+    """Compile a part's forward, in place. Hooks of the part run around it, uncompiled."""
     part.forward = torch.compile(part.forward, **options)

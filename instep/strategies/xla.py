@@ -1,4 +1,4 @@
-"""XLA devices, such as TPUs, by way of torch_xla."""
+"""XLA devices, such as TPUs, through torch_xla."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class XLAGradients(Gradients):
         super().__init__(strategy)
         self.reduced: set[int] = set()
         """Ids of the optimizers whose gradients are those of all processes."""
-        self._stateful: set[int] = set()  # optimizers whose states are split
+        self._stateful: set[int] = set()  # ids of optimizers whose states are sharded
 
     def unscale(self, optimizer: Optimizer) -> None:
         self._reduce(optimizer)
 
     def _reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of a window over processes, once; in one process the graph has done it."""
+        """Average the gradients of a window over processes, once. With one process the graph has done this."""
         if id(optimizer) in self.reduced:
             return
         if PartialState().num_processes > 1:
@@ -59,7 +59,7 @@ class XLAGradients(Gradients):
 
             super().step(optimizer, reduced, **kwargs)
         if strategy._mesh is not None and id(optimizer) not in self._stateful:
-            strategy._split_state(optimizer)  # states that this step made, and that are not computed yet
+            strategy._split_state(optimizer)  # states that this step has made, before they are computed
             if optimizer.state:
                 self._stateful.add(id(optimizer))
         self.reduced.discard(id(optimizer))
@@ -74,21 +74,23 @@ class XLAStrategy(Strategy):
     so prefer `drop_last=True` and padding to few lengths; reading a value within a step (`.item()`, `print`) computes
     it in a graph of its own.
 
-    Several devices are used in one of two ways. With `spmd` one process drives all that it sees: batches are split
-    over them by sample, and the compiler adds the communication, so that losses are those of one device. Its loader
-    gives the batch of all devices together. Without it each device has a process, started by `torch_xla.launch`, and
-    gradients are averaged: this part is written to torch_xla's documented interface, and was not run on a TPU.
+    Several devices are used in one of two ways. With `spmd`, one process controls all devices that it sees: batches are
+    split over them by sample, and the compiler adds the communication, so that losses are those of one device. Its
+    loader yields the batch of all devices together. Without `spmd`, each device has its own process, started by
+    `torch_xla.launch`, and gradients are averaged. This second way follows torch_xla's documented interface, and was
+    not tested on a TPU.
 
     Checkpoints are written from copies on the host, in the format of every other strategy.
 
     Args:
-        spmd: `no`, one device per process; `data`, the weights are whole on each device of the process; `fsdp`, they
-            are split over the devices, and so are their gradients and the optimizer's states.
-        blocks: for `fsdp`, the classes of modules (a transformer's block) whose first output stays split by sample,
-            which keeps the compiler from gathering activations in place of weights.
+        spmd: `no`: one device per process. `data`: the weights are whole on each device of the process. `fsdp`:
+            weights, gradients and optimizer states are sharded over the devices.
+        blocks: for `fsdp`, classes of modules (such as a transformer's block) whose first output stays split by sample.
+            This prevents the compiler from gathering activations instead of weights.
 
     Raises:
-        SettingError: an option is wrong. When a run starts: the device is none of XLA's, or precision is `16-mixed`.
+        SettingError: an option is wrong. When a run starts: the device is no XLA device, or the precision is
+            `16-mixed`.
         StateError: when a run starts, gradients were computed in this process before any XLA device was used.
         MissingPackageError: when a run starts, torch_xla is not installed.
 
@@ -154,7 +156,8 @@ class XLAStrategy(Strategy):
         if self.spmd != "no":
             self._mesh = self._make_mesh()
         _check_backward(device)
-        # Neither torch.manual_seed nor the CPU's stream reach the device: it begins where that stream is now.
+        # torch.manual_seed and the CPU's generator do not reach the device, so its seed comes from the CPU generator's
+        # state.
         self._xla_model.set_rng_state(derive_seed("xla", torch.get_rng_state().numpy().tobytes().hex()))
         add_generator("xla", self._xla_model.get_rng_state, self._xla_model.set_rng_state)
 
@@ -175,13 +178,13 @@ class XLAStrategy(Strategy):
     def prepare_module(self, module: nn.Module) -> None:
         shared = _shared_parameters(module)
         super().prepare_module(module)
-        for (owner, name), *others in shared:  # a move to XLA makes new parameters, each by itself
+        for (owner, name), *others in shared:  # moving to XLA makes a new parameter for each module, so tie them again
             for other, other_name in others:
                 other._parameters[other_name] = owner._parameters[name]
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._spmd.clear_sharding(tensor)  # the run of another strategy may have left a sharding
+            self._spmd.clear_sharding(tensor)  # a run with another strategy may have left a sharding
             self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):
@@ -204,10 +207,10 @@ class XLAStrategy(Strategy):
         while self._hooks:
             self._hooks.pop().remove()
 
-    # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
+    # ---- sharding under SPMD: it changes where tensors are, and not what is computed
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """Return the longest dimension that divides evenly; -1 if there is none, and with `data` (copies)."""
+        """Return the longest dimension that can be split evenly; -1 if there is none, and for `data` (copies)."""
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
@@ -216,7 +219,7 @@ class XLAStrategy(Strategy):
         self._spmd.mark_sharding(tensor, self._mesh, spec)
 
     def _split_state(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's state like the weights; otherwise the compiler chooses, and may do so in each step."""
+        """Shard an optimizer's state like the weights; otherwise the compiler chooses, possibly anew in each step."""
         for weight, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:
@@ -237,7 +240,7 @@ class XLAStrategy(Strategy):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
-        ends = name != "training_step"  # the graph of a training step ends with the backward or the optimizer
+        ends = name != "training_step"  # the graph of a training step ends with the backward or the optimizer step
 
         def run(*args: Any) -> Any:
             if self._mesh is not None:
@@ -252,7 +255,7 @@ class XLAStrategy(Strategy):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-        self._torch_xla.sync()  # micro-batches are alike: one graph for each, not one for a window of them
+        self._torch_xla.sync()  # one graph for each micro-batch, since they are equal, and not one for the whole window
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.gradients.reduced.clear()
@@ -264,7 +267,7 @@ class XLAStrategy(Strategy):
         return _on_host(self.module.state_dict(keep_vars=True))
 
     def average_replicas(self) -> None:
-        """Do nothing: only tensors on the host are broadcast here."""
+        """Do nothing, since only tensors on the host could be broadcast here."""
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
         return _on_host({**self.module.state_dict(keep_vars=True), **held})

@@ -1,8 +1,8 @@
-"""ZeRO stage 1: each rank keeps the optimizer's state of a part of the parameters, steps those, and sends them round.
+"""ZeRO stage 1: each rank keeps the optimizer's state for a part of the parameters, steps it, and sends it to all.
 
 The optimizer stays the user's object, with all parameters in its groups, so that schedulers, clipping and parameter
-names know nothing of it. In its step the other ranks' parameters have no gradient, which every torch optimizer leaves
-alone; the state is therefore made for this rank's parameters only.
+names do not notice. During its step, parameters of other ranks have no gradient. Every torch optimizer skips such
+parameters, so it makes a state only for this rank's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instep.state import PartialState
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state, whole
 
-_BUFFER_BYTES = 25 * 2**20  # bytes, as in the buckets by which DDP sends the weights at its start
+_BUFFER_BYTES = 25 * 2**20  # bytes per message, as in the buckets with which DDP sends the weights at its start
 # Shards by optimizer, since several models may share one optimizer.
 _divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
@@ -31,11 +31,11 @@ class OptimizerShards:
     """An optimizer whose steps are divided among the ranks.
 
     Args:
-        optimizer: it treats every parameter by itself, as all of torch's but L-BFGS do. The state of other ranks'
-            parameters is dropped.
+        optimizer: optimizer that steps every parameter separately, as all of torch's do except L-BFGS. Its state for
+            other ranks' parameters is dropped.
 
     Raises:
-        SettingError: it cannot be divided.
+        SettingError: the optimizer cannot be divided.
 
     Source:
         Rajbhandari, Rasley, Ruwase, He: ZeRO, SC 2020 (https://arxiv.org/abs/1910.02054); torch's
@@ -58,17 +58,20 @@ class OptimizerShards:
         self._assign(parameters_of(optimizer))
         for p in parameters_of(optimizer):
             if not self.owns(p):
-                optimizer.state.pop(p, None)  # Adagrad makes its state when it is constructed
+                optimizer.state.pop(p, None)  # Adagrad makes its state in its constructor
         self._handles: list[Any] = []
         _divided[optimizer] = self
 
     @staticmethod
     def attach(optimizer: Optimizer) -> OptimizerShards | None:
-        """Divide an optimizer's steps from now on; None for torch's ZeroRedundancyOptimizer, which does so itself."""
+        """Divide an optimizer's steps from now on.
+
+        Return None for torch's ZeroRedundancyOptimizer, which does it itself.
+        """
         if is_torch_zero(optimizer):
             return None
         shards = _divided.get(optimizer) or OptimizerShards(optimizer)
-        shards._assign(parameters_of(optimizer))  # groups may have been added since
+        shards._assign(parameters_of(optimizer))  # new groups may have been added
         if not shards._handles:
             shards._handles = [
                 optimizer.register_step_pre_hook(shards._before_step),
@@ -77,17 +80,17 @@ class OptimizerShards:
         return shards
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return whether this rank steps a parameter."""
+        """Return True if this rank steps a parameter."""
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Make the optimizer step all parameters again; its state is still only a part."""
+        """Let the optimizer step all parameters again. Its state is still only a part."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign each new parameter to the rank with the least work; all ranks decide alike."""
+        """Assign each new parameter to the rank with the least work. All ranks decide the same."""
         new = [p for p in parameters if p not in self._owners]
         for p in sorted(new, key=lambda p: p.numel(), reverse=True):
             owner = self._owners[p] = self._loads.index(min(self._loads))
@@ -95,7 +98,7 @@ class OptimizerShards:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:  # the closure makes and clips all gradients, which must be over before any are hidden
+        if closure is not None:  # the closure makes and clips all gradients, so it must run before some are hidden
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}
@@ -121,17 +124,17 @@ class OptimizerShards:
 
 
 def is_divided(optimizer: Optimizer) -> bool:
-    """Return whether each rank has a part of its state only."""
+    """Return True if each rank has only a part of the optimizer's state."""
     return optimizer in _divided or is_torch_zero(optimizer)
 
 
 def is_torch_zero(optimizer: Optimizer) -> bool:
-    """Return whether it is torch's ZeroRedundancyOptimizer, without importing that."""
+    """Return True if the optimizer is torch's ZeroRedundancyOptimizer, without importing that class."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's state: per-parameter state of its own parameters, and the rest."""
+    """Return this rank's part of an optimizer's state: the states of its own parameters, and all other values."""
     if not is_torch_zero(optimizer):
         return optimizer_state(module, optimizer)
     names = names_of(module, [optimizer])
@@ -141,10 +144,10 @@ def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool) -> list[str]:
-    """Load this rank's part of a whole optimizer's state; the rest of it is not read.
+    """Load this rank's part of a whole optimizer's state. The rest is not read.
 
     Returns:
-        What was left out, as `Strategy.load_optimizer_state` does.
+        Texts that say what was left out, as from `Strategy.load_optimizer_state`.
     """
     target = _inner(optimizer) if is_torch_zero(optimizer) else optimizer
     names, shards = names_of(module, [optimizer]), _divided.get(optimizer)
@@ -163,10 +166,10 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
 
 
 def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
-    """Gather a whole optimizer's state on the first rank, in host memory, from every rank's part. Collective.
+    """Gather a whole optimizer's state on rank 0, in host memory, from every rank's part. Collective.
 
     Returns:
-        On other ranks the tree as it was.
+        The whole state on rank 0; on other ranks `tree` unchanged.
     """
     process, group = PartialState(), control_group()
     layouts = gather_object(map_leaves(_without_data, tree["state"]))
@@ -186,7 +189,7 @@ def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer of this rank's part in torch's ZeroRedundancyOptimizer."""
+    """Return the optimizer of this rank's part inside torch's ZeroRedundancyOptimizer."""
     return optimizer.optim  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,8 +1,8 @@
 """ZeRO by DeepSpeed's engine.
 
-The loop stays the Trainer's: its accumulation window tells the engine where gradients are complete, its clipping value
-becomes the engine's, and the user's optimizer and schedules are those that the engine steps. Checkpoints are instep's
-own: each rank writes its runs of the float32 weights and of the optimizer's state, under parameter names.
+The Trainer's loop stays in charge. Its accumulation windows tell the engine when gradients are complete, its clipping
+value is passed to the engine, and the engine steps the user's optimizer and schedules. Checkpoints have instep's
+format: each rank writes its parts of the float32 weights and of the optimizer's state, by parameter names.
 
     strategy.py     the life of an engine, the steps, and the state: out to a checkpoint and in
     config.py       the JSON configuration: "auto" values, and what the Trainer decides

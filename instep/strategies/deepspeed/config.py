@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration: read, checked, and filled in with what the Trainer and the module say."""
+"""DeepSpeed's JSON configuration: read, checked, and completed with values of the Trainer and the module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED_ZERO = ("zenflow", "mics_shard_size", "zero_hpz_partition_size", "round
 
 
 def read_config(config: Mapping[str, Any] | PathLike) -> Config:
-    """Return a configuration that may be changed: a copy of the mapping, or the content of the JSON file.
+    """Return a configuration that may be modified: a copy of the mapping, or the content of the JSON file.
 
     Raises:
         SettingError: the file cannot be read, or holds no JSON object.
@@ -75,13 +75,13 @@ def make_config(
 
 
 def check_config(config: Config) -> int:
-    """Refuse settings that cannot work with instep's loop in any run.
+    """Raise an error for settings that cannot work with instep's loop in any run.
 
     Returns:
         The ZeRO stage.
 
     Raises:
-        SettingError: names the entry and what to do instead.
+        SettingError: an entry cannot work; the text names it and a replacement.
     """
     for key, instead in INSTEAD["DeepSpeed's config"].items():
         value = config.get(key)
@@ -121,10 +121,10 @@ def offload_device(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) -> str | None:
-    """Return the section that turns 16 bits on: "bf16", "fp16", "torch_autocast"; None if there is none.
+    """Return the section that switches 16 bits on: "bf16", "fp16" or "torch_autocast"; None without one.
 
     Raises:
-        SettingError: DeepSpeed has no such precision, or the configuration says another one than the run.
+        SettingError: DeepSpeed does not support the precision, or the configuration has another one than the run.
     """
     if precision.name not in _DTYPES:
         raise SettingError(
@@ -155,26 +155,26 @@ def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) ->
 
 
 def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int, elements: int) -> Config:
-    """Return the configuration for the engine: a copy in which nothing is "auto" any more.
+    """Return the configuration for the engine: a copy in which no value is "auto" any more.
 
     Args:
-        config: checked.
-        kind: what `compute_kind` said.
+        config: configuration that `check_config` accepted.
+        kind: result of `compute_kind`.
         device_type: torch's name of the device's kind.
-        accumulate: micro-batches of one optimizer step, as far as that is known already.
-        elements: of all parameters; buckets for more of them would only take memory.
+        accumulate: micro-batches per optimizer step, as far as known.
+        elements: number of elements of all parameters; larger buckets would only waste memory.
 
     Raises:
-        SettingError: an "auto" is left for which there is no value.
+        SettingError: there is no value for an "auto".
     """
     filled = copy.deepcopy(config)
-    filled.pop("optimizer", None)  # the optimizer is made by the user, before the engine
+    filled.pop("optimizer", None)  # the user makes the optimizer before the engine
     filled.pop("train_batch_size", None)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
-        filled["train_micro_batch_size_per_gpu"] = 1  # for the samples per second that DeepSpeed prints
+        filled["train_micro_batch_size_per_gpu"] = 1  # only for the samples per second that DeepSpeed prints
     if filled.get("gradient_clipping") == AUTO:
-        del filled["gradient_clipping"]  # clipping is set at each step, as the Trainer says
+        del filled["gradient_clipping"]  # clipping is set at each step, with the Trainer's value
     for other in ("fp16", "bf16"):
         if other in filled or kind == other:
             filled[other] = {**filled.get(other, {}), "enabled": kind == other}
@@ -215,7 +215,7 @@ _ZERO_DEFAULTS = (
 
 
 def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
-    """Raise a `SettingError` if the configuration accumulates over another number of micro-batches than the run."""
+    """Raise a `SettingError` if the configuration has another number of micro-batches per step than the run."""
     said = config.get("gradient_accumulation_steps", AUTO)
     if said not in (AUTO, accumulate):
         raise SettingError(
@@ -227,7 +227,7 @@ def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool | None:
-    """Return `enabled` of a section; None if it is missing, or "auto"."""
+    """Return `enabled` of a section; None if it is missing or "auto"."""
     said = (config.get(key) or {}).get("enabled", AUTO)
     return None if said == AUTO else bool(said)
 

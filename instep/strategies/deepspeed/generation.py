@@ -1,4 +1,4 @@
-"""Generation with weights spread over ranks (stage 3): every forward gathers them, so all ranks run as many."""
+"""Generation with weights sharded over ranks (stage 3). Every forward gathers them, so all ranks must run as many."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 def sync_generation(module: nn.Module) -> Callable[[], None]:
     """Let the transformers models in a module generate until the last rank is done.
 
-    Texts end at different lengths, and ranks that are done would not take part in the others' gathering.
-    transformers asks torch's FSDP for it by itself, but of DeepSpeed it knows only what its own integration set up.
+    Texts have different lengths, and ranks that are done would no longer take part when others gather weights.
+    transformers does this itself for torch's FSDP, but for DeepSpeed only with its own integration.
 
     Args:
         module: each part with a method `generate(..., synced_gpus=...)` gets True as that argument's default.
 
     Returns:
-        What undoes this.
+        A function that undoes this.
     """
     made = [part for part in module.modules() if "generate" not in part.__dict__ and _can_sync(type(part))]
     for part in made:

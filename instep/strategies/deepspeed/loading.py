@@ -1,8 +1,8 @@
-"""Importing deepspeed for a device, and finding builds of its operators that were killed.
+"""Import of deepspeed for a device, and detection of killed builds of its operators.
 
-DeepSpeed compiles operators when they are first used: for offloading to the CPU and to NVMe, and on GPUs. torch guards
-such a build by a file named `lock` that says nothing of who made it. A build that is killed leaves it, and every later
-run then waits for ever, without a word.
+DeepSpeed compiles operators when they are first used, for offloading to the CPU and to NVMe, and on GPUs. torch
+protects such a build by a file `lock`, which does not say which process made it. A killed build leaves this file, and
+every later run would silently wait for ever.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def load_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed, set up for a kind of device.
 
     Raises:
-        MissingPackageError: it is not installed.
-        SettingError: this process has set it up for another kind of device.
+        MissingPackageError: deepspeed is not installed.
+        SettingError: this process has set up deepspeed for another kind of device.
         DistributedError: a build of one of its operators was killed.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
@@ -50,7 +50,7 @@ def load_deepspeed(device: torch.device) -> Any:
             got=device.type,
         )
     check_builds(build_folder())
-    # This builds collectives in shared memory for CPUs: minutes of compiling that nobody asked for.
+    # Disabled, since it would build shared-memory collectives for CPUs, which takes minutes of compiling.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _forget_old_groups(deepspeed.utils.groups)
     return deepspeed
@@ -61,7 +61,7 @@ def _forget_old_groups(groups: Any) -> None:
     try:
         if groups._WORLD_GROUP is not None:
             torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # a newer torch does not know it any more
+    except ValueError:  # a newer torch no longer knows the group
         groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._ALL_TO_ALL_GROUP = {}
 
@@ -77,18 +77,18 @@ def quiet_imports() -> Iterator[None]:
 def build_folder() -> Path:
     """Return the folder in which torch builds extensions."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # late: it looks for compilers
+    # imported late, since it searches for compilers
     return Path(chosen or import_module("torch.utils.cpp_extension").get_default_build_root())
 
 
 def check_builds(folder: Path) -> None:
-    """Raise where an operator's build was killed.
+    """Raise an error if the build of an operator was killed.
 
     Args:
-        folder: of all builds.
+        folder: folder of all builds.
 
     Raises:
-        DistributedError: names the file to remove.
+        DistributedError: a build was killed; the text names the file to remove.
     """
     for lock in sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock"))):
         try:
@@ -107,7 +107,7 @@ def check_builds(folder: Path) -> None:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return whether a process of this machine works in a folder, as a build does."""
+    """Return True if a process of this machine works in a folder, as a build does."""
     try:
         target = folder.stat()
     except OSError:
@@ -119,4 +119,4 @@ def _is_at_work(folder: Path) -> bool:
             continue
         if (here.st_dev, here.st_ino) == (target.st_dev, target.st_ino):
             return True
-    return not Path("/proc").is_dir()  # without /proc nothing can be known
+    return not Path("/proc").is_dir()  # without /proc this is unknown, so assume a build

@@ -1,4 +1,4 @@
-"""Optimizers and DeepSpeed: the one that a configuration describes, and what its kinds are called elsewhere."""
+"""Optimizers for DeepSpeed: the one that a configuration describes, and their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.strategies.deepspeed.config import AUTO, offload_device
 
-# These step each element by itself, so they may step a part of a flattened group.
+# These step each element separately, so they can step a part of a flattened group.
 _ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return an optimizer's name in a checkpoint: DeepSpeed's Adams have the names of torch's, their equals."""
+    """Return an optimizer's name in a checkpoint.
+
+    DeepSpeed's Adams get the names of torch's, which are equal to them.
+    """
     name = type(optimizer).__name__
     if name not in _ADAMS:
         return name
@@ -27,15 +30,15 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def counts_in_ints(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's state has `step` as an int."""
+    """Return True if an optimizer's state has `step` as an int."""
     return type(optimizer).__name__ in _ADAMS
 
 
 def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
-    """Refuse optimizers that compute something else on a part of the flattened parameters.
+    """Raise an error for optimizers that compute something else on a part of the flattened parameters.
 
     Raises:
-        SettingError: what to use instead.
+        SettingError: the optimizer is unsuitable; the text names alternatives.
     """
     name = type(optimizer).__name__
     if any(not group["params"] for group in optimizer.param_groups):
@@ -64,10 +67,10 @@ def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device:
         config: with a section `optimizer`.
         parameters: parameters, or groups of them.
         device: where the module is.
-        given: values for what is "auto" there. What is "auto" and not given is left to the optimizer's default.
+        given: values for entries that are "auto". Other "auto" entries take the optimizer's default.
 
     Raises:
-        SettingError: there is no such section, its type is not known, or a given value contradicts it.
+        SettingError: there is no such section, its type is unknown, or a given value contradicts it.
     """
     section = config.get("optimizer")
     if not isinstance(section, Mapping) or "type" not in section:

@@ -1,6 +1,6 @@
-"""Which run of a parameter's elements this rank holds, and where in DeepSpeed's flat tensors it lies.
+"""Parts of parameters that this rank holds, and their places in DeepSpeed's flat tensors.
 
-Everything rests on a few attributes of DeepSpeed's optimizers, which are read here and nowhere else.
+This depends on a few attributes of DeepSpeed's optimizers, which are read only in this file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Partition:
     """A contiguous part of one parameter's elements, inside a flat tensor.
 
     Args:
-        shape: of the whole parameter.
-        begin: the first element of the run, in the flattened parameter.
-        count: of its elements.
-        flat: the float32 weights of many parameters; the optimizer's state is kept under it.
-        offset: where the run lies in it.
-        fetch: reads what lies on a disk: of the state of a name, or of the weights (None).
-        store: overwrites the weights there.
-        at_hand: a context in which `flat`, and the state under it, are in memory; they are written back at its end.
+        shape: shape of the whole parameter.
+        begin: index of the part's first element in the flattened parameter.
+        count: number of its elements.
+        flat: flat tensor with the float32 weights of many parameters; it is the key of the optimizer's state.
+        offset: index of the part's first element in `flat`.
+        fetch: function that reads from disk the state of a name, or the weights (None).
+        store: function that overwrites the weights on disk.
+        at_hand: context in which `flat` and its state are in memory; they are written back at its end.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Partition:
     at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of a tensor that is laid out like `flat`."""
+        """Return this part of a tensor with the layout of `flat`."""
         return tensor.detach().narrow(0, self.offset, self.count)
 
     def weights(self) -> Tensor:
@@ -58,12 +58,12 @@ class Partition:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """Return this part in the form in which it is written."""
+        """Return this part in the form in which it is saved."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Return whether stage 3 has divided a parameter, which then has elements only while it is used."""
+    """Return True if stage 3 has sharded a parameter, which then has elements only while it is used."""
     return hasattr(parameter, "ds_tensor")
 
 
@@ -73,7 +73,10 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def cut_part(parameter: Any) -> Partition:
-    """Return this rank's part of a divided parameter in the forward's dtype; without an optimizer there is no other."""
+    """Return this rank's part of a sharded parameter, in the forward's dtype.
+
+    Without an optimizer there is no other.
+    """
     size = parameter.ds_tensor.ds_numel
     begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
@@ -84,8 +87,8 @@ def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
     """Return, by parameter, the parts whose float32 weights and optimizer state this rank holds.
 
     Args:
-        zero: what DeepSpeed made of the optimizer.
-        optimizer: the user's.
+        zero: DeepSpeed's wrapper of the optimizer.
+        optimizer: the user's optimizer.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return {p: part for group in zero.fp16_groups for p in group if (part := _stage_3(zero, p)).count}
@@ -119,13 +122,13 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
     def at_hand() -> Iterator[None]:
         zero._optimizer_states_and_gradient_swap_in(group)
         yield
-        zero._optimizer_states_and_gradient_swap_out(group)  # notes tensors that are new under `flat`
+        zero._optimizer_states_and_gradient_swap_out(group)  # also registers new tensors under `flat`
 
     return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
-    """Copy stage 3's float32 weights into those of the forward after a change from outside. Collective."""
+    """Copy stage 3's float32 weights into those of the forward, after they were changed from outside. Collective."""
     for p, part in parts.items():
         parameter: Any = p
         if parameter.data.numel():  # small parameters stay gathered
@@ -138,7 +141,7 @@ def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
 
 
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
-    """Return some elements of a whole tensor, flattened; of a stored one only the rows with them are read."""
+    """Return some elements of a whole tensor, flattened. Of a stored tensor, only the rows with them are read."""
     if isinstance(value, Tensor):
         return value.reshape(-1)[begin : begin + count]
     shape = tuple(value.shape)
@@ -177,7 +180,7 @@ def drop_gradients(zero: Any) -> None:
 
 
 def scaler_state(zero: Any) -> dict[str, Any]:
-    """Return the gradient scaler's state, of JSON values."""
+    """Return the gradient scaler's state as JSON values."""
     scaler = getattr(zero, "loss_scaler", None)
     return (
         {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)} if scaler else {}
@@ -185,7 +188,7 @@ def scaler_state(zero: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
-    """Load what `scaler_state` returned."""
+    """Load the result of `scaler_state`."""
     scaler = getattr(zero, "loss_scaler", None)
     for key, value in state.items():
         if scaler is not None and key in vars(scaler):
@@ -193,7 +196,7 @@ def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: Any) -> None:
-    """Give the floating parameters a dtype, in place; buffers keep theirs, as DeepSpeed leaves them."""
+    """Cast the floating-point parameters to a dtype, in place. Buffers keep theirs, as with DeepSpeed."""
     for p in module.parameters():
         if p.is_floating_point() and not is_cut(p):
             p.data = p.data.to(dtype)

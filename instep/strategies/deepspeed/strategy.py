@@ -47,9 +47,9 @@ class _EnginePrecision(Precision):
     """A precision with 16-bit weights, whose gradients the engine scales.
 
     Args:
-        asked: the run's.
-        dtype: of weights and floating inputs.
-        zero: gives the engine's optimizer, or None before there is one.
+        asked: precision of the run.
+        dtype: dtype of weights and floating-point inputs.
+        zero: function that returns the engine's optimizer, or None before there is one.
     """
 
     def __init__(self, asked: Precision, dtype: torch.dtype | None, zero: Callable[[], Any]) -> None:
@@ -58,7 +58,7 @@ class _EnginePrecision(Precision):
         self._zero = zero
 
     def convert_module(self, module: nn.Module) -> None:
-        """Do nothing: the engine casts parameters, and keeps their float32 copies."""
+        """Do nothing, since the engine casts parameters and keeps their float32 copies."""
 
     def state_dict(self) -> dict[str, Any]:
         return partitions.scaler_state(self._zero())
@@ -68,13 +68,13 @@ class _EnginePrecision(Precision):
 
 
 class DeepSpeedGradients(Gradients):
-    """Gradients that DeepSpeed's engine holds, scales and clips; at stage 0 they are those of the parameters."""
+    """Gradients that DeepSpeed's engine holds, scales and clips. At stage 0 they are those of the parameters."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.open = False
         """Whether there are gradients that no step was made with."""
-        self._factor = 1.0  # factor by which the next step multiplies the gradients
+        self._factor = 1.0  # factor for the gradients in the next step
         self._unclipped: float | None = None  # norm at which the engine clips unless `clip` is called
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class DeepSpeedGradients(Gradients):
     def scale(self, loss: Tensor) -> Tensor:
         self.open = True
         engine = self.strategy._engine
-        # The engine divides by the steps again where its own backward is not called.
+        # If its own backward is not called, the engine divides by the steps once more.
         return engine.scale(loss * engine.gradient_accumulation_steps())
 
     def clip(
@@ -119,7 +119,7 @@ class DeepSpeedGradients(Gradients):
             self._factor *= factor
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        # Scaled gradients overflow now and then, which the scaler handles.
+        # Scaled gradients may overflow, which the scaler handles.
         strategy = self.strategy
         skip = not strategy.stage or strategy._kind == "fp16"
         super().find_nonfinite([*tensors, *([] if skip else partitions.held_gradients(strategy._zero))], found)
@@ -128,7 +128,7 @@ class DeepSpeedGradients(Gradients):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of an open window, in place of the optimizer: after a step there are none."""
+        """Drop the gradients of an open window, in place of the optimizer's method. After a step there are none."""
         if self.open:
             self.close()
             strategy = self.strategy
@@ -138,7 +138,7 @@ class DeepSpeedGradients(Gradients):
         if closure is not None:
             closure()
         engine, zero, factor = self.strategy._engine, self.strategy._zero, self._factor
-        if factor != 1.0:  # DeepSpeed's step divides by the loss scale before it clips
+        if factor != 1.0:  # DeepSpeed's step divides by the loss scale before clipping
             zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
         try:
             engine.step()
@@ -152,12 +152,12 @@ class DeepSpeedGradients(Gradients):
 
 
 class EngineForward(nn.Module):
-    """A module whose forward goes through a DeepSpeed engine: what a handwritten loop calls.
+    """A module whose forward goes through a DeepSpeed engine, for a handwritten loop.
 
     Args:
-        module: the user's.
-        call: calls one of the module's methods through the engine, by its name.
-        convert: casts floating inputs to the engine's dtype; None leaves them.
+        module: the user's module.
+        call: function that calls a method of the module, by its name, through the engine.
+        convert: function that casts floating-point inputs to the engine's dtype, or None.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], convert: Callable[[Any], Any] | None) -> None:
@@ -172,25 +172,26 @@ class EngineForward(nn.Module):
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) spread over processes.
+    """ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) are sharded over processes.
 
-    Precision is the run's: with bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here) weights are
-    in 16 bits, beside float32 ones that the optimizer steps. Gradients are clipped by the engine, by norm. The module
+    The precision is that of the run. With bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here),
+    weights have 16 bits, and the optimizer steps float32 copies of them. The engine clips gradients by norm. The module
     needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns. An
-    Accelerator prepares one model and its optimizer, in one call.
+    Accelerator can prepare one model, in the same call as its optimizer.
 
     Args:
         stage: 0 to 3; 2 by default.
-        offload_optimizer: keep optimizer state and float32 weights in the memory of the "cpu", or on a disk, "nvme".
-        offload_parameters: with stage 3: the same for the weights.
-        nvme_path: a folder on a local disk, for "nvme".
-        config: DeepSpeed's own configuration, a dict or a JSON file, in place of these. "auto" values are filled in.
-        configs: several of them by name, of which `use` is taken; `select` changes it between two runs.
-        use: the name of one.
+        offload_optimizer: place of optimizer state and float32 weights: "cpu" for its memory, or "nvme" for a disk.
+        offload_parameters: the same for the weights, with stage 3.
+        nvme_path: folder on a local disk, for "nvme".
+        config: DeepSpeed's own configuration as a dict or a JSON file, in place of the arguments above. "auto" values
+            are filled in.
+        configs: several configurations by name. `use` chooses one, and `select` changes the choice between two runs.
+        use: name of the configuration to use.
         options: other entries of `zero_optimization`, such as `reduce_bucket_size`.
 
     Raises:
-        SettingError: an entry of the configuration cannot be honored, or contradicts the run.
+        SettingError: an entry of the configuration is not supported, or contradicts the run.
         MissingPackageError: deepspeed is not installed.
 
     Example:
@@ -205,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
     multi_process = True
     wraps_with_optimizer = True
     takes_new_groups = False
-    steps_can_be_undone = False  # the engine has weights and states of its own
+    steps_can_be_undone = False  # the engine keeps its own weights and states
     gradients_class = DeepSpeedGradients
     gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -223,9 +224,9 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
         self._parts: dict[Tensor, Partition] = {}
-        # Float32 copies of weights that were cast to 16 bits before the engine was made.
+        # Float32 copies of weights that are cast to 16 bits before the engine exists.
         self._exact: dict[Tensor, Tensor] = {}
-        self._groups: list[list[str]] = []  # names, by group of the optimizer
+        self._groups: list[list[str]] = []  # names of parameters, by group of the optimizer
         self._shapes: dict[str, list[int]] = {}  # shape of each of the optimizer's parameters
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]
@@ -249,14 +250,14 @@ class DeepSpeedStrategy(Strategy):
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
         self._end_sync: Callable[[], None] | None = None  # called at the end of a generation
-        self._told = 0  # micro-batches of a window that the engine was told
+        self._told = 0  # micro-batches per window that the engine was told
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
-        """Use another one of `configs` from the next run on.
+        """Use another one of `configs`, from the next run on.
 
         Raises:
-            SettingError: there is none of that name.
+            SettingError: there is no configuration of that name.
         """
         if self._configs is None or name not in self._configs:
             raise one_of("use", name, self._configs or ())
@@ -267,7 +268,8 @@ class DeepSpeedStrategy(Strategy):
         self.config = config
         self.sharded = self.stage > 0
         self.whole_parameters = self.stage == 0
-        self.inference_mode = self.stage < 3  # in inference mode stage 3 would gather weights that cannot be trained on
+        # in inference mode, stage 3 would gather weights that cannot be trained later
+        self.inference_mode = self.stage < 3
 
     # ---- life
 
@@ -275,10 +277,10 @@ class DeepSpeedStrategy(Strategy):
         super().connect(device, precision)
         self._kind = compute_kind(self.config, precision, self.stage)
         dtype = None if self.stage == 0 else _DTYPES.get(self._kind or "")
-        # Stage 0 would add a window's gradients up in bfloat16; autocast over float32 weights does not.
+        # Stage 0 itself would sum a window's gradients in bfloat16. Autocast over float32 weights does not.
         self._context = precision.context() if self.stage == 0 and self._kind == "bf16" else None
         self.precision = _EnginePrecision(precision, dtype, lambda: None if self._engine is None else self._zero)
-        if not dist.is_initialized():  # one process: the engine needs a group all the same
+        if not dist.is_initialized():  # with one process, the engine still needs a group
             dist.init_process_group(
                 "gloo" if device.type == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1
             )
@@ -294,7 +296,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def _init(self, module: nn.Module | None) -> Iterator[None]:
-        """DeepSpeed's context, in which modules are divided while they are made."""
+        """Enter DeepSpeed's context, in which modules are sharded while they are built."""
         with _local_rank(), self._deepspeed.zero.Init(config_dict_or_path=self._filled(2**31), module=module):
             yield
 
@@ -365,17 +367,18 @@ class DeepSpeedStrategy(Strategy):
                 # Float32 weights that must outlast the cast.
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}
         self._engine = self._make_engine(module, optimizer)
-        # Otherwise the engine counts batches until `no_sync` sets it.
+        # Otherwise the engine would count batches until `no_sync` is called.
         self._engine.set_gradient_accumulation_boundary(True)
         self._optimizer = optimizer
-        # What the loop calls where a window begins would take the gradients' memory from an offloading engine.
+        # The loop calls zero_grad at the beginning of windows. torch's would free gradient memory that an offloading
+        # engine needs.
         optimizer.zero_grad = self.gradients.zero_grad  # type: ignore[method-assign]
         self._parts = partitions.find_parts(self._zero, optimizer) if self.stage else {}
         for p, part in self._parts.items():
             old = before.get(p)
             if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
-                if _still(p, part, old.weights()):  # False if the caller has set other weights meanwhile
-                    # Weights of an earlier fit of this run, which are not rounded to 16 bits.
+                if _still(p, part, old.weights()):  # False if the caller has set other weights in the meantime
+                    # Use the weights of an earlier fit of this run, which are not rounded to 16 bits.
                     part.set_weights(old.weights())
             elif p in exact:
                 value = exact[p]
@@ -386,7 +389,7 @@ class DeepSpeedStrategy(Strategy):
         config = self._filled(elements)
         if optimizer is not None:
             config.setdefault("zero_allow_untested_optimizer", True)  # `check_optimizer` has checked the optimizer
-        # DeepSpeed calls collectives by names that torch has replaced.
+        # DeepSpeed calls collectives by names that are deprecated in torch.
         warnings.filterwarnings(
             "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
         )
@@ -450,7 +453,7 @@ class DeepSpeedStrategy(Strategy):
         self._release()
 
     def _release(self) -> None:
-        """Release the engine; its state can still be saved."""
+        """Release the engine. Its state can still be saved."""
         engine, self._engine = self._engine, None
         self._told = 0
         if self._end_sync is not None:
@@ -474,7 +477,7 @@ class DeepSpeedStrategy(Strategy):
         return lambda *args: engine(name, *args)
 
     def _take_accumulation(self, engine: Any) -> None:
-        """Tell the engine how long windows are: that decides where it adds gradients up. The loop weighs losses."""
+        """Tell the engine the length of windows, by which it chooses where to sum gradients. The loop weighs losses."""
         steps = GradientState().num_steps
         if engine._config.gradient_accumulation_steps != steps or self._told != steps:
             check_accumulation(self.config, steps)
@@ -499,21 +502,21 @@ class DeepSpeedStrategy(Strategy):
         return nullcontext() if self._engine is None else self._boundary(self._engine)
 
     def make_optimizer(self, parameters: Iterable[Any], **given: Any) -> Optimizer:
-        """Make the optimizer that the configuration's section `optimizer` describes, for `configure_optimizers`.
+        """Make the optimizer that the section `optimizer` of the configuration describes, for `configure_optimizers`.
 
         Args:
             parameters: parameters, or groups of them.
-            given: values for what is "auto" there, such as `lr`.
+            given: values for entries that are "auto", such as `lr`.
 
         Raises:
             SettingError: there is no such section, or a given value contradicts it.
         """
         return make_optimizer(self.config, parameters, self.device, **given)
 
-    # ---- state: each rank holds some neighbouring elements of a divided parameter, in a flat tensor
+    # ---- state: of a sharded parameter, each rank holds some neighbouring elements, in a flat tensor
 
     def _part_of(self, parameter: Tensor) -> Partition | None:
-        """Return this rank's part of a parameter that is divided; None for one that every rank has whole."""
+        """Return this rank's part of a sharded parameter; None if every rank has the whole parameter."""
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
 
@@ -571,7 +574,7 @@ class DeepSpeedStrategy(Strategy):
         return whole(value) if part is None else take_run(value, part.begin, part.count)
 
     def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
-        """Return this rank's part of each named weight that is divided among ranks."""
+        """Return this rank's part of each named weight that is sharded."""
         wanted, first = set(names), names_of(self.module)
         own = self.module.named_parameters(remove_duplicate=False)
         return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
@@ -602,14 +605,14 @@ class DeepSpeedStrategy(Strategy):
             if p is None or not hasattr(value, "shape"):
                 taken[name] = whole(value)
             elif tuple(value.shape) != shape_of(p):
-                # Kept with its shape, so that torch raises its own error.
+                # Passed on with its shape, so that torch raises its own error.
                 taken[name] = torch.empty(value.shape, device="meta")
             else:
                 taken[name] = self._take_weights(p, value)
         return self.module.load_state_dict(taken, strict=strict)
 
     def _take_weights(self, p: Any, value: Any) -> Tensor:
-        """Load this rank's parts of one parameter, and return what remains for `load_state_dict`."""
+        """Load this rank's parts of one parameter, and return the rest for `load_state_dict`."""
         with torch.no_grad():
             part = self._parts.get(p)
             if part is not None:
@@ -649,9 +652,9 @@ class DeepSpeedStrategy(Strategy):
         }
 
     def _optimizer_names(self) -> tuple[dict[Any, str], dict[str, list[int]], list[list[str]]]:
-        """Return names, shapes and groups of the optimizer's parameters, by the names that `module` has for them.
+        """Return names, shapes and groups of the optimizer's parameters, with the names in `module`.
 
-        An Accelerator that saves several models makes one module of all, in which the trained one has a name.
+        An Accelerator that saves several models combines all in one module, in which the trained one has a name.
         """
         place = next(name for name, module in self.module.named_modules() if module is self._trained)
         prefix = f"{place}." if place else ""
@@ -661,7 +664,7 @@ class DeepSpeedStrategy(Strategy):
     def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
             return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
-        if key == "step":  # a tensor, as torch's optimizers have it; every rank with a part writes it
+        if key == "step":  # a tensor as in torch's optimizers; every rank with a part writes it
             return Shard(torch.tensor(float(value)), (), ())
         return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
 
@@ -698,7 +701,7 @@ class DeepSpeedStrategy(Strategy):
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None or key not in state:  # parts on a disk are known by their tensor
+                if parts[0][1].fetch is None or key not in state:  # states on a disk are identified by their tensor
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:
@@ -729,7 +732,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
-    """Return whether a part equals its rounded float32 weights; one on a disk is assumed to do so."""
+    """Return True if a part equals its rounded float32 weights. This is assumed for a part on a disk."""
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
 
@@ -752,7 +755,7 @@ def _local_rank() -> Iterator[None]:
 
 
 def _written(tree: Any, main: bool) -> Any:
-    """Return a state with this rank's parts; plain tensors are equal on all ranks, and the first one writes them."""
+    """Return a state with this rank's parts. Plain tensors are the same on all ranks, and only rank 0 writes them."""
     if isinstance(tree, Mapping):
         return {key: _written(value, main) for key, value in tree.items() if main or not isinstance(value, Tensor)}
     if type(tree) in (list, tuple):

@@ -1,8 +1,8 @@
 """Runner of a pipeline's stages: micro-batches through `torch.distributed.pipelining`.
 
-All micro-batches of a pipe have one size, that of its first batch, and their number is fixed: torch's stages want that,
-and with sharded weights every rank must run as many forwards as the others. A smaller batch is filled up with
-copies of its last sample, which go nowhere: outputs are cut before the loss.
+All micro-batches of a pipeline have one size, that of its first batch, and their number is fixed. torch's stages
+require this, and with sharded weights every rank must run the same number of forwards. A smaller batch is padded with
+copies of its last sample. They have no effect, because their outputs are removed before the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instep.strategies.pipeline.split import Stage
 
 
 class Pending:
-    """Placeholder that `self(...)` returns in a pipe's training step; `pipeline_loss` gets the real output."""
+    """Placeholder that `self(...)` returns in a pipeline's training step. `pipeline_loss` gets the real output."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
@@ -55,7 +55,7 @@ class Pending:
 
 
 class Ran(torch.autograd.Function):
-    """A loss whose backward has run already; calling backward passes its factor to `accept`."""
+    """A loss whose backward has run already. Calling its backward passes its factor to `accept`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, accept: Callable[[Tensor], None]) -> Tensor:
@@ -74,7 +74,7 @@ class Micro(NamedTuple):
     Args:
         size: samples of each micro-batch.
         batch: samples of the batch.
-        inputs: of all micro-batches together.
+        inputs: inputs of all micro-batches together.
     """
 
     size: int
@@ -82,12 +82,12 @@ class Micro(NamedTuple):
     inputs: tuple[Any, ...]
 
     def samples(self, index: int) -> slice:
-        """Return the samples of the batch in a micro-batch; empty for one that only fills up."""
+        """Return which samples of the batch are in a micro-batch; an empty slice if it is only padding."""
         return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
 
 
 class _AutocastOff(PipelineStage):
-    """A stage whose backward runs outside of its forward's autocast, as in a step without a pipe."""
+    """A stage whose backward runs without the autocast of its forward, as in a step without a pipeline."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device.type, enabled=False):
@@ -95,16 +95,16 @@ class _AutocastOff(PipelineStage):
 
 
 class Runner:
-    """Runs the stages of a pipe.
+    """Runner of the stages of a pipeline.
 
     Args:
         kind: `gpipe`, `1f1b` or `interleaved`.
-        stages: those of this rank, by index.
-        count: stages of the pipe.
-        microbatches: into how many parts a batch is cut.
-        group: the processes of the pipe; stage s is on rank s modulo their number.
-        device: of this rank.
-        alone: whether no other pipe shares weights with this one.
+        stages: stages of this rank, by index.
+        count: number of stages in the pipeline.
+        microbatches: number of micro-batches per batch.
+        group: process group of the pipeline; stage s is on rank s modulo the group's size.
+        device: device of this rank.
+        alone: whether no other pipeline shares weights with this one.
     """
 
     def __init__(
@@ -121,9 +121,10 @@ class Runner:
         self.group, self.device, self.alone = group, device, alone
         self.first, self.last = 0 in stages, count - 1 in stages
         self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
-        # Kind of use and kind of inputs -> size of micro-batches, and schedule.
+        # (training or not, kind of inputs) -> size of micro-batches, and schedule.
         self._schedules: dict[Any, tuple[int, Any]] = {}
-        self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}  # kind of inputs -> tensors that go into each stage
+        # kind of inputs -> inputs of each stage, without values
+        self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}
         self._used: set[bool] = set()
         self._outputs: dict[Any, Any] = {}
         self._loss: Callable[[Any, int], Tensor] | None = None
@@ -131,12 +132,12 @@ class Runner:
     # ---- training
 
     def train(self, inputs: tuple[Any, ...], loss: Callable[[Micro, Any, int], Tensor]) -> None:
-        """Run forward and backward over all micro-batches; add gradients to those of the parameters.
+        """Run forward and backward over all micro-batches, and add the gradients to those of the parameters.
 
         Args:
-            inputs: of the first stage, whole batches.
-            loss: of a micro-batch: gets the batch, the last stage's output for it (without what only fills up) and its
-                index.
+            inputs: whole batches for the first stage.
+            loss: function for the loss of a micro-batch: it gets the batch, the last stage's output for the micro-batch
+                (without padding) and the micro-batch's index.
         """
         micro, schedule = self._prepared(inputs, trains=True)
         self._loss = lambda output, index: self._loss_of(micro, output, index, loss)
@@ -168,7 +169,7 @@ class Runner:
     # ---- evaluation
 
     def evaluate(self, inputs: tuple[Any, ...]) -> Any:
-        """Run a batch through the pipe; return the last stage's output on every rank. Collective."""
+        """Run a batch through the pipeline; return the last stage's output on every rank. Collective."""
         with torch.no_grad():
             micro, schedule = self._prepared(inputs, trains=False)
             output = schedule.step(*(micro.inputs if self.first else ()))
@@ -192,18 +193,18 @@ class Runner:
         return with_tensors(outline, map(self.tensor_from_last, tensors))
 
     def object_from_last(self, value: Any) -> Any:
-        """Send the last stage's object to every rank of the pipe. Collective."""
+        """Send the last stage's object to every rank of the pipeline. Collective."""
         return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """Send the last stage's tensor into that of every rank of the pipe, all of one shape. Collective."""
+        """Send the last stage's tensor into a tensor of the same shape on every rank of the pipeline. Collective."""
         dist.broadcast(tensor, self._last_rank, self.group)
         return tensor
 
     # ---- schedules
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
-        """Divide a batch, and find the schedule that runs it."""
+        """Divide a batch, and return the schedule for it."""
         sizes = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
@@ -228,7 +229,8 @@ class Runner:
 
     def _make(self, inputs: tuple[Any, ...], kind: Any, size: int, trains: bool) -> Any:
         if kind not in self._outlines:
-            # The stages run once for it. With sharded weights all pipes must do that together: at their first batch.
+            # The stages run once to find the outlines. With sharded weights all pipelines must do this together, at
+            # their first batch.
             if self._outlines and not self.alone and trains in self._used:
                 raise DataError(
                     f"batches of a pipeline whose weights are sharded must keep their shape, but for the number of "
@@ -253,13 +255,13 @@ class Runner:
                 self.count,
                 self.device,
                 input_args=outlines[index],
-                # The last stage sends its output nowhere.
+                # The last stage sends its output to no other stage.
                 output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],
                 group=self.group,
             )
             for index, stage in self.stages.items()
         ]
-        # torch would divide whatever gradients there are, even in an evaluation.
+        # Otherwise torch would divide existing gradients, even in an evaluation.
         options: dict[str, Any] = {"n_microbatches": self.microbatches, "scale_grads": False}
         if trains:
             options["loss_fn"] = self._call_loss
@@ -268,7 +270,7 @@ class Runner:
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-        """Find the inputs of each stage for one sample, by running one stage after another. Collective."""
+        """Find the shapes of each stage's inputs for one sample, by running one stage after another. Collective."""
         current = tuple(value[:1] if isinstance(value, Tensor) else value for value in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
@@ -307,7 +309,7 @@ def outline_of(tensor: Tensor) -> Tensor:
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key of all that a schedule depends on, except the number of samples."""
+    """Return a key of everything that a schedule depends on, except the number of samples."""
     return tuple(
         (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
     )

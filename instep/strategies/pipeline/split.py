@@ -1,8 +1,8 @@
-"""Stages of a pipeline: how a module is cut into them, and which tensors each has.
+"""Stages of a pipeline: how a module is divided into them, and which tensors each stage has.
 
-A module lists its parts in `pipeline_stages`, in the order of its forward. Runs of parts are stages; each rank keeps
-the parts of its own stages, and the others become `Absent`. Names, shapes and shared tensors are noted before that: a
-checkpoint knows the whole module only.
+A module lists its parts in `pipeline_stages`, in the order of its forward. A stage is a run of consecutive parts. Each
+rank keeps the parts of its own stages, and replaces the others by `Absent`. Names, shapes and shared tensors are
+recorded before that, because a checkpoint contains the whole module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parts_of(module: nn.Module) -> list[StagePart]:
     """Return the parts that a module lists in `pipeline_stages`.
 
     Raises:
-        HookError: it lists something else, or a parameter is in none of them.
+        HookError: the list has something else, or a parameter is in none of the parts.
     """
     names: dict[Any, str] = {submodule: clean_name(name) for name, submodule in module.named_modules()}
     parts = []
@@ -73,9 +73,10 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
     """Choose the run of parts for each stage.
 
     Args:
-        parts: in order.
+        parts: all parts, in order.
         count: the number of stages.
-        starts: the parts that all stages but the first begin with, by name; empty to spread the parameters evenly.
+        starts: names of the parts with which the stages begin, except the first stage; empty to distribute the
+            parameters evenly.
     """
     names = [part.name for part in parts]
     if len(parts) < count:
@@ -111,12 +112,12 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
 
 
 class Stage(nn.Module):
-    """A run of parts, called one after another. It returns the tensors of the last output as a tuple.
+    """A run of parts that are called one after another. It returns the tensors of the last output as a tuple.
 
     Args:
-        parts: of this stage.
-        last: whether it is the last stage, whose output may be any nest of tensors.
-        whole: the module that the parts are of; the stage's submodules have the names that they have in it.
+        parts: parts of this stage.
+        last: whether it is the last stage, whose output may be nested tensors.
+        whole: module of the parts; the stage's submodules keep the names from this module.
     """
 
     output_outline: Any = None
@@ -124,7 +125,7 @@ class Stage(nn.Module):
 
     def __init__(self, parts: Sequence[StagePart], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
-        self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
+        self._parts = tuple(parts)  # in a tuple, since functions of the module must not register it as a submodule
         self._last = last
         owned = dict.fromkeys(item for part in parts for item in part.owned)
         self.loose_parameters = [item for item in owned if isinstance(item, nn.Parameter)]
@@ -182,14 +183,14 @@ class Absent(nn.Module):
 
 
 class Cut:
-    """A module that is divided into stages, of which a rank keeps some.
+    """A module that is divided into stages, of which each rank keeps some.
 
     Args:
-        module: whole; afterwards it has this rank's parts.
-        count: stages in all.
+        module: the whole module; afterwards it has only this rank's parts.
+        count: total number of stages.
         starts: as in `runs_of`.
-        rank: of this process in its pipe.
-        ranks: processes in the pipe; stage s is on rank `s % ranks`.
+        rank: rank of this process in its pipeline.
+        ranks: number of processes in the pipeline; stage s is on rank `s % ranks`.
     """
 
     def __init__(self, module: nn.Module, count: int, starts: Sequence[str], rank: int, ranks: int) -> None:
@@ -201,7 +202,7 @@ class Cut:
             for index, run in enumerate(runs)
             if index % ranks == rank
         }
-        homes: dict[int, list[int]] = {}  # stages of each tensor and module, by id
+        homes: dict[int, list[int]] = {}  # ranks that hold each tensor and module, by id
         for index, run in enumerate(runs):
             for item in (item for i in run for item in (*parts[i].tensors, *parts[i].modules)):
                 home = homes.setdefault(id(item), [])
@@ -217,7 +218,7 @@ class Cut:
         first: dict[int, str] = {}
         for raw, value in module.state_dict(keep_vars=True).items():
             name, is_tensor = clean_name(raw), isinstance(value, Tensor)
-            # A key that is no tensor is the value of a module's get_extra_state.
+            # A value that is no tensor comes from a module's get_extra_state.
             owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])
             self.shapes[name] = value.shape if is_tensor else None
             self.homes[name] = homes.get(id(owner), everywhere)
@@ -225,7 +226,7 @@ class Cut:
         self._remove(module, parts, runs, ranks)
 
     def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
-        """Parameters that this rank shares with others of the pipe, and all shared ones, in one order on all ranks."""
+        """Return the parameters that this rank shares with others of the pipeline, in the same order on all ranks."""
         found = {
             self.first_names[name]: (parameter, self.homes[name])
             for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
@@ -254,7 +255,7 @@ class Cut:
     # ---- names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's state that this rank saves, under all of its names in the whole module."""
+        """Return the part of this rank's state that this rank saves, by all of its names in the whole module."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -267,12 +268,12 @@ class Cut:
         """Return this rank's part of the whole module's state.
 
         Args:
-            state: as stored.
+            state: the stored state.
             own: this rank's state.
-            strict: whether all names must be in it, and no others.
+            strict: whether the state must have all names, and no others.
 
         Raises:
-            RuntimeError: they are not; on every rank alike.
+            RuntimeError: a name is missing or unexpected. Raised on every rank.
         """
         missing = [name for name in self.shapes if name not in state]
         unexpected = [name for name in state if name not in self.shapes]
@@ -281,19 +282,19 @@ class Cut:
         return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
 
     def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of this rank's optimizer state that it saves, under whole names."""
+        """Return the part of this rank's optimizer state that it saves, by names in the whole module."""
 
         def saves(name: str) -> bool:
-            # A name that is not the module's belongs to the first rank.
+            # A name that is not in the module belongs to rank 0.
             return self.homes.get(name, [0])[0] == self.rank
 
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's whole state by its own names, and what belongs to no part.
+        """Return this rank's part of an optimizer's whole state by its own names, and values that belong to no part.
 
         Args:
-            tree: as stored.
+            tree: the stored state.
             own: names of this rank's optimizer.
         """
         names = {self.first_names.get(name, name): name for name in own}
@@ -316,10 +317,10 @@ class Cut:
 
 
 def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to cut a sequence so that the largest run is as small as possible; no run is empty.
+    """Return where to divide a sequence so that the largest run is as small as possible. No run is empty.
 
     Args:
-        sizes: of the items, in order; at least `count` of them.
+        sizes: sizes of the items, in order; at least `count` of them.
         count: the number of runs.
 
     Returns:

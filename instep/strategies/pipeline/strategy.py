@@ -1,23 +1,25 @@
 """Pipeline parallelism: the stages of a module run on ranks in a row, over `torch.distributed.pipelining`.
 
-What a module says for it (`TrainModule.pipeline_stages`, `TrainModule.pipeline_loss`) changes nothing in its steps:
+The methods that a module defines for it (`TrainModule.pipeline_stages`, `TrainModule.pipeline_loss`) do not change its
+steps:
 
     def training_step(self, batch, batch_idx):
         loss = self.pipeline_loss(self(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
 
-Without a pipe this is a forward and a loss. In a pipe `self(...)` gives a `Pending` in training, and `pipeline_loss` of
-it runs the schedule, forward and backward; every rank gets the loss of the whole batch. Outside of training `self(...)`
-is the last stage's output on every rank, so evaluation and hooks are as always.
+Without a pipeline this is a forward and a loss. In a pipeline, `self(...)` returns a `Pending` in training, and
+`pipeline_loss` of it runs the schedule, forward and backward; every rank gets the loss of the whole batch. Outside of
+training `self(...)` returns the last stage's output on every rank, so evaluation and hooks work as usual.
 
-The gradients are kept aside until the loop calls backward on that loss, because it zeroes them in between: this costs
-the memory of one more copy of them. The weight of the batch goes into the schedule (`Strategy.loss_weight`), since over
-data-parallel ranks the gradients are averaged inside it, where each has a weight of its own. Gradients of a weight that
-several stages have (tied embeddings) are summed over those at the end of each optimizer window; each rank steps its own
-copy, and the first one's is what a checkpoint holds. Checkpoints know the whole module and nothing of stages.
+The gradients are kept separately until the loop calls backward on that loss, because the loop zeroes gradients in
+between. This costs memory for a second copy of them. The schedule itself multiplies by the weight of the batch
+(`Strategy.loss_weight`), because it averages gradients over data-parallel ranks, which have different weights. If
+several stages share a weight (tied embeddings), its gradients are summed over them at the end of each optimizer window.
+Each rank steps its own copy, and a checkpoint holds that of the first rank. Checkpoints contain the whole module,
+without stages.
 
-`MeshStrategy` is built on `PipelinedStrategy`, which adds nothing where there is no dimension `pp`:
+`MeshStrategy` is a subclass of `PipelinedStrategy`, which adds nothing if there is no dimension `pp`:
 
     __init__            passes a `Pipeline` on
     check_world_size    asks its `microbatches_for`
@@ -62,10 +64,10 @@ class Pipeline(NamedTuple):
     Args:
         schedule: "1f1b" holds the activations of few micro-batches; "gpipe" runs all forwards first; "interleaved" is
             1F1B with several stages on each rank, which waits less and sends more.
-        microbatches: into how many parts a batch is cut; more of them keep the ranks busier. None: two per rank.
-        split: the parts of `pipeline_stages` that the stages but the first one begin with, by name. Default: so that
-            the largest stage has as few parameters as can be.
-        stages_per_rank: with "interleaved".
+        microbatches: number of micro-batches per batch; with more of them, ranks wait less. None: two per rank.
+        split: names of the parts of `pipeline_stages` with which the stages begin, except the first stage. Default: the
+            split in which the largest stage has the fewest parameters.
+        stages_per_rank: number of stages on each rank, for "interleaved".
     """
 
     schedule: str = "1f1b"
@@ -91,7 +93,7 @@ class Pipeline(NamedTuple):
         """Return the number of micro-batches for a number of ranks.
 
         Raises:
-            SettingError: the schedule cannot run so many.
+            SettingError: the schedule cannot run this number.
         """
         count = 2 * ranks if self.microbatches is None else self.microbatches
         if self.schedule == "1f1b" and count < ranks:
@@ -108,7 +110,7 @@ class Pipeline(NamedTuple):
 
 
 class PipelinedGradients(FSDPGradients):
-    """Gradients of a pipe, in which each rank has those of its own stages."""
+    """Gradients of a pipeline, in which each rank has those of its own stages."""
 
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
@@ -120,11 +122,11 @@ class PipelinedGradients(FSDPGradients):
 
 
 class PipelinedStrategy(FSDPStrategy):
-    """FSDP of a module that may be cut into the stages of a pipeline.
+    """FSDP of a module that may be divided into the stages of a pipeline.
 
     Args:
-        pipeline: how the pipe runs, where the mesh has a dimension `pp`.
-        **fsdp_options: of `FSDPStrategy`.
+        pipeline: settings of the pipeline, if the mesh has a dimension `pp`.
+        **fsdp_options: arguments of `FSDPStrategy`.
     """
 
     gradients_class = PipelinedGradients
@@ -136,7 +138,7 @@ class PipelinedStrategy(FSDPStrategy):
         self._runner: Runner | None = None
         self._training = False
         self._syncs = True
-        # Names that `pipeline_loss` returns, and whether it returns a bare loss.
+        # Names in the result of `pipeline_loss`, and whether the result is a plain loss.
         self._returned: tuple[list[str], bool] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -144,7 +146,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     @property
     def pipe_size(self) -> int:
-        """Number of ranks in the pipe; 1 if there is none."""
+        """Number of ranks in the pipeline; 1 if there is none."""
         return self.mesh["pp"].size() if "pp" in (self.mesh.mesh_dim_names or ()) else 1
 
     @property
@@ -156,11 +158,11 @@ class PipelinedStrategy(FSDPStrategy):
         if self.pipe_size == 1:
             super().prepare_module(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # an earlier run may have cut the module
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # set if an earlier run has divided the module
         if cut is None:
             self._cut = None
             self._check_module(module)
-            self.share_weights(module)  # weights are made alike on the ranks of one stage only
+            self.share_weights(module)  # needed, since later only the ranks of one stage get equal weights
             super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
@@ -185,7 +187,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
-        # The stages of an earlier torch refuse micro-batches of other sizes, and frozen weights.
+        # The stages of earlier versions refuse micro-batches of other sizes, and frozen weights.
         check_torch(2, 13, purpose="pp")
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
@@ -230,7 +232,7 @@ class PipelinedStrategy(FSDPStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 if isinstance(tensor, DTensor) or tensor.is_meta:
                     continue
-                shared = tensor.detach().to(self.device)  # a GPU's group cannot send what is still on the CPU
+                shared = tensor.detach().to(self.device)  # a GPU's process group cannot send a tensor on the CPU
                 for name in self.mesh.mesh_dim_names or ():
                     if name != "pp":
                         group = self.mesh.get_group(name)
@@ -249,7 +251,7 @@ class PipelinedStrategy(FSDPStrategy):
             alone=self.dp_mesh.size() == 1,
         )
         here = pipe.get_local_rank()
-        # Parameters of the optimizer; while gathered they are other objects.
+        # The optimizer's parameters; gathered parameters are other objects.
         self._parameters = list(module.parameters())
         self._shared = cut.shared(module)
         self._copies = [p for p, ranks in self._shared if ranks[0] != here]
@@ -359,13 +361,15 @@ class PipelinedStrategy(FSDPStrategy):
         self, parameters: Sequence[nn.Parameter], new: Sequence[Tensor | None], factor: Tensor | None
     ) -> None:
         if factor is not None and factor.device.type == "cpu" and float(factor) == 1.0:
-            # The usual case, unless training_step multiplied its loss; asking a GPU would make the host wait.
+            # The usual case, unless training_step has multiplied its loss. On a GPU this check would make the host
+            # wait.
             factor = None
         for p, gradient in zip(parameters, new, strict=True):
             if gradient is None:
                 continue
             if factor is not None:
-                local_part(gradient).mul_(factor.to(gradient.device))  # an offloaded gradient is on another device
+                # an offloaded gradient is on another device than the factor
+                local_part(gradient).mul_(factor.to(gradient.device))
             if p.grad is None:
                 p.grad = gradient
             else:
@@ -374,7 +378,7 @@ class PipelinedStrategy(FSDPStrategy):
             self._sum_shared()
 
     def _send_copies(self) -> None:
-        """Send the values that `meta_init` made of a weight to the ranks with a copy of it."""
+        """Send the values that `meta_init` made for a weight to the ranks with a copy of it."""
         here, group = self.mesh["pp"].get_local_rank(), self.mesh["pp"].get_group()
         for p, (first, *others) in self._shared:
             if here == first:
@@ -384,7 +388,7 @@ class PipelinedStrategy(FSDPStrategy):
                 dist.recv(local_part(p).detach(), group=group, group_src=first)
 
     def _sum_shared(self) -> None:
-        """Sum the gradients of weights that several ranks of the pipe share, in the same order on all ranks."""
+        """Sum the gradients of weights that several ranks of the pipeline share, in the same order on all ranks."""
         for p, ranks in self._shared:
             if not p.requires_grad:
                 continue
@@ -409,7 +413,8 @@ class PipelinedStrategy(FSDPStrategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        self._syncs = False  # the schedule reduces over data-parallel ranks in any case, for the batch's weight
+        # only this sum is skipped: the schedule always reduces over data-parallel ranks, because of the batch's weight
+        self._syncs = False
         try:
             yield
         finally:
@@ -430,7 +435,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_model_state(state, strict)
 
     def average_replicas(self) -> None:
-        if self._cut is None:  # the stages of a cut module have buffers of their own
+        if self._cut is None:  # the stages of a divided module have their own buffers
             super().average_replicas()
 
     def model_state_from(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -487,5 +492,5 @@ class PipelinedStrategy(FSDPStrategy):
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
-    """Return some samples of a tensor with one row per sample; anything else as it is."""
+    """Return some samples of a tensor with one row per sample; return anything else unchanged."""
     return leaf[samples] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch else leaf
