@@ -36,29 +36,14 @@ MODULES = frozenset(
 """Modules of Accelerate."""
 
 
+def _has(module: str) -> bool:
+    """Return True if Accelerate has a module of that whole name."""
+    return module.removeprefix("accelerate.") in MODULES
+
+
+_door = Door(__name__, "accelerate", VERSION, {"accelerate": "accelerate"}, _has, "instep.compat.accelerate_parts")
+install = _door.install
+
+
 def __getattr__(name: str) -> Any:
     return _door.find(__name__, name)
-
-
-def install() -> None:
-    """Make `import accelerate` find these names in this process; a second call does nothing.
-
-    Raises:
-        UsageError: accelerate is imported already.
-
-    Example:
-        >>> from instep.compat import accelerate
-        >>> accelerate.install()  # doctest: +SKIP
-    """
-    _door.install()
-
-
-_door = Door(
-    __name__,
-    "accelerate",
-    VERSION,
-    {"accelerate": "accelerate"},
-    lambda module: module.removeprefix("accelerate.") in MODULES,
-    ["instep.compat.accelerate_parts"],
-    "transformers, peft",
-)

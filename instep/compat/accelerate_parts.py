@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,28 @@ from typing import Any
 import torch
 from packaging.version import parse
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 import instep.accelerator as ours
 from instep import state as ours_state
 from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.preparing import PreparedRun
 from instep.accelerator.resuming import RestoredPlace
 from instep.accelerator.unwrapping import without_compile
-from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.accelerator.wrappers import AcceleratedScheduler
 from instep.big_models import set_module_tensor_to_device as set_tensor
 from instep.compat.accelerate_saving import Attendance, save_alone, take_name
 from instep.compat.adapting import adapt
 from instep.compat.door import silently
+from instep.compat.fsdp import FullyShardedDataParallelPlugin
 from instep.distributed import broadcast_object
 from instep.distributed.out_of_memory import is_out_of_memory
 from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import SettingError
 from instep.state import AcceleratorState as _AcceleratorState
 from instep.state import GradientState as _GradientState
 from instep.state import PartialState as _PartialState
 from instep.state import process
 from instep.state.runs import active_run, clear_runs
-from instep.strategies import Strategy, resolve_strategy
 from instep.types import ReadOnly
 from instep.utils.warn import warn_user
 
@@ -53,6 +52,12 @@ class _Shared(type):
         return {} if _Shared.forgotten or not process.is_held() else {"held": True}
 
 
+def _reset(reset_partial_state: bool = False) -> None:
+    """End the runs. The process keeps its state, since it has one rank for its life."""
+    clear_runs()
+    _Shared.forgotten = _Shared.forgotten or reset_partial_state
+
+
 class PartialState(_PartialState, metaclass=_Shared):
     """The process state; a second construction changes nothing."""
 
@@ -63,11 +68,7 @@ class PartialState(_PartialState, metaclass=_Shared):
         super().__init__(**({} if process.is_held() else {"cpu": cpu or None, **given}))
         _Shared.forgotten = False
 
-    @staticmethod
-    def _reset_state() -> None:
-        """End the runs. The process keeps its state, since it has one rank for its life."""
-        clear_runs()
-        _Shared.forgotten = True
+    _reset_state = staticmethod(functools.partial(_reset, True))
 
 
 class AcceleratorState(_AcceleratorState, metaclass=_Shared):
@@ -78,30 +79,26 @@ class AcceleratorState(_AcceleratorState, metaclass=_Shared):
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu=None if process.is_held() else cpu or None)
 
-    @staticmethod
-    def _reset_state(reset_partial_state: bool = False) -> None:
-        clear_runs()
-        _Shared.forgotten = _Shared.forgotten or reset_partial_state
-
-    fsdp_plugin: ReadOnly[Any] = ReadOnly(
-        lambda s: getattr(s.plugin, "asked_by", None), "The plugin by which the models are sharded; None."
+    _reset_state = staticmethod(_reset)
+    fsdp_plugin: ReadOnly[FullyShardedDataParallelPlugin | None] = ReadOnly(
+        lambda _: _fsdp_plugin(), "The plugin by which the models are sharded; None."
     )
 
     @property
     def distributed_type(self) -> Any:
         """Kind of the processes; FSDP if the models are sharded."""
-        run = active_run()
-        sharded = run is not None and hasattr(run.plugin, "asked_by")
-        return ours_state.DistributedType.FSDP if sharded else super().distributed_type
+        return super().distributed_type if self.fsdp_plugin is None else ours_state.DistributedType.FSDP
+
+
+def _fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
+    plugin = getattr(active_run(), "plugin", None)
+    return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
 
 
 class GradientState(_GradientState):
     """Position in the loop; a program that counts its windows itself calls `_set_sync_gradients`."""
 
     __slots__ = ()
-
-    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
-        pass
 
     plugin_kwargs: ReadOnly[dict[str, Any]] = ReadOnly(
         lambda s: {name: getattr(s, name) for name in ("num_steps", "adjust_scheduler", "sync_with_dataloader")},
@@ -114,39 +111,18 @@ class GradientState(_GradientState):
             run.gradient.sync_gradients = sync_gradients
 
 
-class SeedableRandomSampler(RandomSampler):
-    """Random order that is a function of a seed and the epoch."""
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next order."""
-        self.epoch = epoch
-
-    def _instep_order_of(self, epoch: int, cycle: int) -> list[int]:
-        """Return the order of an epoch."""
-        self.generator = torch.Generator().manual_seed(self.initial_seed + epoch + cycle)
-        return list(RandomSampler.__iter__(self))
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._instep_order_of(self.epoch, 0)
-        self.epoch += 1
-
-
 class _DrawnOrder(RandomSampler):
-    """Random order as torch draws it: by a generator, or of the process's random numbers.
+    """Random order as torch draws it: by a generator, or of the process's random numbers; or by a seed.
 
     Args:
         sampler: the loader's own.
         common: its generator, or the one that all ranks have; None: this process is alone.
+        seed: what the order is a function of, with the epoch; None: it is drawn.
     """
 
-    def __init__(self, sampler: RandomSampler, common: torch.Generator | None) -> None:
+    def __init__(self, sampler: RandomSampler, common: torch.Generator | None, seed: int | None) -> None:
         super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples)
-        self._common = common
+        self._common, self._seed = common, seed
         self.drawn: dict[str, Any] = {"place": None, "state": None}
         """The epoch whose order was drawn last, and the state of the generator before."""
 
@@ -157,7 +133,8 @@ class _DrawnOrder(RandomSampler):
     def draw(self, place: list[int]) -> list[int]:
         """Draw the order of an epoch, or repeat the one drawn for it."""
         if self.drawn["place"] != place:
-            generator = self._common or torch.Generator().manual_seed(_random_seed())
+            seed = None if self._seed is None else self._seed + sum(place)
+            generator = self._common or torch.Generator().manual_seed(_random_seed() if seed is None else seed)
             self.drawn = {"place": place, "state": generator.get_state()}
         self.generator = self._common or torch.Generator()
         self.generator.set_state(self.drawn["state"])
@@ -168,19 +145,20 @@ class _Order(Sequence[int]):
     """An order that is drawn when its first sample is asked for, as torch's is: its length is known before."""
 
     def __init__(self, sampler: _DrawnOrder, place: list[int]) -> None:
-        self._draw, self._length = functools.partial(sampler.draw, place), len(sampler)
-        self._items: list[int] | None = None
+        self._sampler, self._place = sampler, place
+
+    @functools.cached_property
+    def _items(self) -> list[int]:
+        return self._sampler.draw(self._place)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._sampler)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._items is None:
-            self._items = self._draw()
         return self._items[index]
 
     def __repr__(self) -> str:  # ranks compare their orders by this text
-        return repr(self[:])
+        return repr(self._items)
 
 
 class _Loader(AcceleratedLoader):
@@ -203,80 +181,87 @@ class _Loader(AcceleratedLoader):
         return place
 
 
-class _DrawnOrders:
-    """The orders that an Accelerator has drawn, a part of its states: a resumed epoch keeps its order."""
+class _Prepared(PreparedRun):
+    """What was prepared, by names and in orders that programs of Accelerate expect; its state is the drawn orders.
 
-    def __init__(self) -> None:
-        self.samplers: list[_DrawnOrder] = []
+    A second model, or loader, of one class gets a number in its name, in the order of the calls.
+    """
+
+    loader_config: DataLoaderConfiguration
+    orders: list[_DrawnOrder]
+
+    def end(self) -> None:
+        """Release everything, the drawn orders too."""
+        super().end()
+        self.orders.clear()
+
+    def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
+        """Make a model ready."""
+        name = name or _free(type(without_compile(model)).__name__, self.models)
+        return super().prepare_model(model, place, evaluates, name)
+
+    def prepare_data_loader(self, loader: Any, place: bool | None, name: str | None) -> AcceleratedLoader:
+        """Make a loader ready, in the order that torch would draw."""
+        self._keep_order(loader)
+        kind = type(getattr(loader, "dataset", None)).__name__
+        name = name or _free(kind, [known.name for known in self.dataloaders])
+        return super().prepare_data_loader(loader, place, name)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a scheduler step as often as there are processes with each optimizer step."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.repeats = 1 if self.loader_config.split_batches else self.world_size
+        return prepared
+
+    def _keep_order(self, loader: Any) -> None:
+        batches = getattr(loader, "batch_sampler", None)
+        if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
+            return
+        sampler = batches.sampler
+        if type(sampler) is not RandomSampler:
+            return
+        if type(batches) is not BatchSampler:  # a subclass has more attributes, as the one of sentence-transformers
+            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+            vars(loader)["batch_sampler"] = batches
+        seed, common = None, sampler.generator
+        if self.loader_config.use_seedable_sampler:
+            seed, common = self.loader_config.data_seed, None
+            seed = torch.initial_seed() if seed is None else seed
+        elif common is None and self.world_size > 1:
+            common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
+        batches.sampler = drawn = _DrawnOrder(sampler, common, seed)
+        self.orders.append(drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"orders": [sampler.drawn for sampler in self.samplers]}
+        """Return the drawn orders: a resumed epoch keeps its own."""
+        return {"orders": [order.drawn for order in self.orders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for sampler, drawn in zip(self.samplers, state["orders"], strict=True):
-            sampler.drawn = drawn
+        """Restore the drawn orders."""
+        for order, drawn in zip(self.orders, state["orders"], strict=True):
+            order.drawn = drawn
 
 
 def _random_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-@dataclass
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(ours.DataLoaderConfiguration):
     """Settings of loaders, which can be changed until the Accelerator is made."""
 
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-    custom_classes: Any = None
+    __setattr__ = object.__setattr__
 
-    def made(self) -> ours.DataLoaderConfiguration:
-        """Return instep's settings."""
-        names = {field.name for field in fields(self)} - {"use_seedable_sampler", "custom_classes"}
-        return ours.DataLoaderConfiguration(**{name: getattr(self, name) for name in names})
-
-
-@dataclass
-class FullyShardedDataParallelPlugin:
-    """Options of FSDP by Accelerate's names; instep's is FSDP2."""
-
-    fsdp_version: int = 2
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = False
-    state_dict_type: Any = "FULL_STATE_DICT"
-    use_orig_params: bool | None = None
-    sync_module_states: bool | None = None
-    limit_all_gathers: bool | None = None
-    forward_prefetch: bool | None = None
-    backward_prefetch: Any = None
-    activation_checkpointing: bool = False
-    cpu_ram_efficient_loading: bool = False
-    transformer_cls_names_to_wrap: Sequence[str] | None = None
-    min_num_params: int | None = None
-
-    def made(self, world_size: int) -> Strategy:
-        """Return instep's strategy, which keeps this plugin as `asked_by`; warn of what has no effect."""
-        names = ("fsdp_version", "transformer_cls_names_to_wrap", "cpu_offload", "reshard_after_forward")
-        others = [field for field in fields(self) if field.name not in (*names, "activation_checkpointing")]
-        left = [field.name for field in others if getattr(self, field.name) != field.default]
-        if left:
-            warn_user(f"FullyShardedDataParallelPlugin({'=, '.join(left)}=) has no effect: instep shards by FSDP2")
-        options = {
-            "wrap": self.transformer_cls_names_to_wrap or None,
-            "cpu_offload": bool(self.cpu_offload),
-            "reshard_after_forward": None if self.reshard_after_forward is None else bool(self.reshard_after_forward),
-            "activation_checkpointing": self.activation_checkpointing,
-        }
-        strategy = resolve_strategy("fsdp", world_size, options=options)
-        vars(strategy)["asked_by"] = self
-        return strategy
+    def __init__(
+        self,
+        split_batches: bool = False,
+        dispatch_batches: bool | None = None,
+        even_batches: bool = True,
+        use_seedable_sampler: bool = False,
+        custom_classes: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(split_batches, dispatch_batches, even_batches, **options)
+        self.use_seedable_sampler, self.custom_classes = use_seedable_sampler, custom_classes
 
 
 class TorchDynamoPlugin(ours.TorchDynamoPlugin):
@@ -299,26 +284,17 @@ class Accelerator(_Accelerator):
         self,
         *,
         cpu: bool = False,
-        dataloader_config: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         rng_types: Any = None,
         kwargs_handlers: Any = None,
-        gradient_accumulation_steps: int | None = None,
-        gradient_accumulation_plugin: Any = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in (("deepspeed_plugin", deepspeed_plugin), ("megatron_lm_plugin", megatron_lm_plugin)):
-            if value is not None:
-                raise SettingError(
-                    f"Accelerator({name}=...) has no counterpart while instep takes the place of accelerate: start "
-                    "without it, or port the program (`instep migrate`)",
-                    field=name,
-                    got=value,
-                )
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if fsdp_plugin is not None:
-            kwargs["strategy"] = fsdp_plugin.made(PartialState().num_processes)
+            kwargs["strategy"] = fsdp_plugin
+        if "gradient_accumulation_plugin" in kwargs:
+            kwargs.pop("gradient_accumulation_steps", None)
         asked = dataloader_config or DataLoaderConfiguration()
         left = [name for name in rng_types or () if str(getattr(name, "value", name)) != "generator"]
         if left or asked.custom_classes is not None:
@@ -328,35 +304,18 @@ class Accelerator(_Accelerator):
             )
         if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft give it so
             kwargs["project_config"] = kwargs.pop("project_dir")
-        self._seedable = asked.use_seedable_sampler
-        self._data_seed = asked.data_seed
-        self._orders = _DrawnOrders()
+        asked.split_batches = kwargs.pop("split_batches", asked.split_batches)
         _Shared.forgotten = False
         super().__init__(
             cpu=None if process.is_held() else cpu or None,
-            dataloader_config=asked.made(),
+            dataloader_config=asked,
             kwargs_handlers=[handler for handler in kwargs_handlers or () if handler is not None],
-            gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_plugin is None else None,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
             **kwargs,
         )
         self._attendance = Attendance()
+        self._prepared.__class__, self._prepared.orders = _Prepared, []
         self._prepared.loader_type = type("_Loader", (_Loader,), {"attendance": self._attendance})
-
-    def prepare(self, *objects: Any, device_placement: Any = None, **named: Any) -> Any:
-        """Make models, optimizers, loaders and schedulers ready; loaders keep the order that torch would draw."""
-        placed = list(zip(objects, device_placement or [None] * len(objects), strict=False))
-        kinds: list[tuple[type, Any]] = [(nn.Module, self.prepare_model), (DataLoader, self.prepare_data_loader)]
-        for kind, prepare in kinds:
-            for one, place in placed:
-                if isinstance(one, kind):
-                    prepare(one, place)
-        for one in named.values():
-            self._keep_order(one)
-        prepared = super().prepare(*objects, device_placement=device_placement, **named)
-        for scheduler in self.schedulers:
-            scheduler.repeats = 1 if self.split_batches else self.num_processes
-        return prepared
+        self.register_for_checkpointing(orders_of_the_data=self._prepared)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save a state at exactly `output_dir`, where programs look for it; a state that is there is replaced.
@@ -371,58 +330,11 @@ class Accelerator(_Accelerator):
         saved = Path(super().save_state(output_dir, safe_serialization))
         return on_rank_zero(lambda: take_name(saved, named), f"renaming {saved}")
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step as often as there are processes with each optimizer step."""
-        prepared = super().prepare_scheduler(scheduler)
-        prepared.repeats = 1 if self.split_batches else self.num_processes
-        return prepared
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Release everything prepared, the drawn orders too."""
-        freed = super().free_memory(*objects)
-        self._orders.samplers.clear()
-        return freed
-
-    def prepare_model(self, model: nn.Module, *args: Any, name: str | None = None, **kwargs: Any) -> nn.Module:
-        """Make a model ready; a second model of one class gets a number in its name, in the order of the calls."""
-        name = name or _free(type(without_compile(model)).__name__, self._prepared.models)
-        return super().prepare_model(model, *args, name=name, **kwargs)
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
-        """Make a loader ready, in the order that torch would draw; its name is chosen as a model's."""
-        self._keep_order(data_loader)
-        kind = type(getattr(data_loader, "dataset", None)).__name__
-        name = _free(kind, [known.name for known in self._prepared.dataloaders])
-        return super().prepare_data_loader(data_loader, device_placement, name)
-
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects to the states, under names that are chosen as a model's."""
         for one in objects:
             named[_free(type(one).__name__, {*self._states.registered, *named})] = one
         super().register_for_checkpointing(**named)
-
-    def _keep_order(self, loader: Any) -> None:
-        batches = getattr(loader, "batch_sampler", None)
-        if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
-            return
-        sampler = batches.sampler
-        if type(sampler) is not RandomSampler:
-            return
-        if type(batches) is not BatchSampler:  # a subclass has more attributes, as the one of sentence-transformers
-            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-            vars(loader)["batch_sampler"] = batches
-        if self._seedable:
-            batches.sampler = SeedableRandomSampler(
-                sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=self._data_seed
-            )
-            return
-        common = sampler.generator
-        if common is None and self.num_processes > 1:
-            common = torch.Generator().manual_seed(broadcast_object(_random_seed()))
-        batches.sampler = drawn = _DrawnOrder(sampler, common)
-        if not self._orders.samplers:
-            self.register_for_checkpointing(orders_of_the_data=self._orders)
-        self._orders.samplers.append(drawn)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Collect what all ranks computed, each sample once."""
@@ -437,18 +349,18 @@ class Accelerator(_Accelerator):
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config = replace(self.dataloader_config, even_batches=even_batches)
-        self._prepared.loader_config = self.dataloader_config
+        self.dataloader_config.even_batches = even_batches
 
-    use_seedable_sampler: ReadOnly[bool] = ReadOnly(lambda a: a._seedable, "Whether seed and epoch give random orders.")
+    use_seedable_sampler: ReadOnly[bool] = ReadOnly(
+        lambda a: a.dataloader_config.use_seedable_sampler, "Whether seed and epoch give random orders."
+    )
     state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
     gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Where the loop stands.")
     distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
-    is_fsdp2: ReadOnly[bool] = ReadOnly(lambda a: a.state.fsdp_plugin is not None, "Whether the models are sharded.")
+    is_fsdp2: ReadOnly[bool] = ReadOnly(lambda a: _fsdp_plugin() is not None, "Whether the models are sharded.")
     _models: ReadOnly[list[nn.Module]] = ReadOnly(lambda a: list(a._prepared.models.values()))
-    _optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
-    _schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
-    _dataloaders: ReadOnly[list[Any]] = ReadOnly(lambda a: a._prepared.dataloaders)
+    _optimizers, _schedulers = _Accelerator.optimizers, _Accelerator.schedulers
+    _dataloaders = _Accelerator.dataloaders
 
     def maybe_context_parallel(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: sequences are cut by `instep.strategies.MeshStrategy(cp=)`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,13 +19,7 @@ from instep.errors import UsageError
 from instep.utils import porting
 
 
-class Names(ModuleType):
-    """A module whose attributes are found by a function."""
-
-    def __getattr__(self, name: str) -> Any:
-        return vars(self)["__loader__"].find(self.__name__, name)
-
-
+@dataclass(eq=False)
 class NameFinder(MetaPathFinder, Loader):
     """Finder that makes the modules of a package of names.
 
@@ -35,15 +30,10 @@ class NameFinder(MetaPathFinder, Loader):
         missing: makes the error for a module that it has not.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, str],
-        find: Callable[[str, str], Any],
-        has: Callable[[str], bool],
-        missing: Callable[[str], ImportError],
-    ) -> None:
-        self.roots = dict(roots)
-        self.find, self._has, self._missing = find, has, missing
+    roots: dict[str, str]
+    find: Callable[[str, str], Any]
+    has: Callable[[str], bool]
+    missing: Callable[[str], ImportError]
 
     def their_name(self, fullname: str) -> str | None:
         """Return the other package's name for a module; None if the module is not one of these."""
@@ -56,15 +46,12 @@ class NameFinder(MetaPathFinder, Loader):
         theirs = self.their_name(fullname)
         if theirs is None:
             return None
-        if fullname not in self.roots and not self._has(theirs):
-            raise self._missing(fullname)
+        if fullname not in self.roots and not self.has(theirs):
+            raise self.missing(fullname)
         return ModuleSpec(fullname, self, origin="instep", is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return Names(spec.name)
-
     def exec_module(self, module: ModuleType) -> None:
-        module.__file__ = __file__
+        vars(module).update(__file__=__file__, __getattr__=lambda name: self.find(module.__name__, name))
 
 
 class Door(NameFinder):
@@ -77,22 +64,13 @@ class Door(NameFinder):
         roots: the import names that it takes over, as in `NameFinder`.
         has: as in `NameFinder`.
         parts: modules with names that instep has otherwise, or calls otherwise; the first one that has a name counts.
-        others: packages that import it, for an error.
     """
 
     def __init__(
-        self,
-        home: str,
-        package: str,
-        version: str,
-        roots: Mapping[str, str],
-        has: Callable[[str], bool],
-        parts: Sequence[str],
-        others: str,
+        self, home: str, package: str, version: str, roots: Mapping[str, str], has: Callable[[str], bool], *parts: str
     ) -> None:
         super().__init__({home: next(iter(roots.values()))}, self.find_name, has, self._no_module)
-        self.home, self.package, self.version = home, package, version
-        self._taken, self._parts, self._others = dict(roots), parts, others
+        self.home, self.package, self.version, self._taken, self._parts = home, package, version, dict(roots), parts
         self._found: dict[str, Any] = {}
         sys.meta_path.append(self)  # modules below `home` are no files: only this finder answers for them
 
@@ -102,27 +80,25 @@ class Door(NameFinder):
         return self.package in self.roots
 
     def install(self) -> None:
-        """Take the package's place in this process; a second call does nothing.
+        """Take the package's place in this process: `import` finds these names; a second call does nothing.
 
         Raises:
             UsageError: the package is imported already.
+
+        Example:
+            >>> from instep.compat import accelerate
+            >>> accelerate.install()  # doctest: +SKIP
         """
         if self.installed:
             return
         if any(root in sys.modules for root in self._taken):
             raise UsageError(
                 f"{self.package} is imported already, so instep cannot take its place. Call install() before the first "
-                f"import of {self.package}, or of a package that imports it ({self._others}); or "
-                f"`instep launch --as`."
+                f"import of {self.package}, or of a package that imports it; or `instep launch --as`."
             )
         self.roots.update(self._taken)
         sys.meta_path.remove(self)
         sys.meta_path.insert(0, self)
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if module.__name__ in self._taken:
-            vars(module)["__version__"] = self.version
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
         """Yield the distribution by which packages find out the version."""
@@ -131,10 +107,12 @@ class Door(NameFinder):
 
     def find_name(self, module: str, name: str) -> Any:
         """Return the object that a module has under a name, made when it is first asked for."""
+        if name == "__version__":
+            return self.version
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         whole = f"{self.their_name(module)}.{name}"
-        if self._has(whole):
+        if self.has(whole):
             return import_module(f"{module}.{name}")
         if whole not in self._found:
             made = self._make(whole)

@@ -37,23 +37,6 @@ MODULES = frozenset(
 """Last words of the names of Fabric's modules, beside those in `tables.LIGHTNING_MODULES`."""
 
 
-def __getattr__(name: str) -> Any:
-    return _door.find(__name__, name)
-
-
-def install() -> None:
-    """Make `import lightning` and `import lightning_fabric` find these names; a second call does nothing.
-
-    Raises:
-        UsageError: lightning is imported already.
-
-    Example:
-        >>> from instep.compat import fabric
-        >>> fabric.install()  # doctest: +SKIP
-    """
-    _door.install()
-
-
 def command() -> tuple[str, ...]:
     """Return the arguments of Python that run this program again, through this door if it is in use."""
     words, flags = this_command(), len(subprocess._args_from_interpreter_flags())  # pyright: ignore
@@ -71,6 +54,10 @@ _door = Door(
     VERSION,
     {"lightning.fabric": "lightning.fabric", "lightning_fabric": "lightning.fabric", "lightning": "lightning"},
     _has,
-    [f"instep.compat.fabric_{part}" for part in ("parts", "wrappers", "files", "names")],
-    "litgpt, torchmetrics",
+    *(f"instep.compat.fabric_{part}" for part in ("parts", "wrappers", "files", "names")),
 )
+install = _door.install
+
+
+def __getattr__(name: str) -> Any:
+    return _door.find(__name__, name)

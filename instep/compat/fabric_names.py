@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from instep import loggers as ours_loggers
 from instep.callbacks.guests.throughput_monitor import Totals
+from instep.compat.fsdp import FullyShardedDataParallelPlugin
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import find_device_kind
 from instep.strategies import DataParallelStrategy as DataParallelStrategy
-from instep.strategies import FSDPStrategy as _FSDPStrategy
 from instep.strategies import Precision as _Precision
 from instep.strategies import Strategy
 from instep.trainer import hooks
@@ -30,7 +31,6 @@ from instep.trainer.module import TrainModule
 from instep.types import Stateful
 from instep.utils.flops import peak_flops
 from instep.utils.seed import seed_process
-from instep.utils.warn import warn_user
 
 SEED_VARIABLE = "PL_GLOBAL_SEED"  # programs of Fabric read this variable
 MisconfigurationException = SettingError
@@ -105,33 +105,7 @@ class _Kinds(type):
 SingleDeviceStrategy, ParallelStrategy = (_Kinds(name, (), {}) for name in ("SingleDeviceStrategy", "ParallelStrategy"))
 
 
-class FabricFSDPStrategy(_FSDPStrategy):
-    """instep's FSDP, which is torch's FSDP2, with Lightning's names of options; unknown ones have no effect."""
-
-    def __init__(
-        self,
-        *,
-        auto_wrap_policy: Any = None,
-        activation_checkpointing_policy: Any = None,
-        sharding_strategy: Any = "FULL_SHARD",
-        cpu_offload: bool = False,
-        **others: Any,
-    ) -> None:
-        left = sorted(others.keys() - {"state_dict_type", "process_group_backend", "timeout"})
-        if left:
-            warn_user(f"FSDPStrategy({'=, '.join(left)}=) has no effect: instep shards by FSDP2")
-        kind = str(sharding_strategy).rpartition(".")[2]
-        super().__init__(
-            auto_wrap_policy,
-            cpu_offload=bool(cpu_offload),
-            activation_checkpointing=activation_checkpointing_policy,
-            reshard_after_forward=False if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else None,
-            dp_replicate="auto" if kind.startswith("HYBRID") else 1,
-        )
-
-
-FSDPStrategy = FabricFSDPStrategy
-
+FSDPStrategy = FullyShardedDataParallelPlugin
 
 # ---- loggers
 
@@ -142,17 +116,10 @@ class Logger:
     root_dir = log_dir = name = version = experiment = None
     group_separator = "/"
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write numbers by name."""
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the program's class overrides what it needs."""
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Write hyperparameters."""
-
-    def save(self) -> None:
-        """Write the rows that wait."""
-
-    def finalize(self, status: str = "success") -> None:
-        """End the run."""
+    log_metrics = log_hyperparams = log_graph = save = finalize = _do_nothing
 
 
 class _InFoldersOfFabric:
@@ -229,6 +196,7 @@ def measure_flops(
     return counter.get_total_flops()
 
 
+@dataclass
 class Throughput:
     """Rates over a window of updates, under Fabric's names.
 
@@ -239,16 +207,13 @@ class Throughput:
         separator: between "device" and a rate's name.
     """
 
-    def __init__(
-        self,
-        available_flops: float | None = None,
-        world_size: int = 1,
-        window_size: int = 100,
-        separator: str = "/",
-        **_: Any,
-    ) -> None:
-        self.available_flops, self.world_size, self.separator = available_flops, world_size, separator
-        self._window: deque[Totals] = deque(maxlen=window_size)
+    available_flops: float | None = None
+    world_size: int = 1
+    window_size: int = 100
+    separator: str = "/"
+
+    def __post_init__(self) -> None:
+        self._window: deque[Totals] = deque(maxlen=self.window_size)
 
     def reset(self) -> None:
         """Forget all updates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,14 @@ from instep.compat.fabric_names import (
     convert_tensors_to_scalars,
     seed_everything,
 )
-from instep.compat.fabric_wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer, in_backward, unwrapped
+from instep.compat.fabric_wrappers import (
+    _FabricDataLoader,
+    _FabricModule,
+    _FabricOptimizer,
+    in_backward,
+    is_wrapped,
+    unwrapped,
+)
 from instep.distributed import all_reduce_, broadcast_object, gather, send_to_device
 from instep.distributed.nested import map_leaves
 from instep.errors import UsageError
@@ -169,9 +176,10 @@ class Fabric:
     ) -> Any:
         """Spread a module and make its optimizers step through the strategy; return what to use in their place."""
         self._check_launched()
-        if any(isinstance(optimizer, _FabricOptimizer) for optimizer in optimizers):
-            raise ValueError("An optimizer should be passed only once to the `setup` method.")
-        wrapped = self._spread("setup", module, optimizers, move_to_device)
+        _check_new("setup", "A model", [module])
+        if optimizers:
+            _check_new("setup", "An optimizer", optimizers)
+        wrapped = self._spread(module, optimizers, move_to_device)
         stepped = [self._step_through(optimizer) for optimizer in optimizers]
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not optimizers:
@@ -181,11 +189,10 @@ class Fabric:
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> _FabricModule:
         """Spread a module."""
         self._check_launched()
-        return self._spread("setup_module", module, (), move_to_device)
+        _check_new("setup_module", "A model", [module])
+        return self._spread(module, (), move_to_device)
 
-    def _spread(self, method: str, module: Any, optimizers: Any, moves: bool) -> _FabricModule:
-        if isinstance(without_compile(module), _FabricModule):
-            raise ValueError(f"A model should be passed only once to the `{method}` method.")
+    def _spread(self, module: Any, optimizers: Any, moves: bool) -> _FabricModule:
         given, module = module, without_compile(module)
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self._strategy.precision)
@@ -209,10 +216,7 @@ class Fabric:
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Make optimizers step through the strategy."""
         self._check_launched()
-        if not optimizers:
-            raise ValueError("`setup_optimizers` requires at least one optimizer as input.")
-        if any(isinstance(optimizer, _FabricOptimizer) for optimizer in optimizers):
-            raise ValueError("An optimizer should be passed only once to the `setup_optimizers` method.")
+        _check_new("setup_optimizers", "An optimizer", optimizers)
         if self._strategy.wraps_with_optimizer:
             raise RuntimeError(
                 f"strategy={self._strategy.name!r} requires the model and optimizer(s) to be set up jointly through "
@@ -226,7 +230,7 @@ class Fabric:
 
     def _step_through(self, optimizer: Optimizer) -> _FabricOptimizer:
         self._strategy.separate_random_streams(torch.initial_seed() & (2**63 - 1))
-        self._optimizers.append(_FabricOptimizer(optimizer, self._strategy, self._callbacks))
+        self._optimizers.append(_FabricOptimizer(optimizer, self._strategy, self.call))
         return self._optimizers[-1]
 
     def setup_dataloaders(
@@ -234,10 +238,7 @@ class Fabric:
     ) -> Any:
         """Give each rank its part of each loader's data, on its device."""
         self._check_launched()
-        if not dataloaders:
-            raise ValueError("`setup_dataloaders` requires at least one dataloader as input.")
-        if any(isinstance(loader, _FabricDataLoader) for loader in dataloaders):
-            raise ValueError("A dataloader should be passed only once to the `setup_dataloaders` method.")
+        _check_new("setup_dataloaders", "A dataloader", dataloaders)
         if not all(isinstance(loader, DataLoader) for loader in dataloaders):
             raise TypeError("Only PyTorch DataLoader are currently supported in `setup_dataloaders`.")
         device = self.device if move_to_device else None
@@ -449,6 +450,14 @@ class Fabric:
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed all generators alike on all ranks."""
         return seed_everything(seed, workers is not False, verbose)
+
+
+def _check_new(method: str, what: str, objects: Sequence[Any]) -> None:
+    """Raise a ValueError if there is no object, or if Fabric has set one up already."""
+    if not objects:
+        raise ValueError(f"`{method}` requires at least one {what.split()[1]} as input.")
+    if any(map(is_wrapped, objects)):
+        raise ValueError(f"{what} should be passed only once to the `{method}` method.")
 
 
 def _gather_with_graph(leaf: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -126,26 +126,23 @@ class _FabricModule(nn.Module):
         return call
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_forward_module", "_original_module", "_forward_methods"):
+        own = vars(self).get("_modules", {})
+        if name in own or "_original_module" not in own:  # the last while the module is made or copied
             return super().__getattr__(name)
-        spread = self._forward_module is not self._original_module
-        if spread and name in self._forward_methods:
+        found = getattr(self._original_module, name)
+        if self._forward_module is self._original_module:
+            return found
+        if name in self._forward_methods:
             return self._through_forward(name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            found = getattr(self._original_module, name)
-            return self._outside(found, name) if spread and inspect.ismethod(found) else found
+        return self._outside(found, name) if inspect.ismethod(found) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_made" not in vars(self):
-            return super().__setattr__(name, value)
-        ours, theirs = name in dir(self), hasattr(self._original_module, name)
-        if theirs or not ours:
+        made = "_is_made" in vars(self)
+        ours, theirs = name in dir(self), made and hasattr(self._original_module, name)
+        if made and (theirs or not ours):
             setattr(self._original_module, name, value)
-        if ours:
+        if ours or not made:
             super().__setattr__(name, value)
-        return None
 
 
 def _watch_backward(leaf: Any) -> Any:
@@ -167,22 +164,20 @@ class _FabricOptimizer(OptimizerProxy):
     Args:
         optimizer: the user's.
         strategy: how it steps.
-        callbacks: whose `on_after_optimizer_step` is called.
+        call: calls a hook of the callbacks: `Fabric.call`; None: there are none.
     """
 
-    def __init__(self, optimizer: Any, strategy: Any, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, optimizer: Any, strategy: Any, call: Callable[..., Any] | None = None) -> None:
         super().__init__(optimizer)
-        self._strategy, self._callbacks = strategy, callbacks
+        self._strategy, self._call = strategy, call
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and return the loss of the closure."""
         losses: list[Any] = []
         again = None if closure is None else lambda: losses.append(closure()) or losses[-1]
         self._strategy.gradients.step(self.optimizer, again)
-        for callback in self._callbacks:
-            hook = getattr(callback, "on_after_optimizer_step", None)
-            if hook is not None:
-                hook(strategy=self._strategy, optimizer=self.optimizer)
+        if self._call is not None:
+            self._call("on_after_optimizer_step", strategy=self._strategy, optimizer=self.optimizer)
         return losses[0] if losses else None
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

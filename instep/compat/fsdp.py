@@ -1,0 +1,52 @@
+"""FSDP by the option names of Lightning and Accelerate: the strategy of the one, and the plug-in of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from instep.strategies import FSDPStrategy
+from instep.utils.warn import warn_user
+
+_SO_ANYWAY = {"limit_all_gathers", "process_group_backend", "sync_module_states", "timeout", "use_orig_params"}
+
+
+class FullyShardedDataParallelPlugin(FSDPStrategy):
+    """instep's FSDP, which is torch's FSDP2, with the others' names of options; unknown ones have no effect."""
+
+    auto_wrap_policy = limit_all_gathers = mixed_precision_policy = ignored_modules = None
+
+    def __init__(
+        self,
+        auto_wrap_policy: Any = None,
+        *,
+        transformer_cls_names_to_wrap: str | Sequence[str] | None = None,
+        min_num_params: int | None = None,
+        activation_checkpointing_policy: Any = None,
+        activation_checkpointing: bool = False,
+        sharding_strategy: Any = "FULL_SHARD",
+        reshard_after_forward: Any = None,
+        cpu_offload: Any = False,
+        fsdp_version: int = 2,
+        state_dict_type: Any = "FULL_STATE_DICT",
+        **others: Any,
+    ) -> None:
+        left = sorted(name for name, value in others.items() if value and name not in _SO_ANYWAY)
+        if left:
+            warn_user(f"FSDP({'=, '.join(left)}=) has no effect: instep shards by torch's FSDP2")
+        self.fsdp_version, self.state_dict_type = fsdp_version, state_dict_type
+        names = transformer_cls_names_to_wrap
+        names = names.split(",") if isinstance(names, str) else names
+        if isinstance(reshard_after_forward, str):  # for its FSDP1 Accelerate gives the kind of sharding here
+            sharding_strategy, reshard_after_forward = reshard_after_forward, None
+        kind = str(sharding_strategy).rpartition(".")[2].upper()
+        if kind in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+            reshard_after_forward = False
+        policy = None if isinstance(auto_wrap_policy, str) else auto_wrap_policy  # Accelerate's say which option it is
+        super().__init__(
+            names or policy or min_num_params or None,
+            cpu_offload=bool(getattr(cpu_offload, "offload_params", cpu_offload)),
+            activation_checkpointing=activation_checkpointing_policy or activation_checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            dp_replicate="auto" if kind.startswith("HYBRID") else 1,
+        )
