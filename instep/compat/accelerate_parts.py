@@ -304,7 +304,7 @@ class Accelerator(_Accelerator):
             )
         if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft give it so
             kwargs["project_config"] = kwargs.pop("project_dir")
-        asked.split_batches = kwargs.pop("split_batches", asked.split_batches)
+        vars(asked).update(split_batches=kwargs.pop("split_batches", asked.split_batches))
         _Shared.forgotten = False
         super().__init__(
             cpu=None if process.is_held() else cpu or None,

@@ -96,7 +96,6 @@ class Fabric:
         self._count = count_devices(self._settings, self._environment)
         self._callbacks, self._loggers = _listed(callbacks), _listed(loggers)
         self._models: list[tuple[nn.Module, Strategy]] = []
-        self._optimizers: list[_FabricOptimizer] = []
         self._strategy: Any = resolve_strategy(
             FSDPStrategy() if self._settings.strategy == "fsdp" else self._settings.strategy,
             self._count * num_nodes,
@@ -230,8 +229,7 @@ class Fabric:
 
     def _step_through(self, optimizer: Optimizer) -> _FabricOptimizer:
         self._strategy.separate_random_streams(torch.initial_seed() & (2**63 - 1))
-        self._optimizers.append(_FabricOptimizer(optimizer, self._strategy, self.call))
-        return self._optimizers[-1]
+        return _FabricOptimizer(optimizer, self._strategy, self.call)
 
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
