@@ -217,6 +217,29 @@ except ModuleNotFoundError as error:
 """)
 
 
+def test_the_plugin_of_fsdp_is_the_strategy_and_may_change_after_the_accelerator_is_made() -> None:
+    in_new_process("""
+import os, torch
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+from instep.compat.accelerate import Accelerator
+from instep.compat.accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+plugin = FullyShardedDataParallelPlugin(  # as transformers gives it for `--fsdp "full_shard auto_wrap"`
+    fsdp_version=1, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap="Linear,Linear",
+    reshard_after_forward="shard_grad_op", sync_module_states=True, use_orig_params=True)
+assert (plugin.wrap_policy, plugin.reshard_after_forward) == (("Linear", "Linear"), False)
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+assert accelerator.distributed_type == DistributedType.FSDP and accelerator.state.fsdp_plugin is plugin
+accelerator.state.fsdp_plugin.activation_checkpointing = True
+net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer = accelerator.prepare(net, optimizer)
+accelerator.backward(net(torch.ones(1, 2)).sum())
+optimizer.step()
+assert type(net[0].weight).__name__ == "DTensor" and accelerator.strategy_of(net).activation_checkpointing
+""")
+
+
 def test_a_program_that_has_accelerate_already_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from instep.compat import accelerate as door
 
