@@ -31,7 +31,6 @@ from instep.compat.adapting import adapt
 from instep.compat.door import silently
 from instep.compat.fsdp import FullyShardedDataParallelPlugin
 from instep.distributed import broadcast_object
-from instep.distributed.out_of_memory import is_out_of_memory
 from instep.distributed.rank_zero import on_rank_zero
 from instep.state import AcceleratorState as _AcceleratorState
 from instep.state import GradientState as _GradientState
@@ -299,8 +298,7 @@ class Accelerator(_Accelerator):
         left = [name for name in rng_types or () if str(getattr(name, "value", name)) != "generator"]
         if left or asked.custom_classes is not None:
             warn_user(
-                "Accelerator(rng_types=) beyond 'generator', and DataLoaderConfiguration(custom_classes=), "
-                "have no effect in instep: each rank has random numbers of its own, and loaders keep their class"
+                "rng_types beyond 'generator' and custom_classes have no effect: each rank draws numbers of its own"
             )
         if isinstance(kwargs.get("project_dir"), ours.ProjectConfiguration):  # scripts of peft give it so
             kwargs["project_config"] = kwargs.pop("project_dir")
@@ -351,9 +349,6 @@ class Accelerator(_Accelerator):
     def even_batches(self, even_batches: bool) -> None:
         self.dataloader_config.even_batches = even_batches
 
-    use_seedable_sampler: ReadOnly[bool] = ReadOnly(
-        lambda a: a.dataloader_config.use_seedable_sampler, "Whether seed and epoch give random orders."
-    )
     state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "State of the process and of this run.")
     gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Where the loop stands.")
     distributed_type: ReadOnly[Any] = ReadOnly(lambda a: a.state.distributed_type, "Kind of the processes, or FSDP.")
@@ -444,7 +439,6 @@ def patch_environment(**variables: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
-should_reduce_batch_size = is_out_of_memory
 STR_OPERATION_TO_FUNC = {"<": operator.lt, "<=": operator.le, "==": operator.eq}
 STR_OPERATION_TO_FUNC |= {"!=": operator.ne, ">=": operator.ge, ">": operator.gt}
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]

@@ -18,7 +18,7 @@ from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import clean_names, load_model_state
 from instep.compat.fabric_wrappers import _FabricModule, unwrapped
-from instep.distributed.nested import map_leaves
+from instep.distributed.nested import iter_leaves, map_leaves
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError, UsageError
 from instep.strategies import FSDPStrategy, Strategy
@@ -26,6 +26,8 @@ from instep.strategies.dtensors import gather_whole
 from instep.strategies.gradients import parameters_of
 from instep.types import Stateful
 from instep.utils.atomic import replacing
+
+_PLAIN = (torch.Tensor, nn.Parameter, str, bytes, bool, float, int, type(None))
 
 
 def _plain(module: nn.Module) -> Strategy:
@@ -80,9 +82,12 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}", path=path) from error
     except (AttributeError, TypeError, pickle.PicklingError, pickle.UnpicklingError) as error:
+        odd = [
+            f", not {where} ({type(leaf).__name__})" for where, leaf in iter_leaves(state) if type(leaf) not in _PLAIN
+        ]
         raise UnsavableStateError(
-            f"this state cannot be saved as {path}: {str(error).splitlines()[0]} Give tensors, plain values, and "
-            "objects with state_dict and load_state_dict; the file that was there is intact.",
+            f"this state cannot be saved as {path}: {str(error).splitlines()[0]}. Give tensors, plain values, and "
+            f"objects with state_dict and load_state_dict{''.join(odd)}; the file that was there is intact.",
             path=path,
         ) from error
 

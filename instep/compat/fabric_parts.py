@@ -175,7 +175,7 @@ class Fabric:
     ) -> Any:
         """Spread a module and make its optimizers step through the strategy; return what to use in their place."""
         self._check_launched()
-        _check_new("setup", "A model", [module])
+        _check_new("setup", "A model", [module], nn.Module)
         if optimizers:
             _check_new("setup", "An optimizer", optimizers)
         wrapped = self._spread(module, optimizers, move_to_device)
@@ -188,7 +188,7 @@ class Fabric:
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> _FabricModule:
         """Spread a module."""
         self._check_launched()
-        _check_new("setup_module", "A model", [module])
+        _check_new("setup_module", "A model", [module], nn.Module)
         return self._spread(module, (), move_to_device)
 
     def _spread(self, module: Any, optimizers: Any, moves: bool) -> _FabricModule:
@@ -236,9 +236,7 @@ class Fabric:
     ) -> Any:
         """Give each rank its part of each loader's data, on its device."""
         self._check_launched()
-        _check_new("setup_dataloaders", "A dataloader", dataloaders)
-        if not all(isinstance(loader, DataLoader) for loader in dataloaders):
-            raise TypeError("Only PyTorch DataLoader are currently supported in `setup_dataloaders`.")
+        _check_new("setup_dataloaders", "A dataloader", dataloaders, DataLoader)
         device = self.device if move_to_device else None
         found = [
             _FabricDataLoader(self._shared(one) if use_distributed_sampler else one, device) for one in dataloaders
@@ -317,7 +315,7 @@ class Fabric:
         if not isinstance(module, _FabricModule):
             raise TypeError(
                 "You need to set up the model first before you can call `fabric.no_backward_sync()`: "
-                "`model = fabric.setup(model, ...)`"
+                f"`model, optimizer = fabric.setup(model, optimizer)`. This is a {type(module).__name__}."
             )
         return module._strategy.no_sync() if enabled else nullcontext()
 
@@ -450,12 +448,16 @@ class Fabric:
         return seed_everything(seed, workers is not False, verbose)
 
 
-def _check_new(method: str, what: str, objects: Sequence[Any]) -> None:
-    """Raise a ValueError if there is no object, or if Fabric has set one up already."""
+def _check_new(method: str, what: str, objects: Sequence[Any], kind: type = object) -> None:
+    """Raise if there is no object, if Fabric has set one up already, or if one is not of its kind."""
     if not objects:
         raise ValueError(f"`{method}` requires at least one {what.split()[1]} as input.")
-    if any(map(is_wrapped, objects)):
-        raise ValueError(f"{what} should be passed only once to the `{method}` method.")
+    for one in objects:
+        if is_wrapped(one):
+            raise ValueError(f"{what} should be passed only once to the `{method}` method.")
+        if not isinstance(one, kind):
+            got = f"as {what.lower()}, but got {type(one).__name__}"
+            raise TypeError(f"Only PyTorch {kind.__name__} are currently supported in `{method}` {got}.")
 
 
 def _gather_with_graph(leaf: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def test_load_verifies_fills_objects_and_returns_the_rest(tmp_path: Path) -> Non
     saved = torch.load(path)
     assert torch.equal(saved["model"]["weight"], first.weight)
     assert list(saved) == ["model", "optimizer", "rows", "note"]
-    with pytest.raises(UnsavableStateError, match="Give tensors, plain values"):
+    with pytest.raises(UnsavableStateError, match=r"Give tensors, plain values.*, not \['code'\] \(object\);"):
         fabric.save(path, {"model": model, "code": object()})
     other = nn.Linear(2, 2)
     state = {"model": other, "optimizer": torch.optim.Adam(other.parameters()), "rows": 0}
@@ -210,6 +210,8 @@ def test_methods_of_a_spread_module_go_through_the_strategy() -> None:
     assert model.module is inner
     with pytest.raises(UsageError, match="plugins"):
         Fabric(plugins=[object()])
+    with pytest.raises(TypeError, match="in `setup` as a model, but got SGD"):
+        fabric.setup(torch.optim.SGD(inner.parameters()), inner)
 
 
 class RunsCode:
