@@ -56,7 +56,7 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        if find_spec(f"instep.{name}") is not None:  # `from instep import room` asks for a name first
+        if find_spec(f"instep.{name}") is not None:  # `from instep import room` first asks for the name as an attribute
             raise AttributeError(name)
         from instep.utils.porting import no_such_name  # late: only an error needs it
 

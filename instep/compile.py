@@ -91,12 +91,12 @@ class CompileConfig:
             raise SettingError("mode is a set of options of its own: give mode or options, not both", field="options")
 
     def overwrites_outputs(self, device: torch.device) -> bool:
-        """Return whether torch records CUDA graphs of compiled code, which overwrite the outputs of the last run."""
+        """Return whether torch records compiled code as CUDA graphs, whose next run overwrites the last outputs."""
         records = (self.options or {}).get("triton.cudagraphs", self.mode in ("reduce-overhead", "max-autotune"))
         return bool(records) and device.type == "cuda"
 
     def options_of_torch(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile` that differ from its own, and the backend."""
+        """Return the arguments for `torch.compile` that differ from torch's defaults, and the backend."""
         names = ("mode", "fullgraph", "dynamic", "options")
         defaults = {each.name: each.default for each in fields(self)}
         return {"backend": self.backend} | {
@@ -157,7 +157,7 @@ def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_regions(model: nn.Module, regions: bool | Sequence[str | type[nn.Module]]) -> list[nn.Module]:
-    """List the blocks that are compiled each by itself, without those within another one.
+    """List the blocks that are compiled separately, without blocks inside another listed block.
 
     Args:
         model: the model.
@@ -208,13 +208,13 @@ class Recompiles:
     def _look(self, arguments: Any) -> None:
         """Record a compilation that ends."""
         if arguments.callback_trigger.name != "DYNAMO":
-            return  # no forward was compiled now, but its backward or a CUDA graph
+            return  # no forward was compiled, only its backward or a CUDA graph
         number = getattr(CompileContext.current_compile_id(), "frame_compile_id", None)
         self.count += bool(number)
         self.report()
 
     def report(self) -> None:
-        """Log the first reason, if there is one that was not logged yet."""
+        """Log the first reason, if it was not logged yet."""
         if not self.count or self.reason:
             return
         from torch._dynamo.utils import get_compilation_metrics  # late: loaded by what compiles

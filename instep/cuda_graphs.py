@@ -1,8 +1,8 @@
 """CUDA graphs of a training step: `Trainer(cuda_graphs=True)` records a step's kernels once and replays them.
 
-A replay launches all kernels of forward, loss and backward at once, and those of the optimizer's step at once, so the
-host is no longer what a step of many small kernels waits for. What the step does in Python happens once, while it is
-recorded. So whatever a replay could not repeat truly makes the step run the normal way, and the reason is said.
+A replay launches all kernels of forward, loss and backward at once, and those of the optimizer's step at once. So a
+step of many small kernels no longer waits for the host. The step's Python code runs once, while the step is recorded. A
+step with anything that a replay cannot repeat exactly runs the normal way, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from instep.utils.rank_zero import rank_zero_info
 from instep.utils.warn import warn_user
 
 T = TypeVar("T")
-WARM_UP = 3  # steps that run the normal way first: torch's recipe, for what libraries and optimizers make at first use
-_MOST = 3  # most recordings: a step that must be recorded anew more often costs more than it saves
+# steps that first run the normal way, as torch recommends, since libraries and optimizers allocate in their first steps
+WARM_UP = 3
+_MOST = 3  # most recordings of one step: more of them cost more time than the replays save
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -30,7 +31,7 @@ class NotCapturable(Exception):
 
 
 class Recorder(Protocol):
-    """Protocol of what warms up and records a step on a device."""
+    """Protocol of an object that warms up and records a step on a device."""
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """Run a function that will be recorded later, and return its result."""
@@ -53,7 +54,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        self._abandoned: list[torch.cuda.CUDAGraph] = []  # torch's pool of pinned memory may still name them
+        # torch's pool of pinned memory may still refer to these graphs
+        self._abandoned: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """Run on a second stream, as a recording will; both streams wait for each other."""
@@ -65,12 +67,12 @@ class CudaRecorder:
         return result
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], Any]]:
-        """Record; the results lie in the graph's own memory, where each replay writes them."""
+        """Record; the results lie in the graph's own memory, which each replay overwrites."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # return cached memory that the graph may need
         with torch.cuda.stream(self._side):
-            # Threads of a loader pin memory meanwhile, which the stricter mode would take for a mistake of the step.
+            # Meanwhile threads of a loader pin memory. The stricter mode would treat that as an error of the step.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()
@@ -81,19 +83,22 @@ class CudaRecorder:
         return result, graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-        """Reset torch after a failed recording, as far as torch does not do so itself.
+        """Reset what torch does not reset itself after a failed recording.
+
+        Without this, torch's random generator would refuse to draw, and its allocator would keep all memory that
+        several streams have used.
 
         Its random generator would refuse to draw, and its allocator keep all memory that several streams have used.
         """
-        with suppress(RuntimeError):  # the first error says more than those that follow from it
+        with suppress(RuntimeError):  # an error of this reset would hide the first error, which says more
             graph.capture_end()
         graph.reset()
         self._abandoned.append(graph)
-        with suppress(RuntimeError):  # torch has done it already where the recording succeeded
+        with suppress(RuntimeError):  # after a recording that succeeded, torch has already done this
             torch._C._cuda_endAllocateToPool(self._side.device_index, pool)
             torch._C._cuda_releasePool(self._side.device_index, pool)
         empty = torch.cuda.CUDAGraph()
-        # An empty recording frees the generator from the one that failed.
+        # An empty recording releases the random generator from the failed recording.
         empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
         empty.capture_end()
@@ -128,7 +133,7 @@ class CapturedStep:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        self.replayed = False  # True if the last batch was replayed: its gradients are where the recording has them
+        self.replayed = False  # True if the last batch was replayed; its gradients then lie in the recording's memory
         self.optimizer: CapturedOptimizer | None = None
         self._module, self._training_step, self._logged = module, training_step, logged
         self.recorder, self._device = recorder, device
@@ -154,7 +159,7 @@ class CapturedStep:
             self._left -= 1
             return self.recorder.warm_up(lambda: plain(batch, batch_idx))
         if self._replay is not None and self._state() != self._captured_state:
-            self._replay = None  # weights were replaced, frozen or set to evaluation since the recording
+            self._replay = None  # since the recording, weights were replaced, frozen or set to evaluation
         if self._replay is None and not self._capture(batch, batch_idx):
             return plain(batch, batch_idx)
         if (why := self._misfit(batch)) or self._replay is None:
@@ -168,7 +173,7 @@ class CapturedStep:
         for p, gradient in self._gradients:
             if p.grad is not gradient:
                 p.grad = gradient
-        # Copies: the next replay writes into the same memory, and a callback or the log may keep what it got.
+        # Clone, since the next replay writes into the same memory, and a callback or the log may keep these tensors.
         self._logged.extend((name, value.clone(), *rest) for name, value, *rest in self._entries)
         return map_leaves(_copied, self._output)
 
@@ -186,7 +191,7 @@ class CapturedStep:
 
             def run() -> tuple[Any, list[Any], list[Tensor | None]]:
                 for p in parameters:
-                    p.grad = None  # without gradients the backward writes new ones, and adds to none
+                    p.grad = None  # with `grad` None, the backward writes new gradients and does not add to old ones
                 output = self._training_step(static, batch_idx)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -355,14 +360,14 @@ def _shapes(batch: Any, device: torch.device) -> dict[str, Any]:
 def without_graph(output: Any) -> Any:
     """Return a step's output, detached.
 
-    A graph of autograd that is alive while a step is recorded would draw the stream that it came from into the
-    recording, which the default one breaks.
+    Otherwise autograd's graph stays alive while a step is recorded. It would draw the stream on which it was made into
+    the recording, and the default stream makes a recording fail.
     """
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error; of a chain, that of the step's own error."""
+    """Return the first line of an error. For chained errors it is that of the step's own error."""
     if isinstance(error.__context__, RuntimeError | NotCapturable):
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

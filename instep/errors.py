@@ -287,7 +287,8 @@ def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
     from instep.utils.porting import OTHER_NAMES  # late: only an error reads these tables
 
     names, text = [str(value) for value in allowed], str(got)
-    near = get_close_matches(text, names)  # the closest first; a slip seldom changes how a name begins, or its length
+    # get_close_matches returns the nearest name first; a typing error seldom changes a name's beginning or length
+    near = get_close_matches(text, names)
     near.sort(key=lambda name: (not name.startswith(text), name[:1] != text[:1], abs(len(name) - len(text))))
     known = OTHER_NAMES.get(field, {}).get(text.lower())
     near = [known] if known in names else near

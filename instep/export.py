@@ -46,7 +46,8 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
     if isinstance(target, Path) and dynamo:
         kwargs.setdefault("verbose", False)  # torch prints its progress
     with _at_rest(module, by_jit=not dynamo):
-        # The weights lie in a second file, which the model names: torch writes to the final place itself.
+        # torch must write to the final path itself, since the weights lie in a second file and the model holds its
+        # name.
         return torch.onnx.export(module, args, where, kwargs=named or None, **kwargs)
 
 
@@ -192,7 +193,7 @@ def _at_rest(module: nn.Module, by_jit: bool = False) -> Iterator[None]:
 
 
 def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:
-    """Return where the main process writes; None on the others, which would write the same file."""
+    """Return the path that the main process writes; None on the other processes, which do not write."""
     if isinstance(file_path, BytesIO):
         return file_path
     if not PartialState().is_main_process:
@@ -205,7 +206,7 @@ def _target(file_path: Location | BytesIO) -> Path | BytesIO | None:
 
 
 def _write(file_path: Location | BytesIO | None, save: Any) -> None:
-    """Write a buffer or file by `save`, on the main process, so that it appears whole or not at all."""
+    """Write a buffer or file by `save` on the main process; a file appears under its name only when it is complete."""
     if file_path is None or not PartialState().is_main_process:
         return
     if isinstance(file_path, BytesIO):

@@ -1,9 +1,9 @@
 """Losses over a large vocabulary that never hold all logits.
 
 A language model's last layer makes logits of shape [tokens, vocabulary]: 4,096 tokens of 32,000 words are 0.5 GB in
-float32, and the plain loss holds them three times. Here the layer and the loss are one function. It goes through the
-tokens a chunk at a time, and makes the gradients of a chunk while its logits are there. The multiplications are those
-of the plain loss, so it takes as long.
+float32, and the plain loss holds them three times. Here the layer and the loss are one function. The function goes
+through the tokens in chunks, and computes the gradients of a chunk while it holds the chunk's logits. It does the same
+multiplications as the plain loss, so it takes as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instep.utils.checks import at_least, choice, is_number, wrong
 
 __all__ = ["linear_cross_entropy"]
 
-_CHUNK = 2**24  # logits that are held at once
+_CHUNK = 2**24  # most logits that are held at one time
 
 
 def linear_cross_entropy(
@@ -37,9 +37,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(linear(input, weight, bias), target)` without holding all logits.
 
-    Gradients are those of the plain loss but for rounding. They are made in the forward, so a second derivative is an
-    error; where no gradient is wanted, none is made. Under autocast the logits are made in the lower precision, and all
-    sums in float32.
+    Gradients equal those of the plain loss, except for rounding. They are computed in the forward, so a second
+    derivative is an error; if no gradient is needed, none is computed. Under autocast the logits are computed in the
+    lower precision, and all sums in float32.
 
     Args:
         input: hidden states, [..., features].
@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
 
 def _local(weight: Any, bias: Any) -> tuple[Tensor, Tensor | None, int, Any]:
-    """Return this rank's words of a divided vocabulary, the number of the first one, and the ranks that share it."""
+    """Return this rank's part of a shared vocabulary, the index of its first word, and the group of the ranks."""
     from instep.strategies.dtensors import box_of  # late: only tensor parallelism needs it
 
     mesh, placements = weight.device_mesh, weight.placements
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _losses(logits, target[part], counts[part], to)
             if not any(wanted[:3]):
                 continue
-            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has put the gradient of its sum into `logits`
+            gradient = logits.mul_(scale).to(made.dtype)  # `_losses` has overwritten `logits` with the gradient
             if of_x is not None:
                 of_x[part] = to.reduce(gradient @ weight.to(made.dtype))
             if of_weight is not None:
@@ -178,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, target: Tensor, counts: Tensor, to: _Settings) -> Tensor:
-    """Return the sum of the losses of a chunk, and put its gradient in the place of the logits."""
+    """Return the sum of the losses of a chunk, and overwrite the logits with the gradient of the sum."""
     rows = torch.arange(len(target), device=target.device)
     word = target - to.first
     here = counts & (word >= 0) & (word < logits.shape[1])  # True for a word that this rank holds

@@ -4,8 +4,8 @@ A schedule gives the rate of each optimizer step as a part of the optimizer's ow
 parameter groups. Steps are counted from 0. A Trainer steps these schedules once per optimizer step, whatever the
 accumulation and the number of processes, and `self.trainer.estimated_stepping_batches` is the length of its run.
 
-What a checkpoint keeps of a schedule is numbers and words. The rate is a function of the step, so a resumed run goes on
-with the arguments that its program gives now, and warns where they differ from the checkpoint's.
+A checkpoint keeps only numbers and words of a schedule. The rate is a function of the step. So a resumed run uses the
+arguments that its program gives now, and warns if they differ from the checkpoint's.
 
 Example:
     >>> import torch
@@ -39,11 +39,11 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-# ---- curves: callables whose attributes are numbers and words
+# ---- curves: callables whose attributes are numbers and strings
 
 
 class _Curve:
-    """Rate of a step as a part of the optimizer's own: up from `start_ratio` during warm-up, then as `after` says."""
+    """Rate of a step as a fraction of the optimizer's: rises from `start_ratio` in warm-up, then follows `after`."""
 
     def __init__(self, warmup_steps: int, start_ratio: float) -> None:
         self.warmup_steps = warmup_steps
@@ -140,11 +140,11 @@ class Schedule(LambdaLR):
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and words."""
         state = super().state_dict()
-        del state["_curve"]  # the same stands under "lr_lambdas"
+        del state["_curve"]  # "lr_lambdas" holds the same values
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the saved step, with this schedule's own arguments; where they differ, a warning says so."""
+        """Continue at the saved step, with this schedule's own arguments; warn if they differ from the saved ones."""
         own = dict(vars(self._curve))
         super().load_state_dict(state_dict)
         saved = dict(vars(self._curve))
@@ -257,7 +257,7 @@ def wsd(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule of warm-up, stable rate and decay; the run can be made longer before the decay.
+    """Make a schedule of warm-up, stable rate and decay; a run can be made longer at any step before the decay.
 
     Args:
         optimizer: its groups' rates are the highest ones.
@@ -304,7 +304,7 @@ def inverse_sqrt(
     start_ratio: float = 0.0,
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Make a schedule that falls with the root of the steps after a linear warm-up, for a run without a known length.
+    """Make a schedule that falls with the inverse root of the steps after a linear warm-up; needs no run length.
 
     Args:
         optimizer: its groups' rates are the highest ones.
@@ -439,7 +439,7 @@ def _steps(name: str, value: Any, total: int) -> int:
 
 
 def _whole(schedule: str, warmup_steps: Any) -> int:
-    """Check the length of a warm-up where that of the run is not known."""
+    """Check the length of a warm-up if the length of the run is not known."""
     if isinstance(warmup_steps, float) and 0 < warmup_steps < 1:
         expected = f"an integer: a part of a run needs total_steps, and {schedule!r} has none. linear and cosine have"
         raise wrong("warmup_steps", warmup_steps, expected)

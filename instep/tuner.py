@@ -1,4 +1,4 @@
-"""`Tuner`: a learning rate or batch size looked for outside of a run, of which nothing is left but the answer."""
+"""`Tuner`: finds a learning rate or batch size by steps outside of a run, and undoes them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _METHODS = {"fit": "train", "validate": "val", "test": "test", "predict": "predi
 class Tuner:
     """Search for settings of a Trainer's run, before that run.
 
-    `lr_find` and `scale_batch_size` set up a run as the Trainer would, take steps in it, and undo them. What they leave
-    is the answer, in the module's or datamodule's attribute: no folder, log or checkpoint, the Trainer's counters and
-    the random generators as they were, the module's weights too. The module stays on its device. Callbacks are set up
-    and torn down, and no other hook of theirs is called; those that save or show something are left out.
+    `lr_find` and `scale_batch_size` set up a run as the Trainer would, take steps in it, and undo them. They leave only
+    the answer, in an attribute of the module or datamodule. They leave no folder, log or checkpoint, and restore the
+    Trainer's counters, the random generators and the module's weights. The module stays on its device. Callbacks are
+    set up and torn down; none of their other hooks is called. Callbacks that save or show something are left out.
 
     Args:
         trainer: the Trainer. Its devices, strategy, precision, accumulation and limits hold for the search.
@@ -90,7 +90,7 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:
-        """Look for a learning rate by steps with growing rates.
+        """Find a learning rate by steps with growing rates.
 
         Args:
             model: what to train.
@@ -143,7 +143,7 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Look for the largest batch size that fits into memory, on all ranks.
+        """Find the largest batch size that fits into memory, on all ranks.
 
         Args:
             model: what to run.
@@ -186,7 +186,7 @@ class Tuner:
     def _aside(
         self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
     ) -> Iterator[RunContext]:
-        """Open a run that leaves no trace: the Trainer's own objects are restored at the end, after an error too."""
+        """Open a run that leaves no trace: the Trainer's own objects are restored at the end, also after an error."""
         trainer = self._trainer
         datamodule, data = check_data(datamodule, data, val_data)
         trainer._launch()
@@ -216,7 +216,7 @@ class Tuner:
                     need_loaders(ctx, ctx.loaders.evaluation(_METHODS[fn]))
                 yield ctx
                 if fn == "fit":
-                    agree_on_triggers(ctx)  # a signal that came meanwhile ends the process, as it would have before
+                    agree_on_triggers(ctx)  # a signal that came during the search now ends the process
         finally:
             known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
             vars(trainer).clear()
@@ -230,7 +230,7 @@ class Tuner:
 
 
 def _shows(callback: Any) -> bool:
-    """Return whether a callback prints something of the run: the progress bar, or the module's summary."""
+    """Return whether a callback prints something about the run, as the progress bar or the module's summary does."""
     from instep.callbacks import ModelSummary, ProgressBar
 
     return isinstance(callback, ModelSummary | ProgressBar)

@@ -1,4 +1,4 @@
-"""Protocols and aliases that several floors share."""
+"""Protocols and type aliases that several rooms use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> StateDict:
-        """Return what must survive a restart: tensors and JSON values."""
+        """Return the state that a restart needs: tensors and JSON values."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> Any:
@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
 
 class Word(str, Enum):
-    """Enum of words: each member is a str, and is printed as its word.
+    """Base of enums of words: each member is a str, and is printed as its word.
 
     Example:
         >>> Color = Word("Color", {"RED": "red"})
@@ -59,7 +59,7 @@ class Word(str, Enum):
 
 
 class ReadOnly(Generic[T]):
-    """Attribute that a function computes from its object: a property without a setter, in one line.
+    """Read-only attribute computed from its object: a property without a setter, in one line.
 
     Args:
         read: returns the value.

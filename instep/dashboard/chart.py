@@ -1,4 +1,7 @@
-"""Curves as options of an ECharts plot. Keys are ours alone: a key that begins with ":" would be run by the browser."""
+"""Curves as options of an ECharts plot.
+
+Only this module sets the keys, since the browser runs a key that begins with ":" as code.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +51,16 @@ def options(
 
 
 def shown(text: str) -> str:
-    """Return a stranger's text in a form that ECharts may draw, with invisible marks.
+    """Return untrusted text in a form that ECharts may draw; marks that nobody sees are added.
 
-    Its cache of the widths of texts would take a name such as `__proto__`, which each object inherits, for an entry of
-    its own; and `{` may begin a style in its tooltips.
+    ECharts caches the widths of texts by name, and would take an inherited name such as `__proto__` for an entry. In
+    its tooltips `{` may begin a style.
     """
     return clean(text, "").replace("{", "{\u200b") + "\u200b"
 
 
 def draw(plot: Any, instead: Any, drawn: dict[str, Any], legend: int = 22) -> None:
-    """Show options in NiceGUI's element, as high as they need; without a metric show another element instead.
+    """Show options in NiceGUI's element, as high as they need; if there is no metric, show another element instead.
 
     Args:
         plot: NiceGUI's element.

@@ -1,4 +1,7 @@
-"""What the page shows of one run: a panel for each tab. A panel reads in a thread, and is drawn where that changed."""
+"""What the page shows of one run: a panel for each tab.
+
+A thread reads the values; the page draws them if they changed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.utils.untrusted_files import clean
 
-_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits: a stranger may have left more
+_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # upper limits, since files of a stranger may have more
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
-_HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred numbers
+_HARDWARE = 6  # plots of a run's hardware values; one GPU may have a hundred
 
 
 def box(classes: str, tag: str = "div") -> ui.element:
@@ -33,7 +36,7 @@ def box(classes: str, tag: str = "div") -> ui.element:
 
 
 class Shown(dict[str, Any]):
-    """The data that a page shows now, by the name of its part."""
+    """The data that a page shows at present, by the name of its part."""
 
     def changed(self, part: str, data: Any) -> bool:
         """Record what a part shows now, and return True if it has changed."""
@@ -42,7 +45,7 @@ class Shown(dict[str, Any]):
 
 
 def header(folder: Path, links: Mapping[str, str]) -> ui.label:
-    """Make the bar above a page, with links to the others; return the label for what it counts."""
+    """Make the bar above a page, with links to other pages; return the label for the number of things on the page."""
     ui.add_css(_STYLE)
     with box("top", "header"):
         ui.label("instep").classes("brand")
@@ -82,7 +85,7 @@ class Panel:
         self.source, self.run = source, run
 
     def read(self) -> Any:
-        """Read the values to show, in a thread, as plain values, so that a change is seen."""
+        """Read the values to show, in a thread, as plain values that can be compared."""
 
     def build(self) -> None:
         """Make the elements."""
@@ -102,7 +105,7 @@ def _title(key: str) -> str:
 
 
 def text_table(*columns: str) -> ui.table:
-    """Make a table of texts, the first column of it wide."""
+    """Make a table of texts whose first column is wide."""
     fields: Any = [
         {"name": str(index), "field": str(index), "label": label, "align": "left", "sortable": True, **_FORMAT}
         for index, label in enumerate(columns)
@@ -220,7 +223,7 @@ class Ranks(Panel):
 
 
 class Hardware(Panel):
-    """The page's machine now, and the hardware values that the run logged."""
+    """The hardware of the page's machine now, and the hardware values that the run logged."""
 
     def read(self) -> Any:
         curves = self.source.metrics(self.run).curves
@@ -253,7 +256,7 @@ _NO_LOG = "No log in the run folder. `instep launch --log-dir DIR` keeps what th
 
 
 class Log(Panel):
-    """The last lines that the run printed, by default into the file that was written last."""
+    """The last lines that the run printed, by default from the file that was written last."""
 
     _chosen: str | None = None
 
@@ -279,7 +282,7 @@ class Log(Panel):
 
 
 class Hyperparameters(Panel):
-    """The hyperparameters; a nested one has a name of its own."""
+    """The hyperparameters; a nested one is shown under its full name."""
 
     def read(self) -> Any:
         return list(flatten(self.run.hparams).items())

@@ -1,4 +1,4 @@
-"""The door of the dashboard: which requests and websockets reach the page at all."""
+"""Access control of the dashboard: which requests and websockets reach the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 _HEADERS = {
-    # The library makes components with inline scripts and eval; nothing may be fetched from or sent elsewhere.
+    # NiceGUI makes components with inline scripts and eval; the page may not load from or send to another server.
     "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:; "
     "font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
@@ -26,13 +26,14 @@ _ASK = "This dashboard has a token: open the address that `instep dashboard` pri
 
 
 class Guard:
-    """ASGI application that lets through who may see the page, and answers the others.
+    """ASGI application that passes on the requests of those who may see the page, and refuses the others.
 
-    - The address `/?token=...` sets a cookie. Who has it may write: `scope["may_write"]` says so to the page.
-    - Without `is_open` everything else needs the cookie, files and websockets too.
-    - On loopback the Host is that of loopback: a page of another name that was bound to 127.0.0.1 is turned away.
-    - What another site's page sends is turned away, by its Origin and Sec-Fetch-Site: also its websockets, which
-      browsers send across sites without asking.
+    - The address `/?token=...` sets a cookie. A browser with the cookie may write; the page reads this from
+      `scope["may_write"]`.
+    - Unless `is_open` is set, all other requests need the cookie, also those for files and websockets.
+    - On loopback the Host must be a name of loopback. This refuses a page of another name that resolves to 127.0.0.1.
+    - Requests of another site's page are refused, by their Origin and Sec-Fetch-Site. So are its websockets, which
+      browsers open across sites without asking.
 
     Args:
         app: what is guarded.
@@ -53,7 +54,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
-        if scope["type"] not in ("http", "websocket"):  # events of starting and ending the server
+        if scope["type"] not in ("http", "websocket"):  # other types are events of starting and ending the server
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -62,14 +63,15 @@ class Guard:
             await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": cookie})
         elif why := self._refusal(scope, headers):
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, which answers 403
+                # closing before accepting answers with status 403
+                await send({"type": "websocket.close", "code": 1008})
             else:
                 await _answer(send, 403, why, {})
         else:
             await self._app({**scope, "may_write": self._has_cookie(headers)}, receive, _with_headers(send))
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> str:
-        """Return why a request is turned away; "" where it may pass."""
+        """Return why a request is refused; "" if it may pass."""
         return self._foreign(scope, headers) or ("" if self._is_open or self._has_cookie(headers) else _ASK)
 
     def _foreign(self, scope: Message, headers: dict[str, str]) -> str:
@@ -128,7 +130,7 @@ def _query(scope: Message) -> list[tuple[str, str]]:
 
 
 def _without_token(scope: Message) -> str:
-    """Return the requested path without the token, so that no history has it; always a path of this server."""
+    """Return the requested path without the token, which no history may keep; always a path of this server."""
     rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
     return (scope["path"] if scope["path"][1:].isidentifier() else "/") + (f"?{rest}" if rest else "")
 

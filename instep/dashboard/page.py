@@ -21,7 +21,7 @@ from instep.runs.table import search
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 2.0
-_ROWS = 12  # rows of the list: what is sent does not grow with the number of runs
+_ROWS = 12  # rows of the list, so that the size of the page does not grow with the number of runs
 _MOST_PICKED, _MOST_METRICS = 8, 6
 
 
@@ -41,13 +41,13 @@ def define(source: Source, tensorboard: str, pages: Sequence[str]) -> None:
 
 
 class Refreshing:
-    """Page that a timer or a click refreshes: one turn at a time, and at most one waits."""
+    """Page that a timer or a click refreshes; refreshes run one at a time, and at most one waits."""
 
     def __init__(self) -> None:
         self._shown, self._turn, self._is_due = Shown(), asyncio.Lock(), False
 
     async def refresh(self) -> None:
-        """Read again and show what changed; a call during a turn starts another one at its end."""
+        """Read again and show what changed; a call during a refresh starts another one at its end."""
         self._is_due = True
         if not self._turn.locked():
             async with self._turn:
@@ -73,7 +73,7 @@ class LivePage(Refreshing):
         self._source, self._tensorboard, self._links, self._asked = source, tensorboard, links, asked
         self._runs, self._names = list[Entry](), dict[Path, str]()
         self._open: Run | None = None
-        self._picked: dict[Path, int] | None = None  # the runs that were picked, each with the number of its color
+        self._picked: dict[Path, int] | None = None  # the picked runs, each with the index of its color
         self._metrics: list[str] | None = None
         self._panel: Panel | None = None
         super().__init__()
@@ -128,7 +128,7 @@ class LivePage(Refreshing):
         self._details = box("stack")
         self._tabs.set_value("Overview")
 
-    # ---- what the person does
+    # ---- actions of the person
 
     def _search(self) -> Any:
         self._page.value = 1
@@ -153,7 +153,7 @@ class LivePage(Refreshing):
 
     def _select(self, run: Run) -> Any:
         self._open, self._panel = run, None
-        # A page that is opened again shows the same run.
+        # After a reload, the page shows the same run.
         ui.navigate.history.replace(f"/?{urlencode({'run': run.name})}")
         ui.run_javascript("if (innerWidth < 900) document.querySelectorAll('section')[2].scrollIntoView()")
         self._show_list()
@@ -163,7 +163,7 @@ class LivePage(Refreshing):
         self._panel = None
         return self._show_details()
 
-    # ---- what changes by itself
+    # ---- refreshes by the timer
 
     async def _refresh(self) -> None:
         self._runs = await in_thread(lambda: without_metrics(self._source.runs()))

@@ -79,7 +79,8 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
         UsageError: there is no such folder.
     """
     check_installed("nicegui", extra="dashboard", purpose="instep dashboard")
-    from instep.dashboard.source import Source  # late, as all below: other commands do not pay for it
+    # imported late, like all imports below, so that other commands need not load them
+    from instep.dashboard.source import Source
 
     source = Source(folder)
     with address.bind() as bound, TemporaryDirectory(prefix="instep-") as private:
@@ -103,7 +104,10 @@ def serve(folder: Path, address: Address, pages: Pages, opens: bool, tensorboard
 
 
 def _redirect(folder: Path, url: str) -> str:
-    """Write a page that redirects to an address: every user can read a command line, but not this page."""
+    """Write a page that redirects to an address.
+
+    Every user can read a command line, but only this user can read the page.
+    """
     page = folder / "open.html"
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
     return page.as_uri()
@@ -129,6 +133,6 @@ def _run(guard: Guard, bound: socket.socket, url: str) -> None:
 
     config = uvicorn.Config(guard, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
     if url and (os.name == "nt" or sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
-        webbrowser.open(url)  # the port is bound already: a browser that is fast waits for the first answer
-    with suppress(KeyboardInterrupt):  # Ctrl-C ended the server, and is raised again after that
+        webbrowser.open(url)  # the port is already bound, so a fast browser waits until the server answers
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends the server, and is raised again afterwards
         uvicorn.Server(config).run(sockets=[bound])

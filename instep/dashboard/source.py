@@ -1,4 +1,4 @@
-"""What all open pages share: the runs, their curves, and the machine. Everything here runs in threads."""
+"""Data that all open pages share: the runs, their curves, and the machine. All of it is read in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRESH_S = 1.5
 """How old the list of runs may be: pages that are open at the same time read the folders once."""
 POINTS = 600
 """Of a curve: as many as a plot has pixels."""
-_CURVES = 2000  # curves kept in memory of the runs looked at last: at most 0.2 GB
+_CURVES = 2000  # curves in memory, of the runs that were shown last: at most 0.2 GB
 
 
 @dataclass
@@ -58,13 +58,13 @@ class Source:
         """List the runs, the newest first."""
         with self._lock:
             if time.monotonic() - self._searched >= FRESH_S:
-                with suppress(UsageError):  # the folder has gone: its runs stay as they were
+                with suppress(UsageError):  # the folder was deleted: keep its runs as they were
                     self._runs = find_runs(self.folder, self._runs)
                 self._searched = time.monotonic()
             return self._runs
 
     def metrics(self, run: Run) -> Metrics:
-        """Read a run's curves, with as many points as are shown; of a growing run only what is new."""
+        """Read a run's curves, with as many points as the page shows; of a growing run, read only what is new."""
         with self._lock:
             kept = self._kept.setdefault(run.folder, _Kept(MetricsReader(run.folder, None, POINTS)))
             self._kept.move_to_end(run.folder)
@@ -92,7 +92,7 @@ def _mark(run: Run, one: dict[str, Any]) -> tuple[Any, ...]:
 
 
 async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
-    """Run something slow in a thread; Ctrl-C does not wait for it."""
+    """Run something slow in a thread; Ctrl-C does not wait for that thread."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
 """Reports of a rank's uncaught exception, which the agent prints at the end of its stderr.
 
-Each rank has a file of its own (`TORCHELASTIC_ERROR_FILE`, set by the elastic agent, also by plain torchrun). The rank
-writes the exception there; the agent finds the first one that is not a consequence of another rank's and prints it
-last, so that it is not buried under what the other ranks say.
+Each rank has its own file (`TORCHELASTIC_ERROR_FILE`, which the elastic agent and plain torchrun set). The rank writes
+the exception into that file. The agent finds the first exception that another rank's failure did not cause. It prints
+this exception last, so that the messages of other ranks do not hide it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from instep.utils.untrusted_files import clean
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RUN_FOLDER = "run-folder"  # name of a file beside the report
-# What gloo and NCCL say of a peer that is gone, and this package's own waits of one that failed.
+# Errors of gloo and NCCL about a peer that is gone, and errors of instep's own waits for a failed rank.
 _BROKEN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited|"
     r"will not come any more.*has ended (with exit code|its program after an error)"
@@ -55,29 +55,29 @@ class FailureReport:
 
 
 def tell_trainer(trainer: Callable[[], Any]) -> None:
-    """Register, by a weak reference, the owner of this process's current step, for a report."""
+    """Register the owner of this process's current step for a report, by a weak reference."""
     global _trainer
     _trainer = trainer
 
 
 def under_plain_torchrun() -> bool:
-    """Return whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
+    """Return whether torch's own agent started this rank; that agent kills its ranks 30 s after a signal."""
     return "TORCHELASTIC_RUN_ID" in os.environ and AGENT_PID not in os.environ
 
 
 def report_failures() -> None:
     """Report uncaught exceptions of this rank to the agent, or print them with the rank. A second call does nothing.
 
-    Under instep's own agent the rank does not print the traceback, because the agent does. Elsewhere it does, below a
-    line with its rank, host and step, and torchrun's own report has it as well; a rank that only lost its connection
-    to another one says so in one line. A `SystemExit` or an interrupt is not a failure.
+    Under instep's own agent the agent prints the traceback, so the rank does not. Elsewhere the rank prints it below a
+    line with its rank, host and step, and torchrun's own report contains it too. A rank that only lost its connection
+    to another rank prints one line about it. A `SystemExit` or an interrupt is not a failure.
     """
     if not isinstance(sys.excepthook, _ReportingHook):
         sys.excepthook = _ReportingHook(os.environ.get(_ERROR_FILE))
 
 
 class _ReportingHook:
-    """An excepthook that writes the report, then leaves the rest to the hook that was there."""
+    """An excepthook that writes the report, then calls the excepthook that was set before."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -110,13 +110,13 @@ def _who() -> str:
 
 
 def is_remote(error: BaseException | str) -> bool:
-    """Return whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
+    """Return whether an error, or its text, only says that another rank failed or that a connection to one broke."""
     return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
-    """Write an exception into this rank's error file; print why, and return False, if that fails."""
-    # The form that torchrun's own report has, and two more facts.
+    """Write an exception into this rank's error file; if that fails, print why and return False."""
+    # The keys of torchrun's own report, and two more.
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
@@ -134,14 +134,14 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
 
 
 def tell_run_folder(folder: Path) -> None:
-    """Send instep's agent the run folder, whose `status.json` it may have to finish for the main process."""
+    """Tell instep's agent the run folder, since the agent may have to finish its `status.json` for the main process."""
     path = os.environ.get(_ERROR_FILE)
     if path and _agent_lives():
         Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))
 
 
 def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
-    """Read the run folder that the rank of this error file has sent."""
+    """Read the run folder that this error file's rank has sent."""
     try:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:
@@ -162,7 +162,7 @@ def start_command() -> list[str]:
                 Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
             )
     script = os.path.basename(words[1]) if len(words) > 1 else ""
-    if script in ("instep", "torchrun"):  # the console script, not the interpreter that its first line names
+    if script in ("instep", "torchrun"):  # name the console script, not the interpreter in its first line
         words[:2] = [script]
     return words
 
@@ -185,6 +185,6 @@ def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
             time_ns=int(extra.get("time_ns", 0)),
             step=extra.get("step"),
         )
-    # The rank was killed while it wrote the report: its exit code still speaks.
+    # The rank was killed while it wrote the report; its exit code still tells something.
     except (OSError, ValueError, KeyError, TypeError):
         return None

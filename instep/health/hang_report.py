@@ -1,4 +1,7 @@
-"""The report of a hang, for one node: who did not answer, and where the others wait. Written by the agent, if any."""
+"""The report of a hang on one node: which ranks did not answer, and where the others wait.
+
+The agent writes it, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
 
-_TO_SAY_S = 10.0  # time for ranks that can run to write their reports, on a busy machine
+_TO_SAY_S = 10.0  # seconds in which ranks that can run write their reports, also on a busy machine
 _TO_WRITE_S = 5.0
 _TO_END_S = 1.0
 _POLL_S = 0.05
@@ -49,7 +52,7 @@ class NodeWatch:
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return variables for the ranks: where the file is, and those that turn torch's flight recorder on.
+        """Return variables for the ranks: the path of the file, and the switches of torch's flight recorder.
 
         Args:
             given: what is set already and stays.
@@ -66,21 +69,22 @@ class NodeWatch:
         }
 
     def reset(self) -> None:
-        """Forget the ranks of the last start, before others start."""
+        """Forget the ranks of the last start before new ones start."""
         self.beats.clear()
         self._watch = HangDetector(self.beats)
         self._ended: dict[int, int] = {}
         (self._folder / "ended").unlink(missing_ok=True)
 
     def note_ends(self, codes: Mapping[int, int | None]) -> None:
-        """Record for the running ranks which ranks have ended, and will come to no collective.
+        """Tell the running ranks which ranks have ended, and so will join no collective.
 
         Args:
             codes: the exit code of each rank of this node; None while it runs.
         """
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if ended != self._ended:
-            with suppress(OSError):  # the disk is full: the next look tries again, and the agent names the cause anyway
+            # the disk is full: the next look tries again, and the agent names the cause in any case
+            with suppress(OSError):
                 replace(self._folder / "ended", json.dumps(ended).encode())
                 self._ended = ended
 
@@ -93,7 +97,7 @@ class NodeWatch:
         return self._watch.detect() or (says_so and any(beat.said for beat in self.beats.read()))
 
     def report(self) -> str:
-        """Wait for the ranks' own reports, write this node's, and return it in short."""
+        """Wait for the ranks' own reports, write this node's report, and return its short form."""
         wait_until_said(self.beats, _TO_SAY_S)
         text = report(self.beats, self._folder)
         _wait(lambda: all(not beat.said or state_of(beat.pid) in _ENDED for beat in self.beats.read()), _TO_END_S)
@@ -110,9 +114,9 @@ def _is_settled(beats: HeartbeatFile, beat: RankProgress) -> bool:
 
 
 def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
-    """Write this node's part of the report, and return it in short.
+    """Write this node's part of the report, and return its short form.
 
-    A disk may be what hangs: what cannot be written within seconds is left out.
+    The disk itself may hang, so a part that cannot be written within seconds is left out.
 
     Args:
         beats: the node's.
@@ -149,13 +153,14 @@ def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
 
 
 def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
-    """Return the verdict on the table: which ranks hold the others up, in which phase, and where."""
+    """Name the ranks that hold the others up, with their phase and place in the code."""
     stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
     if stopped:
         each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
         first = min(stopped, key=lambda beat: beat.step)
         return f"{each}. It was at step {first.step}, phase {_phase(first)}."
-    # Ranks that ended or fell silent since may do so because of the hang: one that does not wait comes first.
+    # Ranks that ended or became silent may have done so because of the hang, so a rank that does not wait is named
+    # first.
     busy = [beat for beat in begun if beat.said and not beat.waits]
     silent = [beat for beat in begun if not beat.said]
     waiting = [beat for beat in begun if beat.said and beat.waits]
@@ -166,7 +171,7 @@ def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
 
 
 def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
-    """Name the ranks that wait where most do not, with their places; the ranks behind may be the majority."""
+    """Name the ranks that wait at another place than most ranks; the ranks that are behind may be the majority."""
     places: dict[tuple[str, str], list[RankProgress]] = {}
     for beat in waiting:
         place = beats.where(beat.local_rank).partition("\n")[0].partition("; last collective")[0]
@@ -177,7 +182,7 @@ def _who_waits(beats: HeartbeatFile, waiting: list[RankProgress]) -> str:
             f"All ranks of this node wait for another node, or for each other, at one place: {_at(beats, waiting[0])}."
         )
     most = by_size[-1]
-    if len(by_size[-2]) == len(most):  # two groups are equally large: nobody knows which one is wrong
+    if len(by_size[-2]) == len(most):  # two groups are equally large, so it is unknown which one is wrong
         each = "; ".join(_at(beats, found[0]) for found in by_size)
         return f"The ranks wait for each other in different places: {each}. All must make the same calls in one order."
     each = "; ".join(_at(beats, beat) for found in by_size[:-1] for beat in found)
@@ -206,7 +211,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Return whether a rank cannot run, or not Python code: then only `faulthandler` can have written its stacks."""
+    """Return whether a rank cannot run Python code; then only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
@@ -247,7 +252,7 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
 
 
 def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
-    """Return the facts about a rank in a hang for `failures/rank-<n>.json`: where it was, and if it held others up."""
+    """Return the facts about a rank in a hang for `failures/rank-<n>.json`: where it was, and who waited for it."""
     where, _, stack = beats.where(beat.local_rank).partition("\n")
     return {
         "host": socket.gethostname(),

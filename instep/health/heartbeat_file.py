@@ -1,8 +1,8 @@
-"""The heartbeats of a node's ranks: one memory-mapped file that each rank writes its part of, and all on the node read.
+"""The heartbeats of a node's ranks: one memory-mapped file. Each rank writes its own part, and all on the node read it.
 
-The elastic agent makes the file and names it in INSTEP_HEARTBEAT_FILE. By local rank it has a slot of numbers, which a
-rank writes without a system call and which stay readable when it is stopped or killed; two texts; and room for the
-stacks that `faulthandler` writes when Python cannot run.
+The elastic agent makes the file and names it in INSTEP_HEARTBEAT_FILE. For each local rank it has a slot of numbers,
+two texts, and room for the stacks that `faulthandler` writes when Python cannot run. A rank writes its numbers without
+a system call, and they stay readable after it is stopped or killed.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class RankProgress:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """The rank's position in the program; a rank that is behind has the smallest one."""
+        """The rank's position in the program; the rank that is behind has the smallest position."""
         return self.turn, self.step, self.batch
 
     @property
     def left(self) -> bool:
-        """Whether an error has ended the rank's run while its process still lives."""
+        """Whether an error has ended the rank's run while its process is still alive."""
         return self.phase == "end" and not self.limit_s
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which the rank may stand still; infinity if nobody watches."""
+        """Seconds for which the rank may make no progress; infinity if nobody watches."""
         if not self.limit_s:
             return float("inf")
         steps = self.phase in LOOPS and self.batch >= 0 and not self.compiles
@@ -100,19 +100,19 @@ class HeartbeatFile:
 
     @staticmethod
     def make(path: str | os.PathLike[str], count: int) -> HeartbeatFile:
-        """Make a file for a number of ranks; it takes no room on the disk until it is written to."""
+        """Make a file for a number of ranks; it takes no space on the disk before it is written to."""
         with open(path, "wb") as file:
             file.truncate(count * (_SLOT + _STACKS))
         return HeartbeatFile(path)
 
     def clear(self) -> None:
-        """Clear all slots, since other ranks begin."""
+        """Clear all slots, since new ranks start."""
         self._map[:] = bytes(len(self._map))
         for local_rank in range(self.count):
             os.pwrite(self.fileno, b"\0", self.stacks_at(local_rank))
 
     def numbers(self, local_rank: int) -> memoryview:
-        """Return the numbers of a rank, which that rank writes itself: `numbers[STEP] = 3`."""
+        """Return the numbers of a rank. The rank itself sets them: `numbers[STEP] = 3`."""
         start = local_rank * _SLOT
         return memoryview(self._map)[start : start + _NUMBERS.size].cast("q")
 
@@ -141,15 +141,15 @@ class HeartbeatFile:
         return beats
 
     def set_folder(self, local_rank: int, folder: str) -> None:
-        """Set the folder of reports of a hang."""
+        """Set the folder for reports of a hang."""
         self._set(local_rank, _FOLDER, _WHERE, folder)
 
     def folder(self, local_rank: int) -> str:
-        """Read the folder of reports of a hang; empty before it is known."""
+        """Read the folder for reports of a hang; empty before it is known."""
         return self._get(local_rank, _FOLDER, _WHERE)
 
     def set_where(self, local_rank: int, text: str) -> None:
-        """Write, in a hang, where the rank's main thread is: a line, then the calls, the innermost last."""
+        """Write where the rank's main thread is during a hang: a line, then the calls, the innermost last."""
         self._set(local_rank, _WHERE, _SLOT, text)
 
     def where(self, local_rank: int) -> str:
@@ -157,7 +157,7 @@ class HeartbeatFile:
         return self._get(local_rank, _WHERE, _SLOT)
 
     def stacks_at(self, local_rank: int) -> int:
-        """Return the offset in bytes at which the stacks of a rank begin that `faulthandler` writes."""
+        """Return the offset in bytes of the stacks that `faulthandler` writes for a rank."""
         return self.count * _SLOT + local_rank * _STACKS
 
     def stacks(self, local_rank: int) -> str:
@@ -178,8 +178,8 @@ class HeartbeatFile:
 class HangDetector:
     """Detector of a hang of a node's ranks.
 
-    Ranks wait for each other, so one that stands still may only wait. The ones that are behind all others on this node
-    wait for nobody here: when each of them has stood still for longer than it may, it is a hang.
+    Ranks wait for each other, so a rank without progress may only be waiting. The ranks that are behind all others on
+    this node wait for no rank of this node. If each of them made no progress for longer than its limit, it is a hang.
 
     Args:
         beats: the node's.
@@ -194,14 +194,16 @@ class HangDetector:
     def detect(self) -> bool:
         """Read the slots again, and return whether the ranks hang."""
         now = time.monotonic()
-        # The watching process may have been stopped or starved itself: that time proves nothing of the ranks.
+        # The watching process itself may have been stopped or starved; such a gap in its looks counts only up to
+        # `_GAP_S`.
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
         beats = self._beats.read()
         for i, beat in enumerate(beats):
             self._still_s[i] = self._still_s[i] + passed_s if beat == self._seen[i] else 0.0
             self._seen[i] = beat
         last = min(beat.position for beat in beats)
-        # A rank that left its run holds up those still in theirs: they learn it only when its process ends.
+        # A rank that left its run holds up the ranks still in theirs, since they learn of it only when its process
+        # ends.
         end_s = SLOW * max(beat.limit_s for beat in beats) or float("inf")
         return all(
             self._still_s[i] > (end_s if beat.left else beat.patience_s)

@@ -1,4 +1,4 @@
-"""`progress.json` in a run folder: how far a run is, for whoever looks at it from outside, also once it was killed."""
+"""`progress.json` in a run folder: how far a run is, for readers outside of it, also after the run was killed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from instep.health.run_status import PROGRESS
 from instep.utils.atomic import replace
 
 EVERY_S = 2.0
-_FIRST_S = 0.5  # seconds: a run that is shorter than this has said how it ended
-_MOST_BYTES = 16384  # limit of the metrics' bytes: a reader takes 64 KiB of the whole file
+_FIRST_S = 0.5  # seconds; a run that is shorter has already written how it ended
+_MOST_BYTES = 16384  # most bytes of the metrics; a reader reads at most 64 KiB of the file
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
@@ -37,7 +37,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 class ProgressFile:
-    """Thread that writes the file every two seconds until `close`; the training does nothing for it.
+    """Thread that writes the file every two seconds until `close`; training is not slowed down by it.
 
     Args:
         folder: the run folder.
@@ -52,7 +52,7 @@ class ProgressFile:
         self._thread.start()
 
     def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
-        """Write a last time if the file was written before; after an error it keeps what the run was doing."""
+        """Write a last time if the file was written before; after an error, keep what the run was doing then."""
         self._failed = error is not None
         self._closed.set()
         self._thread.join()
@@ -68,7 +68,7 @@ class ProgressFile:
             self._write()
 
     def _write(self) -> None:
-        # The disk is full or gone, or a dict grew while it was read: the next write has it.
+        # The disk is full or gone, or a dict changed while it was read; the next write tries again.
         with suppress(OSError, RuntimeError):
             facts, now = self._facts(), time.monotonic()
             step, before = facts["global_step"], self._last

@@ -1,4 +1,4 @@
-"""Root cause of a failed job: the rank whose failure the others' come from, and the exit code of all."""
+"""Root cause of a failed job: the rank whose failure caused the others', and the exit code of the job."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class RankEnd:
 
 
 def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
-    """Find the rank to blame: a signal ended it first; or it was first to report an error of its own; else any first.
+    """Find the rank to blame: one that a signal ended first, else the first to report its own error, else any.
 
-    Who was killed reports nothing, and the others then report their broken connections.
+    A killed rank reports nothing, and the other ranks then report their broken connections.
 
     Args:
         ends: the ranks that ended badly, of all nodes.
@@ -113,10 +113,10 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
         killed: a rank did not end in its time and was killed.
         early: that first rank had started shortly before.
     """
-    if EXIT_HUNG in first:  # a rank that reports a hang comes first; what ends the others is a consequence
+    if EXIT_HUNG in first:  # a rank that reports a hang comes first, since it made the others end
         return EXIT_HUNG
     if early and not {-signal.SIGUSR1, -signal.SIGUSR2}.isdisjoint(first):
-        return EXIT_PREEMPTED  # the limit was announced before a rank had a handler for its signal: nothing is lost
+        return EXIT_PREEMPTED  # the rank had no handler for the announcing signal yet, so no training was lost
     if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
         return EXIT_FAILED
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0

@@ -1,10 +1,10 @@
-"""`status.json` in a run folder: how a run ended, also where its main process could not say so.
+"""`status.json` in a run folder: how a run ended, also if its main process could not write it.
 
-The main process writes it. What it does not know, or cannot write any more, the agent adds once the ranks have ended:
-that it was killed or aborted, and which rank's error the broken connection comes of. Beside it `failures/rank-<n>.json`
+The main process writes it. After the ranks have ended, the agent adds what the main process did not know or could not
+write: that it was killed or aborted, and which rank's error broke the connection. Beside it `failures/rank-<n>.json`
 has, for each rank that failed, its error and what it was doing: written by the rank itself, by the agent for one that
-was killed, and by the report of a hang. Without an agent the main process finds the cause there, since it sees only
-that the rank's connection breaks. `progress.json` says how far a run was, also one that was killed (`progress_file`).
+was killed, and by the report of a hang. Without an agent the main process sees only that a rank's connection breaks,
+and finds the cause in these files. `progress.json` says how far a run was, also if it was killed (`progress_file`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROGRESS = "progress.json"
 FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOST_CHARACTERS = 4000  # characters of an error's text: each has 12 bytes at most, and readers take LEASE_BYTES
+_MOST_CHARACTERS = 4000  # most characters of an error's text; each takes 12 bytes at most, and readers read LEASE_BYTES
 _SHORT = 300
 _TRACEBACK = "Traceback (most recent call last):"
 _FROM_WORKER = f"Original {_TRACEBACK}"
@@ -44,16 +44,16 @@ def is_bookkeeping(name: str) -> bool:
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write that a run begins, clear what an earlier one left, and reserve room for how it ends."""
+    """Write that a run begins, delete what an earlier run left, and reserve disk space for the final status."""
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
-    with contextlib.suppress(OSError):  # the disk is full already: the first save will say so
+    with contextlib.suppress(OSError):  # the disk is already full: the first save will report it
         (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
 
 
 def end_status(folder: Path, content: dict[str, Any]) -> None:
-    """Write how a run ended; on a full disk into the room that was reserved."""
+    """Write how a run ended; if the disk is full, write into the reserved space."""
     try:
         write_status(folder, content)
     except OSError as error:
@@ -69,11 +69,11 @@ def write_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    """Return the content, with its error cut to what a reader takes."""
+    """Return the content as JSON, with its error cut to the length that a reader reads."""
     for key in ("error", "message", "traceback"):
         text = content.get(key)
         if text is not None and len(text) > _MOST_CHARACTERS:
-            # A traceback's end says what happened, an error's beginning.
+            # The important part of a traceback is its end, that of an error its beginning.
             part = f"... {text[-_MOST_CHARACTERS:]}" if key == "traceback" else f"{text[:_MOST_CHARACTERS]} ..."
             content = content | {key: f"{part} ({len(text):,} characters)"}
     return (json.dumps(content, indent=2) + "\n").encode()
@@ -82,7 +82,8 @@ def _json(content: dict[str, Any]) -> bytes:
 def in_short(text: str) -> str:
     """Return the beginning of an error's first line, for a place that links to the whole text.
 
-    Of an error that a loader's worker raised, which torch passes on with the worker's traceback, it is that error's.
+    For an error that a loader's worker raised, it is the line of the worker's error, without the traceback that torch
+    adds.
     """
     line, _, rest = text.strip().partition("\n")
     if rest.startswith(_FROM_WORKER):
@@ -92,14 +93,14 @@ def in_short(text: str) -> str:
 
 
 def why_of(content: dict[str, Any], error: str) -> dict[str, Any]:
-    """Return the parts of a status that give the reason for an error in short, its summary among them."""
+    """Return the parts of a status that give the reason for an error in short, with its summary."""
     why, summary = in_short(error), content.get("summary")
     return {"why": why, "summary": {**summary, "why": why} if isinstance(summary, dict) else summary}
 
 
 def _use_spare(spare: Path, data: bytes) -> bool:
     try:
-        # The spare file's blocks are there already, and are not freed before the write.
+        # The spare file's blocks are already allocated, and the write does not free them.
         with open(spare, "r+b") as file:
             file.write(data)
             file.truncate()
@@ -139,7 +140,7 @@ def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
         facts: `host, pid, step, batch, phase, how, message, traceback, remote`, as far as they are known.
     """
     content = {"rank": rank, "time": time.time(), "cause": False, **facts}
-    # The path is on another disk than the main process's, or the disk is full: the error is printed.
+    # The path is on another disk than the main process's, or the disk is full: the error is printed anyway.
     with contextlib.suppress(OSError):
         (folder / FAILURES).mkdir(exist_ok=True)
         replace(folder / FAILURES / f"rank-{rank}.json", _json(content))
@@ -177,7 +178,7 @@ def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any],
         leave_failure(folder, rank, {**facts, **left, "cause": cause})
 
 
-# ---- what a person does next
+# ---- what to do next
 
 
 def how_to_go_on(status: dict[str, Any]) -> str:
@@ -205,9 +206,9 @@ def how_to_go_on(status: dict[str, Any]) -> str:
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
-    """Write the cause from the agent, if the ranks have ended badly and the main process could not.
+    """Write the cause from the agent, if the ranks have ended badly and the main process could not write it.
 
-    What it has said of an error of its own, and that it was done, preempted, interrupted or hung, stays.
+    An error of its own that the main process wrote stays, and so does a status of done, preempted, interrupted or hung.
 
     Args:
         folder: the run folder.

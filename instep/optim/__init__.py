@@ -1,4 +1,4 @@
-"""Optimizers: parameter groups by name, rates by layer, and optimizers of whole matrices over weights that ranks share.
+"""Optimizers: parameter groups by name, rates by layer, and optimizers of whole matrices for weights that ranks share.
 
 A name is loaded when it is first used.
 """

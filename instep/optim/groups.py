@@ -34,11 +34,11 @@ Which: TypeAlias = "str | Callable[[str, Tensor], bool]"
 
 __all__ = ["biases_and_norms", "layerwise_lr", "param_groups"]
 
-_LISTED = 5  # most names in an error
+_LISTED = 5  # most names in an error text
 
 
 def biases_and_norms(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is a bias or a norm's weight, which weight decay spares: fewer than two dimensions.
+    """Return whether a parameter has fewer than two dimensions, as biases and norm weights, which get no weight decay.
 
     Args:
         name: the parameter's name.
@@ -61,9 +61,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Sort a module's parameters into groups, each with the options that its names ask for.
 
-    Every parameter is in exactly one group. One that several entries match gets the options of all of them; where they
-    disagree, the later entry holds. A group's `name`, which `LearningRateMonitor` shows, is made of its entries, which
-    may say `"name"`.
+    Every parameter is in exactly one group. A parameter that matches several entries gets the options of all of them;
+    if two entries give the same option, the later entry counts. A group's `name`, which `LearningRateMonitor` shows, is
+    built from its entries; an entry may set `"name"`.
 
     Args:
         module: on any device, sharded or not.
@@ -102,9 +102,10 @@ def layerwise_lr(
 ) -> list[dict[str, Any]]:
     """Give each layer a learning rate that falls from the output to the input.
 
-    What comes after the layers, such as the head, has `lr`; the last of n layers `lr * decay`, the first
-    `lr * decay**n`; what comes before them, such as embeddings, `lr * decay**(n + 1)`. Before and after are meant in
-    the order of `named_parameters()`. The groups are called "above", "layer 11" to "layer 0" and "below".
+    Parameters after the layers, such as the head's, get `lr`. With n layers, the last layer gets `lr * decay` and the
+    first layer `lr * decay**n`. Parameters before the layers, such as embeddings, get `lr * decay**(n + 1)`. "Before"
+    and "after" refer to the order of `named_parameters()`. The groups are called "above", "layer 11" to "layer 0" and
+    "below".
 
     Args:
         module: on any device, sharded or not.
@@ -183,7 +184,7 @@ def _rules(options: Any, defaults: Mapping[str, Any]) -> list[_Rule]:
 
 
 def _optimizer_options() -> set[str]:
-    """Return the names of the options of all of torch's optimizers, and what schedulers and we keep in groups."""
+    """Return the option names of all of torch's optimizers, and the keys that schedulers and instep keep in groups."""
     kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)]
     names = {name for kind in kinds for name in inspect.signature(kind).parameters}
     return (names - {"params", "defaults", "args", "kwargs"}) | {"name", "initial_lr", "max_lr", "min_lr"}
@@ -250,7 +251,7 @@ def _label(which: Any) -> str:
 
 
 def _short(label: str, rules: Sequence[_Rule]) -> str:
-    """Shorten "head.*" to "head", where no other rule shortens to that."""
+    """Shorten "head.*" to "head", unless another rule has the same short form."""
     short = label.strip("*.") or label
     return short if sum((other.strip("*.") or other) == short for other, *_ in rules) == 1 else label
 

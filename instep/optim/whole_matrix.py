@@ -1,12 +1,12 @@
-"""Optimizers that need a whole matrix, such as Muon, over weights of which every rank holds a part.
+"""Optimizers that need a whole matrix, such as Muon, for weights of which every rank holds a part.
 
 Each matrix has an owner among the ranks that share it. A step sends the parts of weights and gradients to the owners, a
 bucket of matrices at a time; the owner steps the optimizer over whole, plain tensors, and sends the parts of the new
-weights back: two collectives for each bucket. The next bucket travels meanwhile. So the arithmetic is the optimizer's
-own, and its result that of one process, to the last bit where the gradients are.
+weights back: two collectives for each bucket. While the owners step one bucket, the next bucket is sent. The arithmetic
+is the optimizer's own, so the result is that of one process. It has the same bits if the gradients have.
 
-Between two steps the state of a matrix lies whole with its owner. `state_dict` cuts it up as the weight is, so that
-a checkpoint looks like that of any optimizer, and can be loaded by other strategies and numbers of ranks.
+Between two steps the owner of a matrix holds its whole state. `state_dict` divides that state as the weight is divided.
+So a checkpoint looks like that of any optimizer, and other strategies and numbers of ranks can load it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instep.errors import SettingError
 from instep.strategies.dtensors import box_of, with_local
 
 BUCKET_BYTES = 64 * 2**20  # bytes of whole weights in a bucket; a larger matrix is a bucket of its own
-_AHEAD = 2  # buckets that are on the way to their owners at one time
+_AHEAD = 2  # buckets that are being sent to their owners at one time
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape of a part, and where it begins in each dimension."""
@@ -37,7 +37,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _Place:
-    """Where the parts of a matrix are: the ranks that share it, this rank's number among them, and each rank's part."""
+    """Where the parts of a matrix are: the ranks that share it, this rank's index among them, and each rank's part."""
 
     group: Any
     rank: int
@@ -68,14 +68,14 @@ class _Matrix:
 class WholeMatrix(Optimizer):
     """Optimizer wrapper that sees whole matrices where ranks share weights: FSDP, HSDP, tensor parallelism, or several.
 
-    `WholeMatrix(optimizer)` returns the same optimizer, of a class that is its own and this one. In one process and
-    under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13 collectives for each matrix, and
-    its result depends on the number of ranks; within this class it takes two for 64 MB of matrices, and its result is
-    that of one process.
+    `WholeMatrix(optimizer)` returns the same object; its class then derives from both this class and the optimizer's
+    class. In one process and under DDP it steps as before. Under sharding `torch.optim.Muon` alone costs some 13
+    collectives for each matrix, and its result depends on the number of ranks; within this class it takes two for 64 MB
+    of matrices, and its result is that of one process.
 
-    The optimizer's `step` is called once for each bucket, with that bucket's parameters in its groups. So it may keep
-    state for each parameter, in `optimizer.state`, but none for all together. Its `state_dict` is a collective where
-    weights are shared: all ranks call it.
+    The optimizer's `step` is called once for each bucket, with that bucket's parameters in its groups. So an optimizer
+    may keep state for each parameter, in `optimizer.state`, but no state that all parameters share. Its `state_dict` is
+    a collective where weights are shared: all ranks call it.
 
     Args:
         optimizer: over parameters of any shape, sharded before or after this call.
@@ -202,7 +202,7 @@ def _whole_class(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Return the step of the wrapped optimizer, without the hooks that ran around ours."""
+    """Return the step of the wrapped optimizer, without torch's step hooks, since they run around our step."""
     step: Any = kind.__mro__[2].step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -241,7 +241,7 @@ def _group_of(parameter: DTensor) -> Any:
 
 
 def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
-    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a matrix product."""
+    """Choose the owner of each matrix: the rank with the least work so far, in multiplications of a product."""
     loads: dict[Any, list[int]] = {}
     owners = []
     for parameter, place in matrices:
@@ -253,7 +253,7 @@ def _owners(matrices: Sequence[tuple[DTensor, _Place]]) -> list[int]:
 
 
 def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
-    """Divide matrices into buckets of one group and dtype, of up to `BUCKET_BYTES`."""
+    """Divide matrices into buckets of up to `BUCKET_BYTES`, each with one parameter group and one dtype."""
     alike: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.place.group, matrix.parameter.dtype), []).append(matrix)
@@ -270,11 +270,11 @@ def _buckets(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
     return buckets
 
 
-# ---- the way to the owners and back
+# ---- sending parts to the owners and back
 
 
 class _Exchange:
-    """An all-to-all that is under way.
+    """An all-to-all that has been started.
 
     Args:
         group: the ranks.
@@ -404,7 +404,7 @@ class _Scatter:
 
 
 def _cut(bucket: list[_Matrix], state: dict[Any, dict[str, Any]]) -> Iterator[tuple[DTensor, dict[str, Any]]]:
-    """Cut each parameter's state like the weight if it has its shape; else every rank gets all of it. Collective."""
+    """Divide each parameter's state like its weight if shapes are equal; else every rank gets the whole. Collective."""
     mine = {
         number: {key: _sent(value, matrix.parameter) for key, value in state.get(matrix.parameter, {}).items()}
         for number, matrix in enumerate(bucket)
@@ -439,7 +439,7 @@ class _Dtype:
 
 def _sent(value: Any, parameter: DTensor) -> Any:
     """Return what an owner sends of a state in one message; tensors of the weight's shape follow in parts."""
-    if _is_cut(value):  # the state was loaded, and no step has used it yet: all ranks have their parts
+    if _is_cut(value):  # the state was loaded and no step has used it yet, so all ranks hold their parts
         return None
     value = _plain(value)
     if not isinstance(value, Tensor):

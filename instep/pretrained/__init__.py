@@ -1,11 +1,11 @@
 """A trained module as a folder that anybody can load, and on the Hugging Face hub: safetensors and `config.json`.
 
-`PretrainedExport` writes such folders of the model of transformers or peft within a module, in the course of a run.
+`PretrainedExport` writes such folders during a run, for a transformers or peft model inside a module.
 
 The folder is what huggingface_hub's `PyTorchModelHubMixin` and transformers write: `model.safetensors`, or several with
-an index where the model is large, and the arguments of the constructor in `config.json`. It holds no pickle and no
-code. Who reads one takes it for a stranger's: only these files are opened, only where they lie in the folder (or in the
-hub's own cache), and names that they say are checked before they are used.
+an index where the model is large, and the arguments of the constructor in `config.json`. The folder holds no pickle and
+no code. `read` does not trust a folder: it opens only these files, only inside the folder (or in the hub's own cache),
+and checks each name in them before using it.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 
 def _json_of(value: Any, name: str) -> Any:
-    """Convert a hyperparameter to JSON from which the types of the constructor's arguments can restore it."""
-    if isinstance(value, Enum):  # pydantic finds members by their values, and our own reader by names too
+    """Convert a hyperparameter to JSON; the types of the constructor's arguments can restore it from this form."""
+    # pydantic finds enum members by their values; instep's reader finds them by value and by name
+    if isinstance(value, Enum):
         return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float) and value - value == 0:  # JSON has no inf and no nan
+    if isinstance(value, float) and value - value == 0:  # True unless inf or nan, which JSON lacks
         return value
     if isinstance(value, PurePath | torch.dtype | torch.device):
         return str(value)
@@ -86,7 +87,7 @@ def _json_of(value: Any, name: str) -> Any:
         return {TAG: "dict", "v": [[encode(key, name)[0], item] for key, item in items]}
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    with suppress(UnsavableStateError):  # values without a form in JSON are written as in the states of checkpoints
+    with suppress(UnsavableStateError):  # a value that has no JSON form is written as checkpoints write it in states
         tree, tensors = encode(value, name)
         if not tensors:
             return tree
@@ -97,7 +98,9 @@ def _json_of(value: Any, name: str) -> Any:
 
 
 def save(state: Mapping[str, Any], config: Mapping[str, Any], folder: Path, max_bytes: int) -> Path:
-    """Write a folder of weights and `config.json`, each file at one instant. Collective: the main process writes.
+    """Write a folder of weights and `config.json`; each file appears only when complete.
+
+    Collective: the main process writes.
 
     Args:
         state: name -> tensor, read on the main process.
@@ -168,7 +171,7 @@ def _send(
 
 
 def _whole_state(module: TrainModule) -> dict[str, Any]:
-    """Return a module's whole state dict, on the main process at least. Collective where a run spreads it."""
+    """Return a module's whole state dict, on the main process at least. Collective where ranks share the weights."""
     trainer = module._trainer
     ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
     if ctx is None or ctx.module is not module:
@@ -185,7 +188,7 @@ def is_folder_of_weights(folder: Path) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
-    """Read a folder of weights, which may be a stranger's.
+    """Read a folder of weights, whose author need not be trusted.
 
     Args:
         folder: with `model.safetensors`, or an index of several, and perhaps `config.json`.
@@ -215,7 +218,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the hyperparameters of `config.json`, and the argument they were passed in; none without the file."""
+    """Return the hyperparameters of `config.json`, and the argument that they were passed in; none without a file."""
     if not path.exists():
         return {}, None
     with reading(path, "is no configuration of a model"):
@@ -234,7 +237,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, **options: Any) -> str:
-    """Send a folder to a repository of the hub, in one commit; what it had of an earlier model's weights is deleted.
+    """Send a folder to a repository of the hub, in one commit that deletes the files of an earlier model's weights.
 
     Args:
         folder: what `save` wrote.

@@ -1,4 +1,4 @@
-"""`PretrainedExport`: folders in the course of a run that `from_pretrained` of transformers and peft loads."""
+"""`PretrainedExport` writes folders during a run that `from_pretrained` of transformers and peft loads."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NAME = "step-{:08d}"
 
 
 class PretrainedExport(Callback):
-    """Write the model of transformers or peft that a module trains, as `AutoModel.from_pretrained` loads it.
+    """Write the transformers or peft model that a module trains, in the form that `AutoModel.from_pretrained` loads.
 
     Each export is a folder `step-<global step>` with `config.json` and safetensors, by the model's own
-    `save_pretrained` and under its own names; of a peft model the adapters alone. Every strategy can do it: the main
-    process gets the whole weights, which needs the CPU's memory for them once. A folder has its name only when all of
-    it is on the disk; what a kill has left of one is deleted at the next start. A resumed run writes
-    those again that were made after its checkpoint.
+    `save_pretrained` and under its own names; for a peft model the folder holds the adapters alone. Every strategy can
+    export: the main process gets the whole weights, which need room in CPU memory once. A folder gets its name only
+    when all of it is on the disk; the next start deletes what a killed run left unfinished. A resumed run again writes
+    the exports that were made after its checkpoint.
 
     Args:
         dirpath: local folder of the exports; no other run may export there.
@@ -126,7 +126,7 @@ class PretrainedExport(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         thread, self._thread = self._thread, None
-        if thread is not None:  # `on_train_end` did not run: the fit's own error is raised
+        if thread is not None:  # if a thread is left, `on_train_end` did not run, so the fit raises its own error
             thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -164,7 +164,7 @@ class PretrainedExport(Callback):
 
     def _begin(self, module: nn.Module, state: dict[str, Any], folder: Path) -> None:
         own = {clean_name(name): value for name, value in state.items()}
-        copies: dict[Any, Tensor] = {}  # tied weights stay tied
+        copies: dict[Any, Tensor] = {}  # maps each weight to its one copy, so that tied weights stay tied
         weights = {
             name.removeprefix(self._prefix): copies.setdefault(
                 (value.data_ptr(), value.shape, value.stride(), value.dtype), value.detach().to("cpu", copy=True)
@@ -223,5 +223,5 @@ def _step_of(folder: Path) -> int:
 
 def _delete(folder: Path) -> None:
     gone = folder.with_name(f".{folder.name}.deleted")
-    folder.rename(gone)  # a rename, so that never half of an export has its name
+    folder.rename(gone)  # rename before deleting, so that no half-deleted export has its name
     shutil.rmtree(gone)

@@ -20,7 +20,7 @@ __all__ = ["PassThroughProfiler", "Profiler", *_names]  # pyright: ignore[report
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler that a Trainer's argument means, a new one for a name.
+    """Return the profiler for a Trainer's `profiler` argument; a name makes a new profiler.
 
     Args:
         profiler: None for one that measures nothing; a `ProfilerName`, which the Trainer has checked; or a profiler.

@@ -16,7 +16,8 @@ from instep.utils.checks import is_number, wrong
 class AdvancedProfiler(Profiler):
     """Measures every function called within an action, by Python's cProfile, which slows Python code down a lot.
 
-    cProfile makes one recording at a time: what runs in an action within another one counts in the inner one alone.
+    cProfile makes one recording at a time: if an action runs inside another action, its functions count for the inner
+    action alone.
 
     Args:
         dirpath: as in `Profiler`.
@@ -54,7 +55,7 @@ class AdvancedProfiler(Profiler):
         self._open: list[str] = []
 
     def start(self, action_name: str) -> None:
-        """Record into this action, and no longer into the enclosing one."""
+        """Record into this action, and stop recording into the enclosing one."""
         if self._open:
             self.profiled_actions[self._open[-1]].disable()
         self._open.append(action_name)

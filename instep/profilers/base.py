@@ -131,17 +131,17 @@ class Profiler(ABC):
         self._log_dir = None if log_dir is None else Path(log_dir)
 
     def describe(self) -> None:
-        """Write the report into the folder, if there is one; without a `filename` the main process prints it, too."""
+        """Write the report into the folder, if there is one. Without a `filename` the main process also prints it."""
         text = self.summary()
         folder = self._folder
         path = None if folder is None else folder / self._prepare_filename()
         if text and folder is not None and path is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:  # "a", since a resumed run adds its own report
+            with open(path, "a", encoding="utf-8") as file:  # mode "a": a resumed run appends its own report
                 file.write(f"{text}\n")
         if text and self._local_rank in (None, 0) and (self.filename is None or path is None):
             lines = text.splitlines()
-            # Print a part only: why the run ended must not scroll away.
+            # Print only the beginning, so that the reason why the run ended stays visible.
             if path is not None and len(lines) > _MOST_LINES:
                 text = "\n".join([*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES:,} more lines in {path}"])
             print(text)  # noqa: T201  the report that was asked for
@@ -163,7 +163,7 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        # The action and the ending already give the file a name of its own.
+        # The action and the ending already make the file name unique.
         name = self._kind if action_name is None else None
         parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension

@@ -1,4 +1,4 @@
-"""The profiler of operators, by torch's own: tables, traces for TensorBoard and Perfetto, flame graphs, GPU memory."""
+"""The profiler of operators, by torch's profiler: tables, traces, flame graphs, GPU memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class PyTorchProfiler(Profiler):
     """Records operators with torch's profiler: their times on CPU and GPU, their memory, and where they were called.
 
     Each kind of step (training, validation, test, predict) has a recording and a count of its own. A recording begins
-    with a step; one that another kind of step interrupts is written as far as it came. By default steps 3 to 5 of each
-    kind are recorded once; of loops with fewer than five steps, everything.
+    with a step; if another kind of step interrupts it, what it has so far is written. By default steps 3 to 5 of each
+    kind are recorded once; a loop with fewer than five steps is recorded whole.
 
-    Into the folder, for each rank: the table of operators; with `export_to_chrome` a trace
+    For each rank the folder gets the table of operators; with `export_to_chrome` a trace
     `<stage>-<rank>-<step>.<time>.pt.trace.json`, which TensorBoard's profiler plugin, Perfetto
     (https://ui.perfetto.dev) and chrome://tracing read; with `export_to_flame_graph` call stacks in `.stacks`, which
     https://speedscope.app and flamegraph.pl draw; with `export_memory_snapshot` a CUDA memory snapshot, also when the
@@ -140,7 +140,7 @@ class PyTorchProfiler(Profiler):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take from the run the number of steps, and the module, whose parts are labeled."""
+        """Read from the run the number of steps, and keep the module, whose submodules get labels."""
 
         def expected(step: str) -> float:
             if step == "training_step":
@@ -184,7 +184,7 @@ class PyTorchProfiler(Profiler):
             label.__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End the label; after a step the schedule goes on."""
+        """End the label; after a step, advance the schedule."""
         label = self._labels.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
@@ -203,7 +203,8 @@ class PyTorchProfiler(Profiler):
         schedule = None
         if step and not (self._own_schedule and self._expected(step) < _LEAST):
             schedule = lambda number: self._schedule(before + number)  # noqa: E731  it has a value to keep
-        options = {"acc_events": not self._own_schedule, **self._options}  # without it torch warns at the second cycle
+        # without "acc_events" torch warns at the second cycle
+        options = {"acc_events": not self._own_schedule, **self._options}
         if self._flame_graph:
             options["with_stack"] = True
             options.setdefault("experimental_config", _ExperimentalConfig(verbose=True))
@@ -214,7 +215,7 @@ class PyTorchProfiler(Profiler):
             self._handles = _label_submodules(self._module)
 
     def _close(self) -> None:
-        """End the current recording, and write what it has."""
+        """End the current recording, and write its results."""
         running, step = self._running, self._step
         self._running, self._step = None, ""
         if running is None:
@@ -231,7 +232,7 @@ class PyTorchProfiler(Profiler):
             self._errors.append(self._ready.error)
 
     def _write(self, step: str, recorded: Recorder, number: int) -> None:
-        """Read a recording's table, and write the files that were asked for."""
+        """Read a recording's table, and write the files that the settings ask for."""
         self.function_events = recorded.events()
         averages = recorded.key_averages(group_by_input_shape=self._group_by_input_shapes)
         self._tables[step] = averages.table(sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)

@@ -1,10 +1,10 @@
-"""The clock of a run: where its time went, at no cost to a step that could be measured.
+"""The clock of a run: where its time went, at no measurable cost to a step.
 
 Validation and saving are rare, and timed each time. Waiting for data, forward, backward and the optimizer happen in
-every step; they are sampled in bursts of a few batches at random distances, which grow by 5% from one to the next, over
-the ends of epochs: some hundred bursts in a run of any length. Between the bursts the loop runs the very functions that
-it would run without a clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a
-step are timed by events, which are read once they are done: the host never waits for the device.
+every step; they are sampled in bursts of a few batches. The distance between two bursts is random and grows by 5% each
+time, also across epochs, so a run of any length has some hundred bursts. Between the bursts the loop calls the same
+functions as without a clock; during a burst the variables that hold these functions hold timed ones (`watch`). On CUDA,
+events time the parts of a step. They are read after the device has passed them, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BURST = 4
 _FIRST_GAP, _GROWTH, _LARGEST_GAP = 8.0, 1.05, 1_000_000.0
 
 Function = Callable[..., Any]
-# Name of the part, the part that it is within, and events at its start and end.
+# Each entry: name of the part, name of the enclosing part, and the events at its start and end.
 _Timed = tuple[str, str | None, Any, Any]
 
 
@@ -122,23 +122,23 @@ class RunClock:
         self._rare_before_loop = 0.0
         self._inner = 0.0  # seconds of the open region that belong to regions within it
         self._watched: dict[str, tuple[CellType, Function, Function]] = {}
-        self._burst: dict[str, float] = {}  # seconds of each part in the open burst
-        # Seconds of the first batch, which compiles and warms up, and is counted apart.
+        self._burst: dict[str, float] = {}  # seconds of each part in the current burst
+        # Seconds of the first batch, counted apart, since it compiles and warms up.
         self._first: dict[str, float] | None = None
-        # For each burst the number of batches that it stands for, and its seconds per batch.
+        # For each burst: the number of batches that it stands for, and its seconds per batch by part.
         self._bursts: list[tuple[int, dict[str, float]]] = []
         # Bursts that the device has not finished yet.
         self._pending: list[tuple[int, int, dict[str, float], list[_Timed]]] = []
         self._open_events: list[_Timed] = []
         self._region: str | None = None
         self._gap, self._random = _FIRST_GAP, random.Random(0)
-        self._left = 0  # batches up to the next burst
+        self._left = 0  # batches until the next burst
 
-    # ---- rare things
+    # ---- parts that run rarely
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Time a block that runs rarely; what is timed inside it is not counted twice."""
+        """Time a block that runs rarely; the time of timed blocks inside it is subtracted."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         try:
@@ -168,7 +168,7 @@ class RunClock:
         self._watched[f"{closure.__qualname__}.{name}.{index}"] = cell, function, self._timed(part, function)
 
     def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and time some of them. Between bursts no Python code runs here."""
+        """Yield the batches, and time some of them. Between two bursts, no Python code of this method runs."""
         return chain.from_iterable(self._segments(iter(batches)))
 
     def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
@@ -176,11 +176,12 @@ class RunClock:
             if self._left:
                 given = count(1)
                 try:
-                    yield islice(compress(batches, given), self._left)  # every number is true: each batch is counted
+                    # all entries of `given` are true; compress only makes the count of batches available
+                    yield islice(compress(batches, given), self._left)
                 finally:
                     self._left -= next(given) - 1
                 if self._left:
-                    return  # the epoch ended before the next burst
+                    return  # the epoch ended before the next burst began
             done = 0
             self._switch(on=True)
             try:
@@ -213,7 +214,7 @@ class RunClock:
             start = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
-                if event is not None:  # After an error a device that has failed would raise another one here.
+                if event is not None:  # After an error, a failed device would raise another error here.
                     self._open_events.append((part, parent, event, self._event()))
                 return result
             finally:
@@ -231,7 +232,7 @@ class RunClock:
         return event
 
     def _end_burst(self, done: int) -> None:
-        """Add a burst of some batches, which also stands for those up to the next burst."""
+        """Add a burst of `done` batches; it also stands for the batches until the next burst."""
         if done:
             self._left = gap = int(self._gap * (0.5 + self._random.random()))
             self._gap = min(self._gap * _GROWTH, _LARGEST_GAP)
@@ -242,7 +243,8 @@ class RunClock:
 
     def _take_finished(self) -> None:
         """Add the bursts that the device has finished; never wait for it."""
-        with suppress(RuntimeError):  # A device that has failed ends the run where it is used; here it would hide how.
+        # A failed device ends the run at its next use; an error here would hide the first one.
+        with suppress(RuntimeError):
             while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
                 weight, done, per_batch, events = self._pending.pop(0)
                 if events:
@@ -271,7 +273,7 @@ class RunClock:
         computing = sum(rates.values()) - rates["data"]
         scale = min(1.0, left / computing) if computing else 1.0
         parts = {part: first.get(part, 0.0) + rates[part] * scale for part in STEP_PARTS}
-        # A device that computes while the host waits for data loses nothing by that wait.
+        # If the device computes while the host waits for data, that wait costs nothing, so it does not count.
         parts["data"] = first.get("data", 0.0) + min(rates["data"], max(0.0, left - computing * scale))
         parts |= self._rare
         start = wall if self._loop_began is None else self._loop_began - self._began
@@ -279,7 +281,7 @@ class RunClock:
         return {**parts, "other": max(0.0, wall - sum(parts.values()))}
 
     def _rate(self, part: str) -> float:
-        """Estimate the seconds per batch: waiting for data comes in lumps, while lumps of other parts are chance."""
+        """Estimate the seconds per batch: for waiting for data the mean of the bursts, for other parts the median."""
         total = sum(weight for weight, _ in self._bursts)
         if part == "data":
             return sum(weight * burst[part] for weight, burst in self._bursts) / total if total else 0.0

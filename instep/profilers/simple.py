@@ -16,8 +16,8 @@ _KEPT = 100_000
 class SimpleProfiler(Profiler):
     """Measures how long each action takes, by the host's clock, and reports its mean and total.
 
-    An action counts with all that happens within it. On a GPU it lasts until the work is queued, not until it is done:
-    `PyTorchProfiler` knows the device's times.
+    The time of an action includes all that runs inside it. On a GPU it ends when the work is queued, not when it is
+    done; use `PyTorchProfiler` for the device's times.
 
     Args:
         dirpath: as in `Profiler`.
@@ -47,7 +47,7 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, array[float]] = {}
-        # Number and seconds of the calls that were dropped from the list.
+        # For each action, number and seconds of the calls that the list no longer holds.
         self._earlier: dict[str, tuple[int, float]] = {}
         self.start_time = time.perf_counter()
 

@@ -19,7 +19,8 @@ Write = Callable[["Recorder", int], None]
 class TraceReady:
     """Callback of torch's profiler that writes each finished recording, then calls the user's function.
 
-    An error waits for the end of the block: one that leaves a callback makes torch's profiler end the process.
+    An error is kept and raised at the end of the block, since an error in a callback would make torch's profiler end
+    the process.
 
     Args:
         write: takes torch's profiler and the number of the recording, from 1; None writes nothing.
@@ -52,8 +53,9 @@ class TraceReady:
 
 
 def chrome_traces(folder: Path, rank: int) -> Write:
-    """Return what writes `profile_<rank>.json`, and `profile_<rank>_<number>.json` from the second recording on."""
-    folder.mkdir(parents=True, exist_ok=True)  # made now: a folder that cannot be made is an error before training
+    """Return a function that writes `profile_<rank>.json`, with a number in the name from the second call on."""
+    # made now, so that a folder that cannot be made is an error before training
+    folder.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: Recorder, number: int) -> None:
         suffix = "" if number == 1 else f"_{number}"

@@ -1,8 +1,8 @@
 """Run folders as data: what `instep runs` and `instep dashboard` show. Only `label` and `trash` write into them.
 
 - `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
-- `label`: what a person calls a run, with tags and a note; `naming`: what a run is called that nobody has named.
-- `entries`: runs with hyperparameters and the ends of their metrics, from an index of what was read before.
+- `label`: the name, tags and note that a person gives a run; `naming`: names for runs without such a name.
+- `entries`: runs with hyperparameters and the ends of their metrics, from an index of earlier readings.
 - `table`: a sweep as a table that fits a terminal; `where`: conditions on runs; `facts`: one run in lines and rows.
 - `trash`: removing runs.
 - `status`: whether a run still goes on, how it ended and why, by rank.
@@ -10,8 +10,8 @@
 - `ranks`: which ranks the others wait for.
 - `checkpoints`: the checkpoints of a folder, and whether they are whole.
 
-A run folder is a stranger's: only regular files inside of it are opened, with limits, and what is damaged becomes a
-line of text, never an exception. Text from it goes through `clean` before a terminal shows it.
+A run folder is not trusted: only regular files inside it are opened, with limits, and a damaged file becomes a line of
+text, never an exception. Text from it goes through `clean` before a terminal shows it.
 """
 
 from typing import TYPE_CHECKING

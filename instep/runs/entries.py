@@ -1,7 +1,7 @@
-"""Runs as a list shows them: name, hyperparameters and where each metric ended, from an index of what was read before.
+"""Runs in a list: name, hyperparameters and where each metric ended, from an index of earlier readings.
 
-The index is a cache in the user's own cache folder, one JSON file for each folder that was searched. A run whose files
-have other times or sizes is read anew, and so is everything where the index is gone or damaged.
+The index is a cache in the user's own cache folder, one JSON file for each folder that was searched. A run is read
+again if the times or sizes of its files have changed. All runs are read again if the index is missing or damaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 Plain = bool | int | float | str
 _VERSION = 1
-_MOST_FILES = 64  # most files in the cache: one for each folder that was searched
+_MOST_FILES = 64  # most files in the cache, one for each searched folder
 _MOST_METRICS, _MOST_PARAMS_BYTES = 200, 2**14  # limits of a run in the cache; a run with more is read each time
 _KEPT = ("exit_code", "signal", "run_id", "host", "pid", "checkpoint", "command", "started", "ended")
 _LIVE, _LIMITS = ("starting", "running"), ("max_epochs=", "max_steps=", "max_samples=", "max_tokens=")
@@ -88,7 +88,10 @@ class Entry:
 
     @property
     def bad(self) -> str:
-        """Metric whose last value is nan or infinite, of several the monitored one or a loss; "" if there is none."""
+        """Metric whose last value is nan or infinite; "" if there is none.
+
+        Of several, it is the monitored one or a loss.
+        """
         bad = (name for name, ends in self.ends.items() if not math.isfinite(ends.last))
         return min(bad, key=lambda name: (name != self.monitor, "loss" not in name), default="")
 
@@ -100,7 +103,10 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Reason of the end in one line, its rank last; "" for a run that reached it. Names a metric that ended nan."""
+        """Reason of the end in one line, with its rank last; "" for a run that finished.
+
+        Names a metric that ended nan.
+        """
         status = self.run.status
         if self.bad and status.state in ("finished", *_LIVE):
             return f"{self.bad} is {self.ends[self.bad].last:g}, first at step {self.ends[self.bad].first_bad:.0f}"
@@ -109,7 +115,7 @@ class Entry:
 
     @property
     def updated(self) -> str:
-        """Time of its last change in ISO 8601."""
+        """Time of the run's last change in ISO 8601."""
         return datetime.fromtimestamp(self.run.updated, timezone.utc).isoformat(timespec="seconds")
 
     def describe(self) -> dict[str, Any]:
@@ -167,7 +173,7 @@ def read_entries(folder: str | os.PathLike[str], depth: int = DEPTH) -> list[Ent
         if entry is None:
             entry = _read(look_at(path, root, stamp))
             rows[key] = _row(entry)
-        elif entry.run.status.state in _LIVE:  # the run's process may have gone
+        elif entry.run.status.state in _LIVE:  # the run's process may have ended without a word
             entry = replace(entry, run=look_at(path, root, stamp))
         found.append(entry)
     rows = {key: row for key, row in rows.items() if row is not None}
@@ -191,9 +197,9 @@ def params_of(run: Run) -> dict[str, Plain]:
 
 
 def at_path(path: str) -> list[Entry]:
-    """Return the runs that a word means: those at a folder and below, or the one with a name below the current folder.
+    """Return the runs that a word means: runs at a folder and below it, or the run with this name.
 
-    A run's own folder is called as it is among its neighbours.
+    If the word is a run's own folder, the run has the name that it has among its neighbours.
 
     Args:
         path: a folder, or a name that `instep runs ls` shows.
@@ -207,7 +213,7 @@ def at_path(path: str) -> list[Entry]:
     if next(below(folder, 0), None) is None:
         return read_entries(folder)
     beside = {entry.run.folder: entry for entry in read_entries(folder.parent, 1)}
-    if folder in beside and os.path.lexists(folder / STATUS):  # nothing below a run's folder is a run of its own
+    if folder in beside and os.path.lexists(folder / STATUS):  # folders inside a run's folder are not runs of their own
         return [beside[folder]]
     found = read_entries(folder)
     return [replace(entry, name=beside.get(entry.run.folder, entry).name) for entry in found]
@@ -281,7 +287,7 @@ def _load(index: Path, root: Path) -> dict[str, Any]:
 
 def _save(index: Path, root: Path, rows: dict[str, Any]) -> None:
     text = json.dumps({"version": _VERSION, "root": str(root), "runs": rows}, separators=(",", ":"), allow_nan=False)
-    with suppress(OSError):  # without the cache all runs are read again
+    with suppress(OSError):  # if the cache cannot be written, the next call reads all runs again
         index.parent.mkdir(parents=True, exist_ok=True)
         replace_file(index, text.encode("utf-8", "surrogatepass"))
         files = sorted(index.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -299,7 +305,7 @@ def _row(entry: Entry) -> list[Any] | None:
     ends = {name: [_number(value) for value in astuple(ends)] for name, ends in entry.ends.items()}
     told = [status.state, status.cause, status.step, status.epoch, {str(k): v for k, v in status.by_rank.items()}, said]
     row = [[list(each) for each in run.stamp], told, asdict(run.label), params, ends, entry.monitor]
-    return json.loads(json.dumps(row))  # in the form in which it is read again, so that the two can be compared
+    return json.loads(json.dumps(row))  # in the form that reading the file gives, so that the two can be compared
 
 
 def _number(value: float) -> Any:
@@ -307,7 +313,7 @@ def _number(value: float) -> Any:
 
 
 def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
-    """Return a run from the index; None if the run has changed, or the entry is not ours."""
+    """Return a run from the index; None if the run has changed, or the entry is not valid."""
     try:
         seen, (state, cause, step, epoch, by_rank, said), label, params, ends, monitor = row
         if seen != [list(each) for each in stamp] or state not in STATES:
@@ -325,7 +331,7 @@ def _restore(row: Any, folder: Path, root: Path, stamp: Stamp) -> Entry | None:
 
 def _ends(*said: Any) -> Ends:
     *xs, count, bad = said
-    # One object for all nan: another one would be unequal to it, also inside of a container.
+    # One object for all nan values, since another nan object would be unequal, also inside a container.
     return Ends(*(math.nan if math.isnan(x) else x for x in map(float, xs)), count=int(count), not_finite=int(bad))
 
 

@@ -1,4 +1,4 @@
-"""What is known of one run, as rows and lines of text."""
+"""The facts about one run, as rows and lines of text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _doing(progress: dict[str, Any]) -> str:
 
 
 def state_lines(status: RunStatus, ago: str) -> list[str]:
-    """Write why a run ended, and what it is or was doing.
+    """Describe why a run ended, and what it was or is doing.
 
     Args:
         status: of the run.
@@ -55,7 +55,7 @@ def state_lines(status: RunStatus, ago: str) -> list[str]:
 
 
 def end_of_log(run: Run, lines: int) -> list[str]:
-    """Return the last lines of a run's newest log, below a title; empty where there is none."""
+    """Return the last lines of a run's newest log, below a title; empty if there is no log."""
     newest = next(iter(run.logs()), None) if lines > 0 else None
     text = "" if newest is None else tail(newest, lines).rstrip("\n")
     return [f"\nend of {newest.relative_to(run.folder)}", text] if newest is not None and text else []
@@ -85,7 +85,7 @@ def traceback_of(status: RunStatus) -> list[str]:
 def metric_rows(metrics: Metrics) -> list[tuple[str, ...]]:
     """Return name, last value and its step, least, greatest, points and the first nan of each metric.
 
-    The epoch, which loggers write among the metrics, is none: they count it from 0, and a screen from 1.
+    The epoch, which loggers write among the metrics, is left out: loggers count it from 0, and a screen from 1.
     """
     return [
         (

@@ -1,4 +1,4 @@
-"""Run folders, found without loading a point of them."""
+"""Run folders, found without reading a point of their metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
 from instep.utils.untrusted_files import clean, open_regular
 
-DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0, and some more
+DEPTH = 6  # levels of folders: runs/<experiment>/instep_runs/version_0 has four, and some more for safety
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _WATCHED = (STATUS, HPARAMS, LABEL, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
@@ -62,7 +62,7 @@ class Run:
 
     @cached_property
     def label(self) -> Label:
-        """Label of the run; its name is that of `Trainer(name=...)` until a person gives another one."""
+        """Label of the run; its name is that of `Trainer(name=...)` until a person gives another name."""
         label = read_label(self.folder)
         return label if label.name else replace(label, name=label_of(self.status.said).name)
 
@@ -73,7 +73,7 @@ class Run:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Files of the folder that cannot be read, with the reason, one line each; `Metrics` has those of loggers."""
+        """Files of the folder that cannot be read, one line each with the reason; `Metrics` has the loggers' files."""
         return self._hparams[1]
 
     @cached_property
@@ -90,14 +90,14 @@ class Run:
         for path in log_files(self.folder, ("run-*.wandb", "wandb/*/run-*.wandb")):
             file = WandbFile(path)
             for _ in file.read():
-                break  # the configuration comes first
+                break  # the configuration is first in the list
             if file.config:
                 file.config.pop("_wandb", None)
                 return file.config, []
         return {}, []
 
     def metrics(self, names: Sequence[str] | None = None, max_points: int = 1000) -> Metrics:
-        """Read curves; `MetricsReader(run.folder)` reads those of a run that grows again and again."""
+        """Read curves. For a run that grows, `MetricsReader(run.folder)` reads only what is new."""
         return MetricsReader(self.folder, names, max_points).read()
 
     def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ class Run:
     def logs(self) -> list[Path]:
         """List its files of printed output: the one that was written last first, empty ones at the end.
 
-        They are the launcher's where `log_dir` is the run folder, W&B's, and `*.log`.
+        They are the launcher's files if `log_dir` is the run folder, W&B's, and `*.log`.
         """
         found = {path for pattern in _LOGS for path in self.folder.glob(pattern)}
         return sorted((path for path in found if own(path, self.folder)), key=_written, reverse=True)
@@ -132,7 +132,7 @@ class Run:
 def _written(path: Path) -> tuple[bool, float, str]:
     try:
         said = path.stat()
-    except OSError:  # the folder was deleted meanwhile
+    except OSError:  # the folder was deleted in the meantime
         return False, 0.0, str(path)
     return said.st_size > 0, said.st_mtime, str(path)
 
@@ -172,7 +172,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
 
 
 def tail(path: Path, lines: int = 50) -> str:
-    """Read the last lines of a file of text, fit for a terminal; where it cannot be read, why."""
+    """Read the last lines of a text file, fit for a terminal; if it cannot be read, return the reason."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -180,13 +180,13 @@ def tail(path: Path, lines: int = 50) -> str:
             text = (file.read(_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
-    # Keep the end of a line: a bar is drawn over itself.
+    # Keep the part after the last carriage return: a progress bar overwrites its own line.
     shown = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
     return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
 
 
 def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
-    """Yield each run folder at a folder and so many folders below it, with its stamp."""
+    """Yield each run folder at a folder and up to `depth` folders below it, with its stamp."""
     folders: list[str] = []
     seen: dict[str, os.stat_result] = {}
     try:
@@ -197,17 +197,17 @@ def below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
                     seen[entry.name] = entry.stat(follow_symlinks=False)
                 if is_folder and not entry.name.startswith("."):
                     folders.append(entry.name)
-    except OSError:  # the folder was deleted, or is not ours to read
+    except OSError:  # the folder was deleted, or this user may not read it
         return
     if STATUS in seen or HPARAMS in seen or any(map(_IS_LOG, seen)):
         yield folder, tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in seen.items()))
-    if STATUS not in seen and depth:  # folders inside a run belong to it
+    if STATUS not in seen and depth:  # folders inside a run belong to that run
         for name in folders:
             yield from below(folder / name, depth - 1)
 
 
 def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -> Run:
-    """Make the record of a run below `root`; reuse an earlier one with the same stamp, unless the run went on."""
+    """Make the record of a run below `root`; reuse an earlier record with the same stamp if the run has ended."""
     live = before is not None and before.status.state in ("running", "starting")
     if before is not None and before.stamp == stamp and not live:
         return before
@@ -215,10 +215,10 @@ def look_at(folder: Path, root: Path, stamp: Stamp, before: Run | None = None) -
 
 
 def path_below(folder: Path, root: Path) -> str:
-    """Return the path of a run folder from the one that was searched, fit for a terminal."""
+    """Return the path of a run folder relative to the searched folder, fit for a terminal."""
     return clean(folder.name if folder == root else str(folder.relative_to(root)), "")
 
 
 def updated(stamp: Stamp) -> float:
-    """Return when the newest file of a run was changed; a new name or note is no change of the run."""
+    """Return when the newest file of a run was changed; a change of its name or note does not count."""
     return max((time_ns for name, time_ns, _ in stamp if name != LABEL), default=0) / 1e9

@@ -1,4 +1,4 @@
-"""What a person calls a run: its name, tags, note, and whether it is archived, in `label.json` of the run's folder."""
+"""The label that a person gives a run: name, tags, note, and whether it is archived, in `label.json` of its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.utils.atomic import replace
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
 FILE = "label.json"
-# Most characters of a name, a note and a tag, and most tags of a run.
+# Limits: characters of a name, characters of a note, characters of a tag, and tags of a run.
 MOST_NAME, MOST_NOTE, MOST_TAG, MOST_TAGS = 200, 4000, 64, 32
 
 
@@ -44,7 +44,7 @@ class Label:
 
 
 def label_of(said: Any) -> Label:
-    """Make a label from JSON values, which may be a stranger's: drop values of other kinds, and cut long ones.
+    """Make a label from untrusted JSON values: drop values of wrong types, and cut long ones.
 
     Example:
         >>> label_of({"name": "base\\x1b[2J", "tags": ["good", 3], "archived": 1})
@@ -65,7 +65,7 @@ def _text(value: Any, most: int, kept: str = "") -> str:
 
 
 def read_label(folder: Path) -> Label:
-    """Read the label of a run; an empty one where there is none that can be read."""
+    """Read the label of a run; an empty label if there is none that can be read."""
     path = folder / FILE
     with suppress(OSError, ValueError):
         if own(path, folder):
@@ -74,7 +74,7 @@ def read_label(folder: Path) -> Label:
 
 
 def write_label(folder: Path, label: Label) -> None:
-    """Replace the label of a run at one instant.
+    """Replace the label of a run in one step.
 
     Args:
         folder: the run folder.

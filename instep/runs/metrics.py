@@ -1,4 +1,4 @@
-"""Curves of a run, downsampled while they are read: a million points take the memory of those that are shown."""
+"""Curves of a run, downsampled while they are read: only the points that are shown stay in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instep.health.run_status import NAME as STATUS
 from instep.loggers.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
 from instep.runs.status import own
 
-MOST_NAMES = 2000  # most names that are read of a run where none are asked for
+MOST_NAMES = 2000  # most metrics of a run that are read if no names are given
 _OF_RANK = re.compile(r"rank-\d+").fullmatch
 _Point = tuple[float, float, float | None]  # step, value, time
-# Kinds of files, exact numbers first: TensorBoard keeps float32.
+# Kinds of files; those with exact numbers first, since TensorBoard keeps float32.
 _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (
     ("jsonl", JSONLinesFile, ("metrics.jsonl", "rank-*/metrics.jsonl")),
     ("csv", CSVFile, ("metrics.csv", "rank-*/metrics.csv")),
@@ -72,12 +72,12 @@ class Metrics:
 
 
 class _Buckets:
-    """A curve while it is read: buckets of equally many points, each with its least and greatest."""
+    """A curve while it is read: buckets with equal numbers of points, each with its least and greatest point."""
 
     def __init__(self, most: int) -> None:
         self._most = max(1, (most - 2) // 2)
-        self._width = 2  # points of a bucket; both of two points are kept, so that a short curve is whole
-        self._buckets: list[list] = []  # for each bucket the number of its points, the least and the greatest
+        self._width = 2  # points of a bucket; it keeps both of two points, so a short curve is whole
+        self._buckets: list[list] = []  # each bucket: the number of its points, the least and the greatest point
         self.count = self.not_finite = 0
         self.first: _Point | None = None
         self.last: _Point = (0.0, math.nan, None)
@@ -120,7 +120,7 @@ class _Buckets:
         ]
 
     def forget(self, step: float) -> None:
-        """Drop the points from a step on; a bucket that the step cuts keeps its earlier points."""
+        """Drop the points from a step on; a bucket around that step keeps its earlier points."""
         before = self.points(False)
         if self.last[0] >= step:
             kept = [point for point in before if point[0] < step]
@@ -159,7 +159,7 @@ class _Buckets:
 
 
 class MetricsReader:
-    """Reader of the metrics of a run that may still grow. Each `read` reads only what was added since the one before.
+    """Reader of the metrics of a run that may still grow; each `read` reads only what was added since the last one.
 
     Args:
         folder: the run folder.
@@ -236,7 +236,7 @@ class MetricsReader:
 
 
 def _age(path: Path) -> list[str]:
-    """Return the key that sorts the files of a logger by age: the numbers in their names."""
+    """Return the sort key that puts the files of a logger in order of age: the numbers in their names."""
     return [part.rjust(20, "0") if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
@@ -244,7 +244,7 @@ _ALL = tuple(pattern for *_, patterns in _KINDS for pattern in patterns)
 
 
 def log_files(folder: Path, patterns: Iterable[str] = _ALL) -> list[Path]:
-    """List the loggers' files in a run folder, not in checkpoints, in other runs or behind links."""
-    is_run = os.path.lexists(folder / STATUS)  # folders below one that is no run may be runs of their own
+    """List the loggers' files in a run folder, but not in checkpoints, in other runs or behind links."""
+    is_run = os.path.lexists(folder / STATUS)  # folders below a folder that is not a run may be runs themselves
     found = sorted(path for pattern in patterns if is_run or "/" not in pattern for path in folder.glob(pattern))
     return [path for path in found if own(path, folder) and "checkpoints" not in path.relative_to(folder).parts]

@@ -1,4 +1,4 @@
-"""Names of runs that nobody has named: what differs from the runs beside them."""
+"""Names for runs that nobody has named: the settings that differ from the runs in the same folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OPTION = re.compile(r"(?:--?)?([A-Za-z_][\w./-]{0,63})=(.{0,200})", re.DOTALL)
 def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
     """Name runs: by their given name, their folder's own name, or the settings that differ from their neighbors'.
 
-    Its neighbours are the runs in the same folder. One without any is called as the next folder above that has a name
-    of its own. Where nothing differs, the program and its start are the name. Of several with one name each gets the
-    number of its folder too.
+    Neighbors are the runs in the same folder. A run without neighbors gets the name of the next folder above that has a
+    name of its own. If no setting differs, the name is the program and its start. If several runs would have the same
+    name, the number of the folder is added to each.
 
     Args:
         runs: with their hyperparameters.
@@ -42,7 +42,7 @@ def call(runs: Sequence[tuple[Run, Params]]) -> list[str]:
 
 
 def differing(all_params: Sequence[Params]) -> list[str]:
-    """List the hyperparameters that are not the same in all runs, in the order of the first run that has them."""
+    """List the hyperparameters that differ between runs, in the order of the first run that has them."""
     keys = dict.fromkeys(key for params in all_params for key in params)
     missing = object()
     return [key for key in keys if len({repr(params.get(key, missing)) for params in all_params}) > 1]
@@ -62,7 +62,7 @@ def value(of: Any) -> str:
 
 
 def short(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a hyperparameter's name, if no other name ends so.
+    """Return the last part of a hyperparameter's name, if no other name ends with the same part.
 
     Example:
         >>> keys = ["model/width", "lr", "a/size", "b/size"]
@@ -75,7 +75,7 @@ def short(key: str, keys: Sequence[str]) -> str:
 
 
 def options_of(command: Any) -> dict[str, bool | int | float | str]:
-    """Read the options of a command, which tell runs apart whose modules keep no hyperparameters.
+    """Read the options of a command; they distinguish runs whose modules keep no hyperparameters.
 
     Example:
         >>> options_of(["python", "train.py", "--lr", "0.1", "--fast", "model.width=8"])
@@ -111,7 +111,7 @@ def _name(run: Run, params: Params, differ: Sequence[str], alone: bool) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the nearest folder above a run that is neither numbered nor has the usual name of such folders."""
+    """Return the nearest folder above a run that has a name of its own: not a number, and not a usual name."""
     above = (name for name in reversed(folder.parts[1:-1]) if number_of(name) is None)
     return clean(next((name for name in above if name not in (RUNS, "lightning_logs")), ""), "")
 

@@ -1,4 +1,4 @@
-"""How long each rank of a run works in a step, as rank 0 last kept it."""
+"""How long each rank of a run works in a step, as rank 0 last saved it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Paces:
 
 
 def read_paces(folder: Path) -> Paces:
-    """Read the paces of a run folder; empty where there are none that can be read."""
+    """Read the paces of a run folder; empty if there are none that can be read."""
     path = folder / PACES_FILE
     try:
         if not own(path, folder):

@@ -1,4 +1,4 @@
-"""Whether a run goes on, and how and why it ended."""
+"""Whether a run is still going on, and how and why it ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instep.health.run_status import NAME as STATUS
 from instep.utils.process_id import is_gone, state_of
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
-SILENT_S = 60.0  # seconds: a lease is renewed every 5 s, and the clocks of two hosts differ
+SILENT_S = 60.0  # seconds; a lease is renewed every 5 s, and the clocks of two hosts differ
 MOST_RANKS = 1000
 STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
 _BY_RANK = re.compile(r"rank (\d{1,7})(?: \(host [^)]*\))?: (.*)", re.DOTALL)
@@ -82,7 +82,7 @@ def _failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lease(folder: Path) -> tuple[dict[str, Any], float]:
-    """Read the newest lease of a run's checkpoints, and when it was renewed; empty where there is none."""
+    """Read the newest lease of a run's checkpoints, and when it was renewed; empty if there is none."""
     path = max((folder / "checkpoints").glob(".lease-*"), key=lambda path: path.name, default=None)
     if path is not None:
         with suppress(OSError):
@@ -91,10 +91,10 @@ def _lease(folder: Path) -> tuple[dict[str, Any], float]:
 
 
 def _silence(folder: Path, said: dict[str, Any]) -> str:
-    """Return why a run that claims to be running is dead; "" if it lives."""
+    """Return why a run whose status says "running" is dead; "" if it is alive."""
     lease, beat = _lease(folder)
     if lease.get("run_id") != said.get("run_id") or lease.get("released"):
-        lease = {}  # the lease is an earlier run's
+        lease = {}  # the lease belongs to an earlier run
     pid, host = _count(said, "pid"), _text(said, "host")
     gone = is_gone(str(said.get("process") or lease.get("owner")))
     if gone is None and not lease and host == socket.gethostname() and pid:
@@ -110,7 +110,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
 
 
 def own(path: Path, folder: Path) -> bool:
-    """Return whether a path below a run folder is really inside it: no folder on the way is a link."""
+    """Return whether a path below a run folder is really inside it: no folder on the path is a link."""
     while path not in (folder, path.parent):
         if os.path.islink(path):
             return False
@@ -126,7 +126,7 @@ def _object(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _tidy(value: Any) -> Any:
-    """Remove control characters of a terminal from the texts of a JSON value."""
+    """Remove a terminal's control characters from the texts in a JSON value."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

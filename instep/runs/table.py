@@ -1,4 +1,4 @@
-"""A sweep as a table: which columns, in which order, which run is best, and how it fits a terminal."""
+"""A sweep as a table: its columns and their order, the best run, and the layout on a terminal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from instep.utils.untrusted_files import clean
 
 MARK = "\u200e"
 """Sign without a width after which a line goes on from left to right."""
-_GAP, _LEAST = 2, 10  # blanks between columns, and the least width to which a text is cut
-_LONG = 100  # characters of a text where nothing limits the width
-_ALWAYS = 2  # rank of the columns for which a name is cut: the state and a best value
-_FEW = 8  # runs whose end is told below the table
+_GAP, _LEAST = 2, 10  # blanks between columns, and the smallest width to which a text is cut
+_LONG = 100  # most characters of a text if nothing else limits the width
+_ALWAYS = 2  # rank of the state and of a best value; these columns stay even if the name must be cut
+_FEW = 8  # runs whose end is described below the table
 _UP = ("acc", "auc", "f1", "bleu", "rouge", "dice", "iou", "precision", "recall", "score", "reward", "r2", "map")
 _FACTS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: entry.name,
@@ -42,7 +42,7 @@ _SAID = ("state", "step", "epoch", "note", "why")
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric of a table, and which of its values is the best one.
+    """Metric of a table, and whether its least or its greatest value is best.
 
     Args:
         name: of the metric.
@@ -54,11 +54,11 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """Header of its best value."""
+        """Header of the column with its best value."""
         return "greatest" if self.greatest else "least"
 
     def best(self, entry: Entry) -> tuple[float, float] | None:
-        """Return the best value of a run and its step; None if it has none, or ended with nan or infinity."""
+        """Return the best value of a run and its step; None if there is none, or the run ended with nan or infinity."""
         ends = entry.ends.get(self.name)
         if ends is None or not math.isfinite(ends.last):
             return None
@@ -85,7 +85,7 @@ def metric_of(word: str) -> Metric:
 
 
 def usual_metric(entries: Sequence[Entry]) -> Metric | None:
-    """Choose the metric that tells runs apart: what checkpoints were ranked by, else a loss, of validation first."""
+    """Choose the metric to compare runs by: the one that ranked checkpoints, else a loss, of validation first."""
     monitors = Counter(entry.monitor for entry in entries if entry.monitor in entry.ends)
     if monitors:
         return metric_of(monitors.most_common(1)[0][0])
@@ -161,7 +161,7 @@ class Table:
         return cls(chosen, naming.differing([entry.params for entry in chosen]), by_sort or ([usual] if usual else []))
 
     def csv(self) -> str:
-        """Write the whole table for a spreadsheet; a text that it would read as a formula begins with an apostrophe."""
+        """Write the whole table for a spreadsheet; a text that it would read as a formula gets an apostrophe."""
         heads = [
             title
             for metric in self.metrics
@@ -190,7 +190,7 @@ class Table:
             Column("run", [entry.name for entry in entries], rank=0, cut=True),
             Column("state", self._facts("state"), rank=1),
         ]
-        # True if the names already say it.
+        # True if the names already give these settings.
         said = all(not entry.run.label.name and "=" in entry.name for entry in entries)
         for place, key in enumerate(self.params):
             cells = [naming.value(entry.params[key]) if key in entry.params else "" for entry in entries]
@@ -228,7 +228,7 @@ class Table:
         ]
 
     def summary(self, told: bool, gone: Sequence[str] = ()) -> list[str]:
-        """Sum up in sentences: how many runs are how, which is the best and by how much, and what went wrong.
+        """Summarize: how many runs are in each state, which run is best and by how much, and what went wrong.
 
         Args:
             told: the table has whole reasons already.
@@ -288,7 +288,7 @@ def search(entries: Iterable[Entry], text: str, state: str = "all") -> list[Run]
 
 
 def value_of(entry: Entry, name: str) -> Any:
-    """Return a fact, a hyperparameter or the last value of a metric of a run; None where it has none."""
+    """Return a fact, a hyperparameter or the last value of a metric of a run; None if it has none."""
     if name in _FACTS:
         return _FACTS[name](entry)
     if name in entry.params:
@@ -330,7 +330,7 @@ def value_is_plain(name: str, entries: Sequence[Entry]) -> bool:
 
 
 def width_of(text: str) -> int:
-    """Return the cells of a terminal that a text takes: two for a Chinese character, none for a combining accent."""
+    """Return the cells that a text takes on a terminal: two for a Chinese character, none for a combining accent."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len  # late: few tables have such texts
@@ -339,7 +339,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text to a width, with an ellipsis, between two words if the first one fits.
+    """Cut a text to a width and add an ellipsis; cut between two words if the first word fits.
 
     Example:
         >>> cut("RuntimeError: out of memory", 20), cut("baseline", 5)
@@ -354,9 +354,9 @@ def cut(text: str, width: int) -> str:
 
 
 def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str], bool]:
-    """Lay out a table, one line for each run, within a width.
+    """Lay out a table within a width, one line for each run.
 
-    Where there is no room, columns are left out by their rank, then texts are cut, the names last.
+    If there is not enough room, columns are left out by their rank; then texts are cut, the names last.
 
     Args:
         columns: what there is, the name first.
@@ -371,7 +371,7 @@ def fit(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[s
     else:
         always = [column.width + _GAP for column in kept if column.rank <= _ALWAYS]
         if len(always) > 2 and sum(always) - _GAP > width >= sum(always) - always[1] - _GAP:
-            del kept[1]  # without its state, which the lines below the table have too, each name is whole
+            del kept[1]  # without the state column each name fits; the lines below the table give the states too
         while len(kept) > 1 and _needed(kept) > width:
             kept.remove(max(kept, key=lambda column: column.rank))
         widths = [min(size, width) for size in _least(kept)]

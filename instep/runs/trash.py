@@ -1,7 +1,7 @@
-"""Removing runs: into a trash on the same file system, which only `empty` empties.
+"""Removing runs: into a trash on the same file system, which only `empty` deletes.
 
-A run is moved by one rename of its folder, under its lease. A link in it is moved as a link: nothing that stands
-outside of the run's folder is opened, moved or deleted.
+A run is moved by one rename of its folder, under its lease. A link in the folder is moved as a link: nothing outside of
+the run's folder is opened, moved or deleted.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def remove(folder: Path) -> Path:
         if own(saved, folder) and saved.is_dir():
             from instep.checkpoint.lease import Lease  # late: loads torch
 
-            # The run's own id: if the run is put back, it held the folder last.
+            # Take the lease under the run's own id, so that the run is the last holder of the folder if it is put back.
             run_id = (read_status(folder) or {}).get("run_id")
             lease = Lease.take(saved, str(run_id))
             stack.callback(lease.release)
-        check_removable(folder)  # the run may have begun meanwhile
+        check_removable(folder)  # checked again, since the run may have started in the meantime
         trash = folder.parent / _trash_name()
         trash.mkdir(mode=0o700, exist_ok=True)
         if not _is_trash(trash):
@@ -121,7 +121,7 @@ def empty(removed: Path) -> None:
 
 
 def _trash_name() -> str:
-    return f".instep_trash-{os.geteuid()}"  # each user has a trash of his own: nobody could write to another user's
+    return f".instep_trash-{os.geteuid()}"  # one trash for each user, since nobody could write to another user's trash
 
 
 def _is_trash(path: Path) -> bool:

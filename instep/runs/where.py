@@ -1,4 +1,4 @@
-"""Conditions on runs, such as `lr<0.1 and state=finished`: read by a parser of our own, never run as code."""
+"""Conditions on runs, such as `lr<0.1 and state=finished`; this module parses them, and never runs them as code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse(text: str) -> Condition:
 
 
 def names_in(text: str) -> list[str]:
-    """List the names that a condition asks for."""
+    """List the names in a condition."""
     tokens = _Parser(text).tokens
     return [name for (_, name), (kind, _) in pairwise(tokens) if kind == "sign"]
 
@@ -70,7 +70,7 @@ class _Parser:
         return UsageError(f"--where {self.text[:80]!r}: {got} is not expected after {before[-40:]!r}; {_EXPECTED}")
 
     def _next(self, kind: str, *texts: str) -> str | None:
-        """Take the next token if it is of a kind and, where texts are given, one of them."""
+        """Take the next token if it is of a kind and, if texts are given, is one of them."""
         if self.at < len(self.tokens):
             found, text = self.tokens[self.at]
             if found == kind and (not texts or text.lower() in texts):

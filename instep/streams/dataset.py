@@ -25,8 +25,8 @@ from instep.utils.checks import at_least, choice, is_int, wrong
 from instep.utils.warn import warn_user
 
 _OPEN_SHARDS = 16
-_WORKERS = 64  # most workers; each counts by itself the samples that it left out
-_NAMED = 255  # most samples that were left out whose index a worker keeps
+_WORKERS = 64  # most workers; each has its own counter of the samples that it left out
+_NAMED = 255  # most left-out samples whose index a worker keeps
 
 
 class StreamDataset(Dataset[Any]):
@@ -34,17 +34,17 @@ class StreamDataset(Dataset[Any]):
 
     The records are numbered through all files. So a `DataLoader(stream, shuffle=True)` that the Trainer or the
     Accelerator gets is divided over ranks and workers exactly, and resumes in O(1) at another number of both. Its order
-    is a pure function of (seed, epoch): the files in a drawn sequence, and the records that follow each other then
-    shuffled within windows of `window`. It takes no memory, however many records there are. With shuffle=False the
-    records come as they lie.
+    is a pure function of (seed, epoch): the files come in a random sequence, and `window` records in a row are shuffled
+    among themselves. The order takes no memory, however many records there are. With shuffle=False the records come in
+    the order of the files.
 
     The number of records of each file, and the place of each record, are found once and kept in `cache`, by path, size
-    and time of change. Files may be appended to the list of `shards` while a run is stopped: the epoch that was begun
-    ends with those that it had, and the next one has all.
+    and time of change. While a run is stopped, files may be appended to the list of `shards`: the interrupted epoch
+    ends with its old files, and the next epoch has all files.
 
-    Where each process reads: a record of JSONL, text and tar is one read at its place; of Parquet the row groups that
-    were used last are kept decoded, up to `keep_bytes`. Choose a `window` that spans few row groups, or `keep_bytes`
-    of at least the row groups of one window, or they are decoded again and again.
+    How each process reads: a record of JSONL, text or tar takes one read at its place. For Parquet, the row groups that
+    were used last stay decoded, up to `keep_bytes`. Choose a `window` that spans few row groups, or a `keep_bytes` that
+    holds the row groups of one window; otherwise row groups are decoded again and again.
 
     Args:
         shards: paths or URLs of the files; one with `*` stands for the sorted files that fit it. JSONL, Parquet, Arrow
@@ -125,7 +125,8 @@ class StreamDataset(Dataset[Any]):
         self.counts = np.asarray(self._index.counts(self.shards, counts), dtype=np.int64)
         self._ends = np.cumsum(self.counts)
         self._length = int(self._ends[-1])
-        self._used: tuple[int, int] | None = None  # an epoch and the number of files that it used, if that is not all
+        # an epoch and the number of files that it used; None if it used all files
+        self._used: tuple[int, int] | None = None
         self._left_out = None
         if on_bad_sample == "skip":
             self._left_out = torch.zeros(_WORKERS, 1 + _NAMED, dtype=torch.int64).share_memory_()
@@ -149,7 +150,7 @@ class StreamDataset(Dataset[Any]):
         return self._samples([index], skip=False)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of a batch, in the order of the indices; the files are read as the records lie."""
+        """Return the samples of a batch, in the order of the indices; records are read in the order of their files."""
         return self._samples(indices, skip=self.on_bad_sample == "skip")
 
     def _checked(self, indices: Sequence[int]) -> Array:
@@ -183,7 +184,7 @@ class StreamDataset(Dataset[Any]):
         return [sample for place, sample in enumerate(found) if place not in bad] if bad else found
 
     def _records(self, indices: Array) -> Iterator[tuple[list[int], list[Any]]]:
-        """Yield the records of each file in the file's order, and their places in `indices`."""
+        """Yield the records of each file in the file's order, with their positions in `indices`."""
         order = indices.argsort(kind="stable")
         ordered = indices[order]
         shards = self._ends.searchsorted(ordered, side="right")
@@ -240,7 +241,7 @@ class StreamDataset(Dataset[Any]):
         return sum(number for number, _ in found), [self.describe_sample(index) for index in places]
 
     def describe_sample(self, index: int) -> str:
-        """Return the file of a sample and its place there, for a message."""
+        """Return the file of a sample and its place in the file, for a message."""
         index = int(self._checked([index])[0])
         shard = int(np.searchsorted(self._ends, index, side="right"))
         row = int(index - self._ends[shard] + self.counts[shard])
@@ -265,7 +266,7 @@ class StreamDataset(Dataset[Any]):
         return np.concatenate(parts)
 
     def _all(self, shard: int) -> Iterator[Any]:
-        """Yield all records of a file; of a table only the column of the length."""
+        """Yield all records of a file; of a table, only the column of the length."""
         count = int(self.counts[shard])
         with closing(self._index.open(self.shards[shard], count, Kept(0), [str(self.length)])) as reader:
             for start in range(0, count, 1024):
@@ -275,7 +276,7 @@ class StreamDataset(Dataset[Any]):
                         raise self._bad(int(self._ends[shard] - count) + row, record)
                     yield record
 
-    # ---- what instep's loader asks a data set with an order of its own
+    # ---- methods that instep's loader calls on a data set with its own order
 
     def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch: an object with `len` of which slices are lists."""
@@ -298,12 +299,12 @@ class StreamDataset(Dataset[Any]):
         return self._used[1] if self._used is not None and self._used[0] == epoch else len(self.shards)
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what an order depends on besides its seed, for a checkpoint."""
+        """Return what the order depends on besides its seed, for a checkpoint."""
         files = self._files(epoch)
         return {"files": files, "digest": self._digest(files), "window": self.window, "bucket": self.bucket}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Continue an epoch that was begun with the files of `mark`.
+        """Continue an interrupted epoch with the files of `mark`.
 
         Raises:
             DataError: the files are not those, with others after them at most.

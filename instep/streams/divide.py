@@ -1,15 +1,16 @@
-"""A stream that several readers read alike, divided over them as one common order.
+"""A stream that several readers read in the same order, divided among them.
 
-A reader is one loader worker of one rank, or the rank itself where it has none. Each reads the whole stream, in blocks
-of a batch's samples, and gives only the blocks that are its own: torch puts the workers' batches together in turn, so
-rank r of n makes batch j of block j * n + r, with any number of workers. A position is a number of samples of the
-common order, for all ranks together, so it fits any number of ranks and workers.
+A reader is one loader worker of a rank, or the rank itself if it has no workers. Each reader reads the whole stream, in
+blocks of one batch, and yields only its own blocks. torch takes batches from the workers in turn, so batch j of rank r
+of n is block j * n + r, with any number of workers. A position is a number of samples of the common order, for all
+ranks together, so it fits any number of ranks and workers.
 
-Whether the readers read alike is known from their first samples, in the first pass: each keeps what it reads until
-then, and no sample is read twice. The main process asks its workers in shared memory, and then the other ranks.
+In the first pass, a comparison of the first samples shows whether the readers read the same samples. Each reader keeps
+these samples, so that no sample is read twice. The main process asks its workers in shared memory, and then the other
+ranks.
 
-Random numbers that the data set draws are seeded by block, alike for all readers: a data set that shuffles or augments
-by the global generators has the samples and the order of one process.
+Random numbers that the data set draws are seeded by block, in the same way for all readers. So a data set that shuffles
+or augments by the global generators gives the samples and the order of one process.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 from instep.utils.warn import warn_user
 
-# Samples that are read to see whether readers read alike, and if not, which ones they share.
+# First samples that are compared: to see whether readers read the same, and if not, to see which samples they share.
 AT_FIRST, COMPARED = 16, 256
-_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # seconds: a slow stream is compared by fewer samples
-_MOST_BYTES = 64 << 20  # most bytes of the samples that are kept meanwhile
-_SHARED = 20  # among so many samples, more than one in common is not by chance
+_PATIENCE_S = {AT_FIRST: 2.0, COMPARED: 5.0}  # seconds; of a slow stream fewer samples are compared
+_MOST_BYTES = 64 << 20  # most bytes of the samples that are kept until then
+_SHARED = 20  # with so many samples, more than one in common is no chance
 _QUIET_AFTER, _WATCH_EVERY = 3, 64  # the same limits as in `instep.data.stream`
 _LOOK_EVERY_S = 0.001
-_COSTS, _COSTS_S = 0.05, 1.0  # the part of a pass, and the seconds, from which the reading for others is told of
+# report the cost of reading for other ranks from this part of a pass and from this many seconds on
+_COSTS, _COSTS_S = 0.05, 1.0
 
 _COMMAND, _SEED, _SEED_LOW, _EPOCH, _CYCLE, _SKIP, _STRICT, _HEAD = range(8)
 _PHASE, _COUNT, _ENDED, _READ_NS, _OTHERS_NS, _DIGESTS = range(6)  # columns of a reader's row
-_WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands to the readers; one to read first samples is `_GO + n` for n samples
+_WAIT, _GIVE_UP, _GO = 0, 1, 2  # commands to the readers; `_GO + n` tells a reader to read n first samples
 _ASKED = (_WAIT, AT_FIRST, COMPARED)
 
 
 class Pattern(NamedTuple):
-    """The readers that read the same samples, and are divided.
+    """The readers that read the same samples, among which these are divided.
 
     Attributes:
         ranks: the ranks read alike.
@@ -68,7 +70,7 @@ class Pattern(NamedTuple):
 
     @property
     def common(self) -> bool:
-        """Whether all readers read one common order."""
+        """Whether all readers read in one common order."""
         return self.ranks and self.workers
 
 
@@ -83,7 +85,7 @@ _ORDER = tuple(PATTERNS.values())
 
 
 class _Board:
-    """Table by which a main process and its readers communicate; in shared memory if they are workers."""
+    """Table through which a main process and its readers communicate; in shared memory if the readers are workers."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -95,7 +97,7 @@ class _Board:
 
 
 class _Reader:
-    """One pass of a reader over the stream."""
+    """A reader's pass over the stream."""
 
     def __init__(self, owner: DividedDataset) -> None:
         self._owner = owner
@@ -103,17 +105,17 @@ class _Reader:
         self._in_main, self._worker = worker is None, 0 if worker is None else worker.id
         self.row = owner.board.rows[self._worker]
         self.is_open = self.ended = False
-        self.read = 0  # samples of the stream that were read so far
+        self.read = 0  # samples of the stream that this reader has read so far
         self.at = 0
         self._ahead: deque[Any] = deque()
         self._bytes = 0
         self._first_state: StateDict = {}
-        self._quiet: float = 0  # blocks in a row that drew no random numbers
+        self._quiet: float = 0  # consecutive blocks that drew no random numbers
 
     # ---- reading
 
     def open(self) -> None:
-        """Begin the stream, or continue at a state."""
+        """Start the stream, or continue it from a state."""
         owner, head = self._owner, self._owner.board.head.tolist()
         self.is_open = True
         self._place = head[_EPOCH], head[_CYCLE]
@@ -124,11 +126,12 @@ class _Reader:
             if owner.alone:
                 _utils.worker._worker_info = None  # pyright: ignore[reportPrivateImportUsage]
             set_epoch = getattr(owner.source, "set_epoch", None)
-            if callable(set_epoch):  # workers that persist have a data set of their own
+            if callable(set_epoch):  # a persistent worker has its own copy of the data set
                 set_epoch(head[_EPOCH])
         restored, owner.restored = owner.restored, None
         with self._seeded("start", 0):
-            torch.empty((), dtype=torch.int64).random_()  # drawn here, as a DataLoader does that is not divided
+            # draw one number, as the iterator of an undivided DataLoader does
+            torch.empty((), dtype=torch.int64).random_()
             inner = None if restored is None else restored["inner"]
             if inner is not None and isinstance(owner.source, Stateful):
                 owner.source.load_state_dict(copy.deepcopy(inner))
@@ -163,7 +166,8 @@ class _Reader:
         else:
             with self._seeded(number, self.read, watch=True):
                 items = list(islice(self._items, most))
-                # In the main process the state may be that of the pass before: then the pass begins again.
+                # In the main process the state may be that of the end of the last pass: then the pass starts from the
+                # beginning.
                 if not items and not self.read and self._in_main:
                     self._items = self._owner.iterate()
                     items = list(islice(self._items, most))
@@ -220,7 +224,7 @@ class _Reader:
                 return
 
     def _go_to(self, begin: int) -> None:
-        """Read and drop samples up to the place where the pass begins."""
+        """Read and drop samples up to the position where the pass begins."""
         unit, self.at = self._owner.unit, begin
         while (here := self.read - len(self._ahead)) < begin:
             if not self._next(min(unit - here % unit, begin - here)):
@@ -260,14 +264,14 @@ class _Reader:
         return command
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream, and the number of samples read up to it."""
+        """Return a state of the stream, and the number of samples that were read before it."""
         if self._ahead or self._stateful is None:
             return {**copy.deepcopy(self._first_state), "at": self.at}
         return {"read": self.read, "inner": copy.deepcopy(self._stateful.state_dict()), "at": self.at}
 
 
 class DividedDataset(IterableDataset[Any]):
-    """A reader's part of a stream; if nothing is divided, the data set that it wraps.
+    """A reader's part of a stream; if nothing is divided, the wrapped data set itself.
 
     Args:
         source: the user's data set, or a loader whose batches are the units.
@@ -284,7 +288,7 @@ class DividedDataset(IterableDataset[Any]):
         own = {"source": source, "unit": unit, "board": board, "shard": shard, "alone": alone, "restored": restored}
         self.__dict__.update(own, _dataset=source, reader=None, pattern=None, started=None)
 
-    if TYPE_CHECKING:  # `__init__` sets these past `__setattr__`
+    if TYPE_CHECKING:  # `__init__` sets these attributes without `__setattr__`
         source: Any
         unit: int
         board: _Board
@@ -300,7 +304,7 @@ class DividedDataset(IterableDataset[Any]):
         return type(self.source).__name__
 
     def iterate(self) -> Iterator[Any]:
-        """Iterate over the source again; a loader's workers do not touch signals."""
+        """Iterate over the source again; a loader's workers do not change signal handlers."""
         iterator, self.started = start_workers(self.source)
         return iterator
 
@@ -309,13 +313,13 @@ class DividedDataset(IterableDataset[Any]):
         return self.reader.units()
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream from which any rank can read on."""
+        """Return a state of the stream from which any rank can continue."""
         if self.reader is not None and self.reader.is_open:
             return self.reader.state_dict()
         return copy.deepcopy(self.restored) or {"read": 0, "inner": None, "at": 0}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Begin the next pass from a state."""
+        """Start the next pass from a state."""
         self.restored = copy.deepcopy(state)
 
     def __getattr__(self, name: str) -> Any:
@@ -367,30 +371,30 @@ class Division:
 
     @property
     def is_common(self) -> bool:
-        """Whether positions count in one order that all ranks and workers read alike; False until that is known."""
+        """Whether positions count in one order that all ranks and workers share; False until that is known."""
         return self.pattern is not None and self.pattern.common
 
     @property
     def name_of_pattern(self) -> str | None:
-        """Name of the pattern, for a state."""
+        """Name of the pattern, stored in a state."""
         return None if self.pattern is None else list(PATTERNS)[_ORDER.index(self.pattern)]
 
     @property
     def stateful(self) -> Stateful | None:
-        """Object whose state says more than a position: this one, or torchdata's loader; None if there is none."""
+        """Object whose state says more than a position: this object, or torchdata's loader; None if there is none."""
         if self.workers and not self.is_common:
             return self.loader if isinstance(self.loader, Stateful) else None
         asked = not self.workers or isinstance(self.loader, Stateful)
         return self if asked and isinstance(self._stream.source, Stateful) else None
 
     def state_dict(self) -> StateDict:
-        """Return a state of the stream at a place that no rank has passed, from the worker that has read most."""
+        """Return a state of the stream at a position that no rank has passed, from the worker that has read most."""
         if not self.workers:
             return self._stream.state_dict()
         return max(_states_in(self.loader.state_dict()), key=lambda state: state["read"], default={})
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the data set's state of an epoch's end."""
+        """Restore the data set's state at the end of an epoch."""
         inner = state_dict.get("inner")
         if inner is not None and not self.workers:
             self._stream.source.load_state_dict(copy.deepcopy(inner))
@@ -419,7 +423,7 @@ class Division:
         return self._timed(iterator) if self._is_timed else iterator
 
     def settle(self, begin: Callable[[Pattern], int], strict: bool, read: int) -> Pattern:
-        """Find out what is divided, if that is unknown, and let the readers begin. Collective in that case.
+        """Find out what is divided, if that is unknown, then let the readers start. Collective if it is unknown.
 
         Args:
             begin: returns the sample that the pass begins with: of the common order, or else of each reader's own.
@@ -474,7 +478,7 @@ class Division:
             )
 
     def _tell_of_reading(self, left: int) -> None:
-        self._first(AT_FIRST)  # a first reading shows how long it takes
+        self._first(AT_FIRST)  # this first reading shows how long reading takes
         timed = [(int(row[_READ_NS]), int(row[_COUNT])) for row in self._board.rows if row[_COUNT]]
         seconds = max((took / samples for took, samples in timed), default=0.0) * left / 1e9
         what = "samples" if self.loader is not self._stream else "batches"
@@ -499,8 +503,8 @@ class Division:
         return [_First(row[_DIGESTS : _DIGESTS + int(row[_COUNT])].tolist(), bool(row[_ENDED])) for row in rows]
 
     def _check_workers(self) -> None:
-        """Raise the error of a worker that failed before it had read anything."""
-        if not self.started._data_queue.empty():  # no batch was given yet, so one that waits is an error
+        """Raise the error of a worker that failed before it read anything."""
+        if not self.started._data_queue.empty():  # no batch was requested yet, so what waits in the queue is an error
             self.give_up()
             for _ in self._iterator:
                 pass
@@ -553,7 +557,7 @@ class Division:
 
 
 class _First(NamedTuple):
-    """Digests of a reader's first samples, and whether the stream ended with them."""
+    """Digests of a reader's first samples, and whether the stream ended after them."""
 
     digests: list[int]
     ended: bool
@@ -568,7 +572,8 @@ def gives_samples(loader: Any) -> bool:
 def by_shards(loader: Any, shard: DataShard) -> Any | None:
     """Return a loader over a rank's share of files in a Hugging Face stream; None for any other data.
 
-    No rank reads more than it uses then, but what each has read is its own: it fits this number of ranks only.
+    Each rank then reads only what it uses. But positions belong to each rank's own share, so they fit this number of
+    ranks only.
     """
     dataset: Any = loader.dataset if gives_samples(loader) else None
     if not type(dataset).__module__.startswith("datasets.") or getattr(dataset, "_distributed", None) is not None:
@@ -581,7 +586,7 @@ def by_shards(loader: Any, shard: DataShard) -> Any | None:
 
 
 def _alike(readers: Sequence[_First]) -> bool:
-    """Return whether readers begin with the same samples, up to the shortest."""
+    """Return whether readers start with the same samples, up to the shortest reader."""
     shortest, longest = (of(len(one.digests) for one in readers) for of in (min, max))
     ends = any(one.ended and len(one.digests) < longest for one in readers)
     heads = {tuple(one.digests[:shortest]) for one in readers}
@@ -589,13 +594,13 @@ def _alike(readers: Sequence[_First]) -> bool:
 
 
 def _apart(readers: Sequence[_First]) -> bool:
-    """Return whether any two readers have no samples in common, except chance repetitions in the data."""
+    """Return whether no two readers share samples, apart from chance repetitions in the data."""
     sets = [set(one.digests) for one in readers]
     return all(_SHARED * len(one & other) <= min(len(one), len(other)) for one, other in combinations(sets, 2))
 
 
 def _states_in(state: Any) -> Iterator[StateDict]:
-    """Find the readers' states in one of torchdata's."""
+    """Find the readers' states inside a state of torchdata."""
     if isinstance(state, dict):
         if state.keys() == {"read", "inner", "at"}:
             yield state

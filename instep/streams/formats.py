@@ -1,7 +1,7 @@
-"""Readers of one shard each: how many records it has, where each lies, and the records at some places.
+"""Readers of one shard each: the number of its records, where each record is, and the records at given places.
 
-Shards are a stranger's. Nothing in them is code or a path that is followed, each record has a limit of bytes, and what
-cannot be read becomes a `BadRecord` of that one record.
+Shards are not trusted. Nothing in them is run as code or followed as a path, each record has a limit of bytes, and a
+record that cannot be read becomes a `BadRecord`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import numpy as np
 from instep.utils.imports import require
 from instep.utils.untrusted_files import open_regular
 
-_SCANNED_BYTES = 8 * 2**20  # bytes that are read at once from a file of lines
-_AHEAD_BYTES = 4 * 2**20  # bytes that the system is asked to read around a record
-_PIECE_BYTES = 2**20  # bytes that are read at once from a column of a Parquet file
+_SCANNED_BYTES = 8 * 2**20  # bytes that one read takes from a file of lines
+_AHEAD_BYTES = 4 * 2**20  # bytes around a record that the system is asked to read ahead
+_PIECE_BYTES = 2**20  # bytes that one read takes from a column of a Parquet file
 _BLOCK = 512  # bytes of a block in a tar file
-_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # types of members that are a name and its content
-_TURNS = 16  # of all kept groups, after which one that none of them asked for is past: by chance 1 in 10 million
-_GROUP_BYTES = 2**31 - 1  # most bytes of a group of rows: what one array of texts can hold
+_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)  # types of members that are a plain file
+# after this many turns over all kept groups a group that was not requested is dropped: wrong by chance 1 in 10 million
+_TURNS = 16
+_GROUP_BYTES = 2**31 - 1  # most bytes of a row group, since one array of texts can hold no more
 
 Array = np.ndarray[Any, Any]
 
@@ -48,12 +49,12 @@ class Reader(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
-        # Closes a reader that nobody closes, such as one of a worker that ends.
+        # Closes a reader that nobody closes, such as that of a worker that ends.
         weakref.finalize(self, self._file.close)
 
     @abstractmethod
     def read(self, rows: Sequence[int]) -> list[Any]:
-        """Read the records of ascending numbers; a record that cannot be read is a `BadRecord`."""
+        """Read the records with these ascending numbers; a record that cannot be read is a `BadRecord`."""
 
     @abstractmethod
     def place(self, row: int) -> str:
@@ -65,7 +66,7 @@ class Reader(ABC):
 
 
 class Ranges(Reader):
-    """Records that follow each other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
+    """Records one behind the other: record i is the bytes from `starts[i]` to `starts[i + 1]`.
 
     Args:
         path: of the file on this machine.
@@ -100,7 +101,7 @@ class Ranges(Reader):
         return raw[:before], raw[before:]
 
     def _read_ahead(self, part: int) -> None:
-        """Ask the system to load the part of the file with a record, and the next: a window's records are near."""
+        """Ask the system to load the part of the file with a record and the next part, since a window is near."""
         if part in self._advised or not hasattr(os, "posix_fadvise"):
             return
         self._advised.add(part)
@@ -164,8 +165,8 @@ class JsonLines(Text):
 class Tar(Ranges):
     """Groups of files in a tar archive, as in WebDataset: neighboring members with one base name.
 
-    A record is a dict: `__key__`, the name up to the first dot of its last part, and the content of each member by
-    what comes after that dot. Folders, links and devices are left out; nothing is unpacked.
+    A record is a dict: `__key__`, the name up to the first dot of its last part, and the content of each member by what
+    comes after that dot. Folders, links and devices are left out; nothing is written to the disk.
     """
 
     @classmethod
@@ -205,7 +206,7 @@ class Tar(Ranges):
 
 
 def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Split the bytes of some members; by tarfile itself if one is no plain file."""
+    """Split the bytes of some members; if one is not a plain file, tarfile does it."""
     at, plain = 0, []
     while at + _BLOCK <= len(raw):
         member = tarfile.TarInfo.frombuf(raw[at : at + _BLOCK], "utf-8", "surrogateescape")
@@ -221,7 +222,7 @@ def _members(raw: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Return the base name and the rest of a member's name; None for a member of no record.
+    """Return the base name and the rest of a member's name; None for a member that belongs to no record.
 
     Raises:
         tarfile.ReadError: it is a sparse file, or its name leads out of the folder.
@@ -238,9 +239,10 @@ def _key_of(member: tarfile.TarInfo) -> tuple[str, str] | None:
 
 
 class Table(Reader):
-    """Rows of a table that is read group by group; the last groups are kept, up to some bytes.
+    """Rows of a table that is read group by group; the groups that were read last are kept, up to some bytes.
 
-    A record is a dict of its columns. Numbers in a list become a numpy array, all else what pyarrow makes of it.
+    A record is a dict of its columns. A list of numbers becomes a numpy array; any other value is what pyarrow converts
+    it to.
 
     Args:
         path: of the file on this machine.
@@ -248,7 +250,7 @@ class Table(Reader):
         columns: those that are read; None: all.
     """
 
-    bounds: Array  # number of the first row of each group, and of all rows
+    bounds: Array  # number of the first row of each group; last, the number of all rows
 
     @abstractmethod
     def load(self, number: int) -> Any:
@@ -283,7 +285,7 @@ class Table(Reader):
         return found
 
     def _one_by_one(self, group: Group, rows: list[int]) -> Iterator[Any]:
-        """Yield the rows of a group in which some cannot be read."""
+        """Yield the rows of a group of which some rows cannot be read."""
         for row in rows:
             try:
                 yield group.read([row])[0]
@@ -305,7 +307,7 @@ class Parquet(Table):
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(path, *rest)
         parquet = require("pyarrow.parquet", extra="data", purpose=f"reading {path.name}")
-        # not self._file: each read of it would go through Python; read in pieces, which stay in the processor's cache
+        # not self._file, since each read of it would go through Python; small pieces stay in the processor's cache
         self._table = parquet.ParquetFile(str(path), pre_buffer=False, buffer_size=_PIECE_BYTES)
         facts = self._table.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
@@ -343,7 +345,7 @@ class Parquet(Table):
 class Arrow(Table):
     """Rows of an Arrow file, or of an Arrow stream as Hugging Face's datasets writes it; a group is a record batch.
 
-    The file is mapped: what is read lies in the system's cache once for all processes.
+    The file is memory-mapped, so all processes share one copy of it in the system's cache.
     """
 
     def __init__(self, path: Path, *rest: Any) -> None:
@@ -355,7 +357,7 @@ class Arrow(Table):
             file = ipc.open_file(self._map)
             self._get = file.get_batch
             sizes = [self._get(number).num_rows for number in range(file.num_record_batches)]
-        except pyarrow.ArrowInvalid:  # the data is no file: a stream has no table of its batches
+        except pyarrow.ArrowInvalid:  # the data is not the file format; the stream format has no list of its batches
             self._map.seek(0)
             batches = list(ipc.open_stream(self._map))
             self._get = batches.__getitem__
@@ -364,7 +366,7 @@ class Arrow(Table):
 
     def load(self, number: int) -> Any:
         batch = self._get(number)
-        batch.validate(full=True)  # without this check offsets in a stranger's file would be followed anywhere
+        batch.validate(full=True)  # without this check, wrong offsets in an untrusted file could point to any memory
         return batch if self.columns is None else batch.select(list(self.columns))
 
     def close(self) -> None:
@@ -373,7 +375,7 @@ class Arrow(Table):
 
 
 class Group:
-    """Rows that were decoded together; requested ones become dicts of their columns.
+    """Rows that were decoded together; each requested row becomes a dict of its columns.
 
     Args:
         pyarrow: the package.
@@ -392,10 +394,10 @@ class Group:
 
 
 class Kept:
-    """Groups of rows that were read last, of all shards of a process, up to some bytes.
+    """The groups of rows that were read last, of all shards of a process, up to some bytes.
 
-    A window's groups are asked for in turn. One that was not for a long while belongs to an earlier window, and its
-    memory is better used again at once.
+    A window requests its groups in turn. A group that was not requested for long belongs to an earlier window, so it is
+    dropped at once and its memory is used again.
     """
 
     def __init__(self, most: int) -> None:
@@ -436,7 +438,7 @@ TABLES: dict[str, type[Table]] = {"parquet": Parquet, "arrow": Arrow}
 
 
 def _getter(pyarrow: Any, column: Any) -> Callable[[list[int]], Iterable[Any]]:
-    """Return a function that reads values of a column; for common types it makes no Arrow array of them."""
+    """Return a function that reads values of a column; for common types it builds no Arrow array of them."""
     types, kind = pyarrow.types, column.type
     text = types.is_string(kind) or types.is_large_string(kind)
     if column.null_count:
@@ -467,7 +469,7 @@ def _any_values(pyarrow: Any, column: Any, rows: list[int]) -> list[Any]:
 
 
 def _lists(numbers: Array, places: Array) -> Callable[[list[int]], Iterable[Array]]:
-    """Return a function that copies lists of numbers: a view would keep the whole group in memory."""
+    """Return a function that copies lists of numbers, since a view would keep the whole group in memory."""
     size = int(places[1] - places[0]) if len(places) > 1 else 0
     if size and (np.diff(places) == size).all():
         matrix = numbers[int(places[0]) : int(places[-1])].reshape(-1, size)
@@ -487,7 +489,7 @@ def _check_sizes(starts: Array, most: int) -> None:
 
 
 def _without_blank(path: Path, starts: Array) -> Array:
-    """Leave out lines of white space; each is added to the record before it."""
+    """Drop the starts of blank lines; each blank line becomes part of the record before it."""
     short = np.flatnonzero(np.diff(starts) <= 8)
     with open_regular(path) as file:
 

@@ -1,8 +1,9 @@
 """Index of a shard: its number of records and where each starts, found once and kept.
 
-A shard has `<key>.json` in the index folder, and where its records lie one behind the other `<key>.npy`. The key is
-made of the path, the size and the time of change (or ETag). So what is kept is never used for another file, or for the
-same file after a change. The JSON file is written last: who finds it finds both. An index that is damaged is made anew.
+Each shard has a file `<key>.json` in the index folder; if its records lie one behind the other, it has `<key>.npy` too.
+The key is a digest of the path, the size and the time of change (or ETag). So an index is never used for another file,
+or for the same file after a change. The JSON file is written last, so a reader that finds it finds both files. A
+damaged index is made again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def default_cache() -> Path:
 
 
 class Index:
-    """Indices of shards in a folder, which are read or made, and the readers that use them.
+    """Indices of shards in a folder, which are read or made, and the readers that use these indices.
 
     Args:
         cache: the folder; `index` and `copies` in it are used.
@@ -49,7 +50,7 @@ class Index:
         self._options, self._most = options, most
 
     def counts(self, shards: Sequence[Shard], given: Sequence[int] | None) -> list[int]:
-        """Return the number of records in each shard; count those that are not counted yet.
+        """Return the number of records in each shard; count shards that are not counted yet.
 
         Args:
             shards: the shards.
@@ -70,7 +71,7 @@ class Index:
         return [count for count in known if count is not None]
 
     def count(self, shard: Shard) -> int:
-        """Return the number of records in a shard; count them if that is not done yet."""
+        """Return the number of records in a shard; count them if they are not counted yet."""
         kept = self._kept_count(shard)
         if kept is not None:
             return kept
@@ -113,7 +114,7 @@ class Index:
         return reader
 
     def lengths(self, shard: Shard, count: int, field: str, records: Callable[[], Iterator[Any]]) -> Array:
-        """Return the length of each record in a shard, from the index, or else by reading the shard.
+        """Return the length of each record in a shard, from the index; if it has none, read the shard.
 
         Args:
             shard: the shard.
@@ -192,7 +193,7 @@ class Index:
             np.save(file, values, allow_pickle=False)
 
     def _rows(self, shard: Shard) -> int:
-        """Count the rows of a table; a remote Parquet file is counted by its end alone."""
+        """Count the rows of a table; for a remote Parquet file only its footer is read."""
         if shard.format != "parquet" or shard.is_local:
             reader = self._table(shard, Kept(0), None)
             reader.close()
@@ -214,7 +215,7 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process of a machine count while the others wait, which then read its result."""
+        """Let one process of a machine count while the others wait; these then read the result."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl  # late: not on every platform
@@ -228,12 +229,12 @@ class Index:
 
 @contextmanager
 def _naming(shard: Shard) -> Iterator[None]:
-    """Add the shard's name to errors of its reader."""
+    """Add the shard's name to errors that its reader raises."""
     try:
         yield
     except (DataError, ImportError):
         raise
-    except Exception as error:  # pyarrow, tarfile and fsspec raise errors of their own
+    except Exception as error:  # pyarrow, tarfile and fsspec have error classes of their own
         raise DataError(
             f"the shard {shard.url} cannot be read as {shard.format}: {error}. Is it whole, and of that format?"
         ) from error

@@ -1,8 +1,9 @@
-"""Which samples an optimizer step had, found out afterwards from the seed and the position alone.
+"""The samples of an optimizer step, computed afterwards from the seed and the position alone.
 
-A fit writes one line into `samples.jsonl` of its run folder where it begins, and a further one only where an epoch does
-not begin at the step that follows from the last line: when the batches, the accumulation or the ranks change. A line
-says how the data was divided, and where. Orders are drawn again from it: nothing is written per step or per sample.
+A fit writes one line into `samples.jsonl` of its run folder when it begins. It writes a further line only if an epoch
+does not begin at the step that the last line implies: when the batches, the accumulation or the ranks change. A line
+says how the data was divided, and from which position on. The order is computed again from the line; nothing is written
+per step or per sample.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from instep.utils.checks import is_int
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 NAME = "samples.jsonl"
-_ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")  # a file beside it, with the spec of an order
+# name of a file beside `samples.jsonl` that holds the spec of an order
+_ORDER = re.compile(r"samples-[0-9a-f]{16}\.json")
 _MOST_BYTES = 2**26
 
 
 def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulate: int | None) -> None:
-    """Write how the training data is divided from now on, if that does not follow from the last line.
+    """Write how the training data is divided from this step on, if the last line does not imply it.
 
     Args:
         folder: the run folder.
@@ -44,8 +46,8 @@ def note(folder: Path, source: Any, epoch: int, batch: int, step: int, accumulat
         accumulate: batches of an optimizer step; None where that is not known.
     """
     if "INSTEP_REPLAY" in os.environ:
-        return  # a replay repeats steps whose lines are there
-    with suppress(OSError):  # the disk is full: training goes on, and its saves say so
+        return  # a replay repeats steps whose lines are already written
+    with suppress(OSError):  # the disk is full: training continues, and its saves report the error
         _note(folder, source, epoch, batch, step, accumulate)
 
 
@@ -104,11 +106,11 @@ _PLACE = ("step", "epoch", "batch", "done", "batches")
 
 
 def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return whether a line adds nothing to the last one."""
+    """Return whether a line says nothing that the last line does not imply."""
     if {**last, **dict.fromkeys(_PLACE)} != {**line, **dict.fromkeys(_PLACE)}:
         return False
     if "unknown" in line or line["accumulate"] is None:
-        return True  # a division unknown in one epoch is unknown in all
+        return True  # if the division is unknown in one epoch, it is unknown in all
     epochs = line["epoch"] - last["epoch"]
     if line["batch"] or epochs < 1:
         return all(last[key] == line[key] for key in _PLACE)
@@ -117,15 +119,15 @@ def _follows(last: dict[str, Any], line: dict[str, Any]) -> bool:
 
 
 def _windows(line: dict[str, Any]) -> tuple[int, int]:
-    """Return the optimizer steps of the rest of a line's epoch, and of each later one."""
+    """Return the number of optimizer steps in the rest of a line's epoch, and in each later epoch."""
     rest, every = line["batches"] - line["batch"], line["accumulate"]
     return -(-rest // every), -(-line["epoch_batches"] // every)
 
 
 def samples_in(folders: Sequence[Path], step: int, rank: int | None = None, cache: str | None = None) -> dict[str, Any]:
-    """Return `samples_of` of the first folder with a ledger, for one rank or all.
+    """Return `samples_of` for the first folder that has a ledger, for one rank or all.
 
-    With the folder as "run", and those before it, which have no ledger, as "skipped".
+    "run" is that folder, and "skipped" lists the folders before it, which have no ledger.
 
     Raises:
         UsageError: no folder has a ledger, the run has ended before the step, or the step had no such rank.
@@ -180,7 +182,7 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
     for line in _lines(path):
         if not is_int(line.get("step"), 0):
             raise DataError(f"{path} is damaged: a line has no step. `instep replay` repeats steps of a checkpoint")
-        # The run went back to an earlier step.
+        # The run was resumed from an earlier step: later lines replace those of the repeated steps.
         reached = [each for each in reached if each["step"] < line["step"]] + [line]
     line = next((each for each in reversed(reached) if each["step"] < step), None)
     if line is None:
@@ -192,7 +194,7 @@ def samples_of(folder: Path, step: int, cache: str | os.PathLike[str] | None = N
         return _found(folder, line, step, Path(cache) if cache else default_cache())
     except DataError:
         raise
-    except Exception as error:  # values of a damaged line reach numpy and torch, which raise nearly anything
+    except Exception as error:  # values of a damaged line reach numpy and torch, which raise errors of many classes
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 

@@ -1,4 +1,4 @@
-"""A loader of a stream that is divided over ranks and workers, and goes on at another number of them."""
+"""A loader of a stream that is divided over ranks and workers, and can resume with another number of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from instep.types import StateDict, Stateful
 
 
 class DividedLoader(StreamLoader):
-    """Batches of a stream without a trusted length; if its readers read the same samples, each is given once.
+    """Batches of a stream without a reliable length; if its readers read the same samples, each sample is given once.
 
-    A process that reads alone, without workers, iterates the loader as it is; only a position that lies within a batch
-    of its own is gone to by samples.
+    A single process without workers iterates the loader unchanged. Only if the position lies within one of its batches
+    does it skip by samples.
 
     Args:
         loader: a `DataLoader` over iterable data, or any other iterable of batches.
@@ -62,7 +62,7 @@ class DividedLoader(StreamLoader):
             self._set_epochs.append(self._part.dataset.set_epoch)
             self.uneven = uneven if uneven == OWN_END else "join"
         self._unit: int = (loader.batch_size or 1) if (by_samples := gives_samples(loader)) else 1
-        self._origin = 0  # the unit of the common order at which the pass began
+        self._origin = 0  # the unit of the common order where the pass began
         if shard.world_size > 1 or (by_samples and loader.num_workers):
             self._divide()
 
@@ -150,7 +150,7 @@ class DividedLoader(StreamLoader):
         self._origin = self.first_batch * self._step
 
     def _load_position(self, state: StateDict) -> None:
-        """Go to a position in the common order, which any number of ranks and workers may have reached."""
+        """Go to a position in the common order, reached with any numbers of ranks and workers."""
         division = self._division or self._divide()
         position: int = state["position"]
         found = division.pattern
@@ -159,7 +159,7 @@ class DividedLoader(StreamLoader):
         self.seed = state["seed"]
         self._enter(state["epoch"], state["cycle"])
         inner = state.get("state")
-        if inner is not None and state["divided"] is None:  # the state is that of a process that read alone
+        if inner is not None and state["divided"] is None:  # a single process saved this state
             inner = {"read": position, "inner": inner, "at": position}
         self._resume_at({**state, "batches": -(-position // self._step), "own": None, "state": inner})
         self._origin = position
@@ -183,13 +183,14 @@ class DividedLoader(StreamLoader):
             super()._start(resume, position)
             return
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
-        self._random = RandomStream(self.seed, "collate", self.rank, *place)  # the readers have streams of their own
+        # the readers have their own random streams
+        self._random = RandomStream(self.seed, "collate", self.rank, *place)
         state = resume.get("state")
         by_loader = state is not None and self.stateful is division.loader
         if by_loader:
             division.loader.load_state_dict(copy.deepcopy(state))
             state = None
-        elif state is not None and "read" not in state:  # an earlier version saved the state
+        elif state is not None and "read" not in state:  # an earlier version of instep saved the state
             state = {"read": position * self._unit, "inner": state, "at": position * self._unit}
 
         def begin(pattern: Pattern) -> int:

@@ -1,4 +1,4 @@
-"""A mixture of streams whose weights may change in the course of a run."""
+"""A mixture of streams whose weights may change during a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Weights = Sequence[float] | Mapping[int, Sequence[float]]
 
 
 class StreamMixture(Dataset[Any]):
-    """Mixture of several data sets, each with its share of the samples in any short part of the run.
+    """Mixture of several data sets; in any short part of the run, each has its share of the samples.
 
-    Each block of 1,024 samples has every source in its exact proportion, in a drawn sequence. A source goes on through
-    its own passes, from one epoch of the mixture to the next: each of its samples comes once before any comes again.
-    What stands where is a pure function of the seed and the position in the run. So the mixture is divided over ranks
-    and resumed as a `StreamDataset` is. Give it to a `DataLoader` with shuffle=True; with shuffle=False each source is
-    read in sequence. Its indices are pairs of a source and an index there. Without instep's loader the numbers from 0
-    to `len` are the places of the first epoch.
+    Each block of 1,024 samples has every source in its exact proportion, in a random sequence. A source makes passes of
+    its own, which continue from one epoch of the mixture to the next: each of its samples comes once before any sample
+    comes again. The sample at each place is a pure function of the seed and the position in the run. So the mixture is
+    divided over ranks and resumed like a `StreamDataset`. Give it to a `DataLoader` with shuffle=True; with
+    shuffle=False each source is read in sequence. Its indices are pairs: a source, and an index in that source. Without
+    instep's loader, the indices from 0 to `len` are the places of the first epoch.
 
     Args:
         datasets: at most 20 sources, each a `StreamDataset` or other map-style data, which is shuffled as a whole.
@@ -108,7 +108,7 @@ class StreamMixture(Dataset[Any]):
             dataset, own = self.datasets[source], [pairs[place][1] for place in mine]
             many = getattr(dataset, "__getitems__", None)
             samples = [dataset[index] for index in own] if many is None else many(own)
-            found += zip(mine, samples, strict=False)  # there are fewer samples if the source has left some out
+            found += zip(mine, samples, strict=False)  # fewer samples than indices if the source has left some out
         return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
     def _pair(self, index: Any) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class StreamMixture(Dataset[Any]):
         described = getattr(self.datasets[source], "describe_sample", None)
         return f"sample {own} of data set {source}" if described is None else described(own)
 
-    # ---- what instep's loader asks a data set with an order of its own
+    # ---- methods that instep's loader calls on a data set with its own order
 
     def _instep_order_of(self, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[int]:
         """Return the order of an epoch."""
@@ -136,14 +136,14 @@ class StreamMixture(Dataset[Any]):
         return {"sources": self._sources, "phases": self._phases, "size": self.size}
 
     def _instep_order_mark(self, epoch: int) -> dict[str, Any]:
-        """Return what an order depends on besides its seed, for a checkpoint."""
+        """Return what the order depends on besides its seed, for a checkpoint."""
         spec = self._instep_order_spec(epoch)
         before = [phase for phase in self._phases if phase[0] < (epoch + 1) * self.size]
         text = json.dumps([spec["sources"], before, self.size])
         return {"digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
     def _instep_go_on(self, mark: Any, epoch: int) -> None:
-        """Continue an epoch that was begun.
+        """Continue an interrupted epoch.
 
         Raises:
             DataError: the sources, the size, or weights of phases that have begun by the epoch's end are others.
@@ -166,13 +166,13 @@ def _spec(dataset: Any) -> dict[str, Any]:
 
 
 def _phases(phases: Sequence[tuple[int, Sequence[float]]], means: Sequence[float]) -> list[tuple[int, list[float]]]:
-    """Return the samples of the run at which shares change, each with the shares from there on."""
+    """Return the positions, in samples of the run, at which shares change, each with the new shares."""
     found: list[tuple[int, list[float]]] = []
     position = 0.0
     for number, (start, weights) in enumerate(phases):
         parts = [weight / mean for weight, mean in zip(weights, means, strict=True)]
         found.append((round(position / BLOCK) * BLOCK, [part / sum(parts) for part in parts]))
         if number + 1 < len(phases):
-            # The last factor is the inverse of a sample's mean number of tokens.
+            # The last factor converts tokens to samples: the inverse of the mean number of tokens in a sample.
             position += (phases[number + 1][0] - start) * sum(parts) / sum(weights)
     return found

@@ -1,4 +1,4 @@
-"""Shuffled orders that are never written down: any part of them is computed when it is asked for."""
+"""Shuffled orders that are never stored: any part of them is computed when it is needed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from instep.utils.seed import derive_seed
 
-BLOCK = 1024  # samples of a mixture that have an exact proportion
-MOST_SOURCES = 20  # most sources: with more, a block has no room for the rest of each
-_WINDOWS = 4  # windows kept for ranks simulated in one process, and for a batch over an edge
+BLOCK = 1024  # samples of a mixture in which each source has its exact proportion
+MOST_SOURCES = 20  # most sources; with more sources, a block would have no room for the remainder of each
+_WINDOWS = 4  # windows kept, for ranks simulated in one process and for a batch across two windows
 
 
 class LazyOrder(Sequence[Any]):
@@ -43,10 +43,10 @@ class LazyOrder(Sequence[Any]):
 
 
 class WindowOrder(LazyOrder):
-    """Order of shards in a drawn sequence, with their samples shuffled within windows.
+    """Order of shards in a random sequence, with their samples shuffled within windows.
 
-    The shards are put into a drawn sequence. The samples that follow each other then, `window` at a time, are
-    permuted among themselves. Every part is a pure function of the arguments. It holds the counts and a few windows.
+    The shards are put into a random sequence. Then each `window` consecutive samples are permuted among themselves.
+    Every part is a pure function of the arguments. The object holds the counts and a few windows.
 
     Args:
         counts: samples of each shard; sample i of shard s has the index `sum(counts[:s]) + i`.
@@ -69,7 +69,7 @@ class WindowOrder(LazyOrder):
         sequence = torch.randperm(len(sizes), generator=self._dice("shards")).numpy()
         firsts = np.cumsum(sizes) - sizes
         self._ends = np.cumsum(sizes[sequence])
-        # Index of each sample minus its place before the windows.
+        # The index of each shard's first sample, minus the shard's place in the drawn sequence.
         self._moved = firsts[sequence] - (self._ends - sizes[sequence])
         self._kept: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
 
@@ -95,7 +95,7 @@ class WindowOrder(LazyOrder):
         return self._kept[number]
 
     def _bucketed(self, indices: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, Any]:
-        """Put samples of similar length together; those that fill no bucket come last."""
+        """Put samples of similar length together; samples that fill no bucket come last."""
         by_length = indices[np.argsort(self._lengths[indices], kind="stable")]
         whole = len(indices) // self._bucket
         buckets = by_length[: whole * self._bucket].reshape(whole, self._bucket)
@@ -107,11 +107,11 @@ class WindowOrder(LazyOrder):
 
 
 class MixtureOrder(LazyOrder):
-    """Order of an epoch over several sources, each with its share of every block of 1,024 samples.
+    """Order of an epoch over several sources; each has its share of every block of 1,024 samples.
 
     An index is a pair: the source, and the index there.
 
-    Positions are counted over all epochs, and so are the passes of each source, in a new order each.
+    Positions, and the passes of each source, are counted over all epochs. Each pass has a new order.
 
     Args:
         spec: of the mixture: `sources`, the specs of their orders; `phases`, pairs of a position and the shares from
@@ -159,7 +159,7 @@ class MixtureOrder(LazyOrder):
             if here <= 0:
                 continue
             parts = [int(share * here) for share in shares]
-            # The source with the largest share gets what is left over.
+            # The source with the largest share gets the remainder.
             parts[shares.index(max(shares))] += here - sum(parts)
             found = [one + part for one, part in zip(found, parts, strict=True)]
         return found
@@ -203,7 +203,7 @@ def order_from(
 
 
 def place_of(spec: dict[str, Any], sample: Any) -> str:
-    """Return the file and record number of a sample in a spec's order."""
+    """Return the file and record number of a sample in the order of a spec."""
     if "sources" in spec:
         source, sample = sample
         return place_of(spec["sources"][source], sample)

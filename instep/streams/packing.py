@@ -15,16 +15,16 @@ from instep.errors import DataError, SettingError
 from instep.streams.order import order_from
 from instep.utils.checks import at_least
 
-_KEPT = 4  # blocks of which the windows are kept
+_KEPT = 4  # blocks whose windows are kept
 
 
 class PackedStream(PackedDataset):
     """`PackedDataset` of a stream: neighboring sequences are packed block by block.
 
-    The windows of a block are made anew when they are read, so that only their number is kept. They are counted once,
-    which takes about two seconds for a million sequences. Shuffled, the blocks come in a drawn sequence and the windows
-    of about one block are shuffled among themselves: files are read nearly as they lie. It is divided over ranks and
-    resumed as the stream is.
+    The windows of a block are built each time they are read; only their number is kept. They are counted once, which
+    takes about two seconds for a million sequences. With shuffle=True the blocks come in a random sequence, and the
+    windows of about one block are shuffled among themselves, so files are read nearly in their own order. The data set
+    is divided over ranks and resumed like the stream.
 
     Args:
         dataset: a `StreamDataset` whose samples are sequences of token ids.
@@ -80,7 +80,7 @@ class PackedStream(PackedDataset):
 
 
 class _Windows:
-    """Windows of all blocks: the sequences of each, computed when they are asked for."""
+    """The windows of all blocks, each a list of its sequences, computed when a window is read."""
 
     def __init__(self, lengths: np.ndarray[Any, Any], size: int, block: int) -> None:
         self._lengths, self._size, self._block = lengths, size, block

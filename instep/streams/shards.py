@@ -1,4 +1,4 @@
-"""Shards of a stream: files with records, here or far away, and the local copy that is read."""
+"""Shards of a stream: files with records, local or remote, and the local copies that are read."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 Result = TypeVar("Result")
-AT_ONCE = 16  # shards that are looked at or counted at the same time
+AT_ONCE = 16  # shards that are inspected or counted at the same time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of records, as it was found.
+    """A file of records, with the facts found about it.
 
     Attributes:
         url: its path or URL, as the user wrote it.
@@ -53,7 +53,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Key of what is stored about this file in its present state."""
+        """Key of stored data about this file in its present state."""
         return hashlib.sha256("\n".join((self.url, str(self.size), self.stamp)).encode()).hexdigest()[:32]
 
     @property
@@ -65,7 +65,7 @@ class Shard:
 def find_shards(
     shards: str | os.PathLike[str] | Iterable[Any], format: str | None, options: Mapping[str, Any]
 ) -> list[Shard]:
-    """Find out the size and stamp of each file.
+    """Find the size and stamp of each file.
 
     Args:
         shards: a path or URL, or several; one with `*`, `?` or `[` stands for the sorted files that fit it.
@@ -91,7 +91,7 @@ def find_shards(
 def check_unchanged(shard: Shard) -> None:
     """Raise if a local file has changed since it was counted."""
     if not shard.is_local:
-        return  # only this process writes the copy that is read
+        return  # no check needed, since only this process writes the copy that is read
     size, stamp = _looked_at(shard.url, {})
     if (size, stamp) != (shard.size, shard.stamp):
         raise DataError(
@@ -118,12 +118,12 @@ def local_copy(shard: Shard, folder: Path, options: Mapping[str, Any]) -> Path:
 
 
 def attempted(read: Callable[[], Result]) -> Result:
-    """Try a read from a remote file system up to three times; aiohttp's errors are no OSErrors."""
+    """Try to read from a remote file system up to three times; aiohttp's errors are not OSErrors."""
     return patiently(read, lambda error: not isinstance(error, (FileNotFoundError, ImportError, DataError)))
 
 
 class _ReadFailed(Exception):
-    """Error of a shard that could not be read to its end, and perhaps can the next time; the text has the place."""
+    """Error of a shard that could not be read to its end; another attempt may succeed. The text names the place."""
 
 
 def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _fetch(shard: Shard, path: Path, options: Mapping[str, Any]) -> None:
     try:
         with replacing(path, sync=False) as part, open(part, "wb") as copy:
             copy.writelines(_pieces(shard, options))
-    except OSError as error:  # an error of this machine's disk; `_pieces` raises no OSError
+    except OSError as error:  # an error of this machine's disk, since `_pieces` raises no OSError
         raise DataError(f"its copy in {path.parent} cannot be written: {error}. Make room, or change cache=") from error
 
 
@@ -151,7 +151,7 @@ def _pieces(shard: Shard, options: Mapping[str, Any]) -> Iterator[bytes]:
         raise
     except FileNotFoundError as error:
         raise DataError("it is missing. Check the path") from error
-    except Exception as error:  # each file system of fsspec has its own
+    except Exception as error:  # each file system of fsspec has its own error classes
         raise _ReadFailed(f"reading failed at byte {done:,}: {error}") from error
     if compression is None and done != shard.size:
         raise _ReadFailed(f"reading ended at byte {done:,} of {shard.size:,}")
@@ -193,12 +193,12 @@ def _looked_at(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Prefix errors with what could not be done."""
+    """Add to errors which action failed."""
     try:
         yield
     except ImportError:
         raise
-    except Exception as error:  # each file system of fsspec has its own
+    except Exception as error:  # each file system of fsspec has its own error classes
         why = "it is missing. Check the path" if isinstance(error, FileNotFoundError) else error
         raise DataError(f"{what}: {why}") from error
 

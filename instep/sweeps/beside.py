@@ -1,4 +1,4 @@
-"""Two runs, line by line: how they ended, their settings, their code and their metrics."""
+"""Two runs, compared line by line: how they ended, their settings, their code and their metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instep.runs.naming import value
 from instep.runs.status import own
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
-# Of a patch: bytes that are read, lines that are compared, lines that are shown.
+# Limits of a patch: bytes read, lines compared, and lines shown.
 PATCH_BYTES, COMPARED, _LINES = 2**18, 2000, 400
 
 Row = tuple[str, str, str, str]
@@ -40,7 +40,7 @@ def code_of(folder: Path) -> dict[str, str]:
 
 
 def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
-    """Return rows of the hyperparameters in which two runs differ, and on request of the equal ones."""
+    """Return rows of the hyperparameters in which two runs differ; on request, also rows of the equal ones."""
     rows = []
     for key in dict.fromkeys((*one.params, *other.params)):
         a, b = (entry.params.get(key) for entry in (one, other))
@@ -51,7 +51,7 @@ def settings(one: Entry, other: Entry, same: bool) -> list[Row]:
 
 
 def facts(one: Entry, other: Entry, codes: tuple[dict[str, str], dict[str, str]]) -> list[Row]:
-    """Return rows of how two runs ended, and of their code."""
+    """Return rows about how two runs ended, and about their code."""
     parts = [
         ("state", one.outcome, other.outcome),
         ("why", one.why, other.why),
@@ -76,7 +76,7 @@ def metrics(one: Entry, other: Entry) -> list[Row]:
 def patches(one: dict[str, str], other: dict[str, str]) -> str:
     """Return the difference between two runs' uncommitted changes as a unified diff; "" if they are equal.
 
-    Of long changes the first 2,000 lines are compared, and the text says so.
+    If the changes are long, the first 2,000 lines are compared, and the text says so.
     """
     before, after = (code.get("patch", "").splitlines() for code in (one, other))
     lines = list(difflib.unified_diff(before[:COMPARED], after[:COMPARED], "first", "second", lineterm="", n=1))

@@ -13,7 +13,7 @@ from instep.dashboard import chart
 from instep.dashboard.chart import COLOURS, shown
 from instep.runs import Curve
 
-POINTS = 200  # points of a band: steps at which runs are compared
+POINTS = 200  # points of a band, that is, steps at which runs are compared
 _PLAIN = 8  # most names that the legend shows without scrolling
 
 
@@ -39,7 +39,7 @@ class PlotLine:
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential moving average of values, without bias to zero at its start.
+    """Return the exponential moving average of values, corrected for its bias to zero at the start.
 
     Args:
         values: finite numbers.
@@ -65,8 +65,8 @@ def line_of(name: str, curve: Curve, weight: float) -> PlotLine:
 def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
     """Return the mean of some runs at each step, with the least and the greatest.
 
-    The runs are compared at up to 200 steps, between its points a run goes straight. A run that ended earlier counts
-    up to its last step, and one that began later from its first step on.
+    The runs are compared at up to 200 steps; between two points of a run, its value is interpolated. A run counts from
+    its first step to its last step.
     """
     every = np.unique(np.concatenate([np.asarray(curve.steps) for curve in curves]))
     steps = every if len(every) <= POINTS else np.linspace(every[0], every[-1], POINTS)
@@ -84,7 +84,7 @@ def band_of(name: str, curves: Sequence[Curve], weight: float) -> PlotLine:
 
 
 def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any]:
-    """Draw metrics one below the other, with a line and, for a group of runs, a band each.
+    """Draw metrics one below the other: each run as a line, each group of runs as a line with a band.
 
     Args:
         lines: by metric.
@@ -105,12 +105,12 @@ def options(lines: Mapping[str, Sequence[PlotLine]], log: bool) -> dict[str, Any
 
 
 def draw(plot: Any, instead: Any, lines: Mapping[str, Sequence[PlotLine]], log: bool = False) -> None:
-    """Put the plot into NiceGUI's element; without a line show another element instead."""
+    """Put the plot into NiceGUI's element; if there are no lines, show another element instead."""
     chart.draw(plot, instead, options({name: each for name, each in lines.items() if each}, log), legend=50)
 
 
 def _series(line: PlotLine, colour: str, index: int, key: str, log: bool) -> list[dict[str, Any]]:
-    # The value is the first number of a point: where both axes are numbers ECharts stacks the first one.
+    # The value is the first number of a point: if both axes are numbers, ECharts stacks the first one.
     at = {"type": "line", "xAxisIndex": index, "yAxisIndex": index, "encode": {"x": 1, "y": 0}, "color": colour}
     at |= {"showSymbol": len(line.steps) < 3}
     quiet = {**at, "silent": True, "showSymbol": False, "tooltip": {"show": False}}

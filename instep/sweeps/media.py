@@ -1,7 +1,8 @@
-"""Pictures, tables and texts that a run logged, as far as its own files have them.
+"""Pictures, tables and texts that a run logged, if the run's own files hold them.
 
-`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`, `TensorBoardLogger` in its event files, a table there
-as a text of Markdown. `CSVLogger` keeps none, and those of W&B, MLflow and other trackers stay with the tracker.
+`JSONLinesLogger` keeps all three in `metrics.jsonl` and `media/`, `TensorBoardLogger` keeps them in its event files, a
+table as Markdown text. `CSVLogger` keeps none. Values that went to W&B, MLflow or another tracker are only in the
+tracker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from instep.runs.status import own
 from instep.utils.imports import require
 from instep.utils.untrusted_files import read_regular
 
-# Most values of a name, names, rows of a table, and characters of a text.
+# Limits: values of a name, names, rows of a table, and characters of a text.
 STEPS, NAMES, ROWS, CHARACTERS = 3, 40, 100, 4000
 PICTURE_BYTES, ALL_BYTES = 2**20, 6 * 2**20
 _EVENTS = tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))
@@ -30,7 +31,7 @@ _KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "g
 
 @dataclass(frozen=True)
 class Media:
-    """A value other than a number that a run logged.
+    """A logged value that is not a number.
 
     Args:
         name: under which it was logged.
@@ -50,7 +51,7 @@ class Media:
 
 
 class MediaReader:
-    """Reader of the values other than numbers that a run logged; it reads on where its last reading ended.
+    """Reader of a run's logged values that are not numbers; each reading continues where the last one ended.
 
     Args:
         folder: of the run.
@@ -61,7 +62,7 @@ class MediaReader:
         self._files, self._kept = dict[Path, LogFile](), dict[str, deque[Media]]()
 
     def read(self) -> tuple[list[Media], int]:
-        """Read what was added: of each name the newest few are kept, the newest first.
+        """Read what was added; for each name the newest few values are kept, the newest first.
 
         Returns:
             What is kept, and how many pictures are left out because all together would be more than `ALL_BYTES`.
@@ -100,7 +101,7 @@ def _table(name: str, step: float, rows: Any) -> Iterator[Media]:
 
 
 class _JSONLines(JSONLinesFile):
-    """Lines of JSONLinesLogger other than numbers."""
+    """Lines of JSONLinesLogger whose values are not numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         for line in self._lines(file):
@@ -110,7 +111,7 @@ class _JSONLines(JSONLinesFile):
                 row = json.loads(line)
                 yield from self._media(row["kind"], str(row["name"]), float(row["step"]), row["value"])
             except (ValueError, RecursionError, KeyError, TypeError, OverflowError, OSError):
-                continue  # the line is a stranger's, or the picture was deleted
+                continue  # the line is damaged, or the picture was deleted
 
     def _media(self, kind: Any, name: str, step: float, value: Any) -> Iterator[Media]:
         if kind == "text":
@@ -126,7 +127,7 @@ class _JSONLines(JSONLinesFile):
 
 
 class _Events(TensorBoardFile):
-    """Events of TensorBoard other than numbers."""
+    """Events of TensorBoard whose values are not numbers."""
 
     def _rows(self, file: FileIO) -> Iterator[Any]:
         events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")
@@ -141,7 +142,7 @@ class _Events(TensorBoardFile):
     @staticmethod
     def _of_strings(tag: str, step: float, strings: list[bytes]) -> Iterator[Media]:
         for content in strings[:8]:
-            if any(content.startswith(head) for head, _ in _KINDS):  # of TensorFlow's writer
+            if any(content.startswith(head) for head, _ in _KINDS):  # a picture that TensorFlow's writer wrote
                 yield from _picture(tag, step, content)
                 continue
             text = content.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The page: what a sweep comes to, its table, and the panels beside it."""
+"""The page: the summary of a sweep, its table, and the panels beside it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from instep.sweeps.source import Sweep, SweepTable, Wish, means
 from instep.utils.untrusted_files import clean
 
 PERIOD_S = 3.0
-_GONE_S = 60.0  # seconds for which ticks and texts are kept for a browser that lost its connection
-_FIRST = 24  # runs that are ticked when a page is opened; of more runs the best few
+_GONE_S = 60.0  # seconds for which ticks and texts are kept after a browser has lost its connection
+_FIRST = 24  # runs that are ticked when a page opens; of more runs, the best ones
 _FEW = 8
-_TOLD = 4  # most runs of each state that are named above the table
-_ALWAYS = 2  # rank of a best value: it stands with the name and the state, where no scrolling is needed
-_TEXT = 300  # characters of a cell
+_TOLD = 4  # most runs that are named above the table for each state
+_ALWAYS = 2  # rank of a best value; it stays beside the name and the state, where nobody needs to scroll
+_TEXT = 300  # most characters of a cell
 _FACTS = {"": "newest first", "name": "name", "state": "state", "step": "step", "updated": "updated"}
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 _PATH = "/sweep"
@@ -39,8 +39,8 @@ _ON_ROWS = """e => {
   e.api.forEachNode(node => { node.setSelected(node.data.ticked); shown.push(node.id) });
   if (e.api.fitted !== String(shown)) requestAnimationFrame(() => e.api.autoSizeAllColumns());
   e.api.fitted = String(shown);
-}"""  # while only values change, what a person made wider stays
-_GRID = {  # keys that begin with ":" are code of ours, which the browser runs; no text of a run is in it
+}"""  # column widths that a person set stay while only values change
+_GRID = {  # the browser runs keys that begin with ":" as code; all are ours, and none contains text of a run
     "columnDefs": [],
     "rowData": [],
     ":getRowId": "p => p.data.id",
@@ -60,7 +60,7 @@ _GRID = {  # keys that begin with ":" are code of ours, which the browser runs; 
 
 
 def define_page(source: Source) -> None:
-    """Define the page, which every browser that opens it gets anew."""
+    """Define the page; each browser that opens it gets its own."""
     sweep = Sweep(source.folder)
 
     @ui.page(_PATH, title=f"{clean(source.folder.name)} - sweep - instep", reconnect_timeout=_GONE_S)
@@ -114,7 +114,7 @@ class Page(Refreshing):
             self._archived = ui.checkbox("archived", on_change=self.refresh).props("dense")
         self._problem = ui.label().classes("problem").props("role=status")
 
-    # ---- what the person does
+    # ---- actions of the person
 
     async def _tick(self) -> None:
         assert self._grid is not None
@@ -122,7 +122,7 @@ class Page(Refreshing):
         rows = await self._grid.get_selected_rows()
         shown = {entry.run.folder for entry in self._desk.view.table.entries}
         chosen = {folders[row["id"]] for row in rows if row.get("id") in folders}
-        self._ticked = (self._ticked or set()) - shown | chosen  # ticks of runs that the filter hides stay as they were
+        self._ticked = (self._ticked or set()) - shown | chosen  # ticks of runs that the filter hides stay
         if len(self._ticked) > MOST_DRAWN:
             ui.notify(f"The first {MOST_DRAWN} of {len(self._ticked):,} runs are drawn.")
         self._choose()
@@ -139,7 +139,7 @@ class Page(Refreshing):
         self._panel = None
         await self._show_panel()
 
-    # ---- what changes by itself
+    # ---- refreshes by the timer
 
     async def _refresh(self) -> None:
         await self._show(await self._read())
@@ -249,7 +249,8 @@ def _sorted_by(header_: str, text: str, entry: Entry) -> str | float | None:
         number_ = float(text.rstrip("* "))
     except ValueError:
         return text or None
-    return number_ if math.isfinite(number_) else None  # nan is unequal to itself: the table would always be new
+    # nan is unequal to itself, so the table would count as changed each time
+    return number_ if math.isfinite(number_) else None
 
 
 def _summary(desk: Desk) -> list[tuple[str, list[str]]]:

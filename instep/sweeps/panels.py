@@ -1,4 +1,4 @@
-"""What stands beside the table: a panel for each tab. A panel reads in a thread, and is drawn where that changed."""
+"""The panels beside the table, one for each tab. A thread reads the values; a panel draws them if they changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from instep.sweeps.source import Sweep, SweepTable, by_group
 from instep.utils.untrusted_files import clean
 
 MOST_DRAWN, _MOST_METRICS = 50, 4
-_ALONE = ""  # no hyperparameter is chosen: each run has a line of its own
+_ALONE = ""  # no hyperparameter is chosen, so each run has its own line
 _SEEDS = ("seed", "random_seed", "random_state")
 
 
@@ -54,7 +54,7 @@ class Desk:
         return next(iter(self.view.table.metrics), None)
 
     def seed(self) -> str:
-        """Return the hyperparameter that is a seed; "" if none differs."""
+        """Return the hyperparameter that is a seed; "" if no seed differs between the runs."""
         return next((key for key in self.view.params if key.rpartition("/")[2].lower() in _SEEDS), "")
 
 
@@ -75,11 +75,11 @@ class SweepPanel:
         """Read the values to show, and draw what has changed."""
 
     def stop(self) -> None:
-        """Stop drawing what is being read: another panel has taken this one's place."""
+        """Stop drawing values that are being read, since another panel takes this one's place."""
         self._turn += 1
 
     async def _read(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Read in a thread; return None if something else was asked for meanwhile."""
+        """Read in a thread; return None if another reading was requested before it ended."""
         self._turn += 1
         turn = self._turn
         data = await in_thread(work, *args)
@@ -100,7 +100,7 @@ class SweepPanel:
 
 
 def _marks(entries: Sequence[Entry]) -> list[Any]:
-    """Return a key that changes when runs do; their metrics cannot serve, since nan is unequal to itself."""
+    """Return a key that changes when runs change; metrics are not part of it, since nan is unequal to itself."""
     return [(entry.run.folder, entry.run.stamp, entry.run.status.state, entry.name) for entry in entries]
 
 
@@ -145,7 +145,7 @@ class Curves(SweepPanel):
             curves.draw(self._plot, self._empty, found, bool(self._log.value))
 
     def _curves(self, entry: Entry, names: list[str]) -> tuple[Any, dict[str, Curve]]:
-        """Read curves of a run if its files have changed; the source may not keep all metrics of so many runs.
+        """Read curves of a run if its files have changed; with so many runs, the source may not keep all metrics.
 
         Returns:
             What tells whether they are as they were, and the curves.
@@ -204,7 +204,7 @@ class _OfRuns(SweepPanel):
         return self._select(label, with_input=True).classes("run-pick")
 
     def _offer_runs(self, *selects: ui.select) -> list[Entry]:
-        """Offer the chosen runs, or all of the table if none is chosen; return those that are picked."""
+        """Offer the chosen runs, or all of the table if none is chosen; return the runs that are picked."""
         runs = {str(entry.run.folder): entry for entry in self.desk.chosen or self.desk.view.table.entries[:MOST_DRAWN]}
         names, order = {key: clean(entry.name, "") for key, entry in runs.items()}, list(runs)
         for number, select in enumerate(selects):
@@ -295,7 +295,7 @@ class Logged(_OfRuns):
 
 
 class Notes(_OfRuns):
-    """Name, tags and note of a run, which whoever has the token may change."""
+    """Name, tags and note of a run; a person who has the token may change them."""
 
     def build(self) -> None:
         with box("controls"):
@@ -316,7 +316,7 @@ class Notes(_OfRuns):
             self._said.set_text("To write, open the address that `instep dashboard` printed: it has the token.")
 
     async def refresh(self) -> None:
-        # What is being typed stays with its run, even if the filter hides the run.
+        # While a person types, the panel keeps its run, even if the filter hides that run.
         types = self._run.value == str(self._folder) and self._given() != self._before
         if not types:
             picked = self._offer_runs(self._run)
@@ -333,7 +333,7 @@ class Notes(_OfRuns):
         return *(str(each.value or "").strip() for each in self._fields[:3]), self._archived.value is True
 
     async def _write(self) -> None:
-        """Write the changes of this page; keep what another page or the command has changed since."""
+        """Write the changes of this page; keep later changes that another page or the command made."""
         if not self.desk.may_write or self._folder is None:
             return
         pairs = zip(("name", "tags", "note", "archived"), self._given(), self._before, strict=True)

@@ -1,4 +1,4 @@
-"""Plots with a mark for each run: hyperparameters against a metric. Keys of the options are ours alone."""
+"""Plots with a mark for each run: hyperparameters against a metric. Only this module sets the keys of the options."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from instep.runs.table import Metric
 FAILED = "#d23f57"
 _SCALE = ["#2e9e6b", "#c9a227", "#8a63d2"]  # from the best to the worst
 _MOST_AXES = 9
-_MISSING = "-"  # ECharts' sign for a value that is missing
+_MISSING = "-"  # ECharts' sign for a missing value
 _FEW = 8
-_DECADES = 30.0  # positive numbers whose ratio is larger than this stand on a logarithmic axis
+_DECADES = 30.0  # if positive numbers have a larger ratio than this, their axis is logarithmic
 
 
 def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def parallel(entries: Sequence[Entry], params: Sequence[str], metric: Metric) ->
 
 
 def scatter(entries: Sequence[Entry], across: str, metric: Metric, chosen: Collection[Path]) -> dict[str, Any]:
-    """Draw each run as a point: a hyperparameter, or the last value of another metric, and the best value upwards."""
+    """Draw each run as a point: to the right a hyperparameter or another metric, upwards the best value."""
     there = [
         (entry, x, best)
         for entry in entries
@@ -112,13 +112,13 @@ def _last(entry: Entry, metric: str) -> float | None:
 def _scaled(column: Sequence[Any], few: int = 0) -> tuple[dict[str, Any], list[Any]]:
     """Choose an axis for values and convert them for it: numbers that are far apart get a logarithmic axis.
 
-    Texts, and so few different numbers, stand at equal distances.
+    Texts, and numbers of which at most `few` differ, stand at equal distances.
     """
     there = [each for each in column if each is not None]
     numbers = all(type(each) in (int, float) and math.isfinite(each) and abs(each) < 2**53 for each in there)
     if not numbers or len(set(there)) <= few:
         order = sorted(set(there)) if numbers else there
-        # Texts, since ECharts would take a number for a position.
+        # Texts, since ECharts would read a number as a position.
         texts = [_MISSING if each is None else _cut(value(each)) for each in column]
         return {"type": "category", "data": list(dict.fromkeys(_cut(value(each)) for each in order))}, texts
     plain = [_MISSING if each is None else each for each in column]

@@ -1,4 +1,4 @@
-"""The runs of a sweep and their table, read once for all open pages. Everything here runs in threads."""
+"""The runs of a sweep and their table, read once for all open pages. All of it is read in threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from instep.runs.entries import Entry, read_entries
 from instep.runs.naming import differing
 from instep.runs.table import Metric, Table, search, usual_metric, value_is_plain
 
-FRESH_S, SHARE = 2.0, 10.0  # seconds after which runs are read again, or so many times as long as the reading took
+# runs are read again after this many seconds, or after this many times the duration of the last reading
+FRESH_S, SHARE = 2.0, 10.0
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A person's request to the page.
+    """What a person asks the page to show.
 
     Args:
         text: a condition, or a part of a name, tag or note.
@@ -72,7 +73,7 @@ class Sweep:
         with self._lock:
             begun = time.monotonic()
             if begun >= self._until:
-                with suppress(UsageError):  # the folder has gone: its runs stay as they were
+                with suppress(UsageError):  # the folder was deleted: keep its runs as they were
                     self._entries = read_entries(self.folder)
                 now = time.monotonic()
                 self._until = now + max(FRESH_S, SHARE * (now - begun))
@@ -118,7 +119,7 @@ def _found(entries: list[Entry], text: str) -> tuple[list[Entry], str]:
 
 
 def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
-    """Group runs that differ only in one hyperparameter, by the names of what differs between the groups.
+    """Group runs that differ only in one hyperparameter; a group's name gives what differs between the groups.
 
     Args:
         entries: the runs.
@@ -132,7 +133,8 @@ def by_group(entries: Sequence[Entry], over: str) -> dict[str, list[Entry]]:
     for group in groups.values():
         params = group[0].params
         said = " ".join(f"{naming.short(key, keys)}={naming.value(params[key])}" for key in keys if key in params)
-        named[f"{said} #{len(named) + 1}" if said in named else said or "all"] = group  # two values may look the same
+        # two groups may have the same text
+        named[f"{said} #{len(named) + 1}" if said in named else said or "all"] = group
     return named
 
 

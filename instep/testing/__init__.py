@@ -1,7 +1,7 @@
 """The contract tests that authors of callbacks, loggers, strategies, modules and data modules run over their own.
 
-Each check is one function that a test calls. It makes small runs on the CPU in a temporary folder, and raises a
-`ContractError`, which is an `AssertionError`, with what is broken. No test framework is needed.
+Each check is one function that a test calls. The function makes small runs on the CPU in a temporary folder. It raises
+a `ContractError`, which is an `AssertionError` and says which rule is broken. No test framework is needed.
 
 Example, in a test file of a package::
 

@@ -116,7 +116,7 @@ def _train(root: Path, loggers: list[Logger], callbacks: list[Callback], ckpt_pa
 
 
 def _check_arrived(name: str, folder: Path, caught: list[warnings.WarningMessage]) -> None:
-    """Raise if a record still waits on the disk, as after an error in a hook."""
+    """Raise if a record still waits on the disk, as it does after an error in a hook."""
     waiting = [file for file in folder.glob("**/loggers/*.jsonl") if file.name.startswith(name)]
     said = list(dict.fromkeys(str(each.message) for each in caught if str(each.message).startswith(name)))
     if waiting or said:
@@ -135,7 +135,7 @@ def _check_state(logger: Logger, name: str) -> None:
 
 
 def _compare(name: str, what: str, rows: Rows, expected: Rows) -> None:
-    """Compare a logger's rows with what was logged: each step of each metric once, to seven digits."""
+    """Compare a logger's rows with what was logged: each step of each metric once, equal to seven digits."""
     found, given = _by_name(rows), _by_name(expected)
     for metric in _NAMES:
         steps, wanted = sorted(found[metric]), sorted(given[metric])

@@ -1,4 +1,4 @@
-"""A function as several ranks, in processes that know nothing of this one, with a deadline."""
+"""Run a function as several ranks, in new processes that share nothing with this one, with a deadline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def in_ranks(function: Callable[..., Any], args: Sequence[Any], ranks: int, time
     Raises:
         ContractError: a rank raised, or they did not end in time.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would have this process's threads, state and GPU
+    # a forked process would inherit this process's threads, state and GPU
+    context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     job = context.Process(target=_job, args=(sender, function, args, ranks))
     job.start()
@@ -59,6 +60,7 @@ def _job(sender: Connection, function: Callable[..., Any], args: Sequence[Any], 
         answer = "", debug_launcher(function, tuple(args), ranks)
     except BaseException:  # noqa: BLE001  whatever it is, the check reports it
         answer = traceback.format_exc(), []
-    torch.save(answer, sent := io.BytesIO())  # `send` would share tensors with a process that has ended
+    # `send` would share the tensors' memory with this process, which may have ended
+    torch.save(answer, sent := io.BytesIO())
     sender.send_bytes(sent.getvalue())
     sender.close()

@@ -1,4 +1,4 @@
-"""The small runs that every check makes, and what a run ends with, in a form that compares bit for bit."""
+"""The small runs that every check makes, and their final state in a form that can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_THE_MACHINE = r"^DeviceStats|(^|/)device/|(^|[/_])time(_m?s)?$|throughput|_pe
 TIMED = ("time_elapsed", "time_s")
 """Keys of states that hold seconds, which differ between two runs."""
 
-EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches: the save is within the second epoch
+EPOCHS, SAVED_EVERY = 3, 7  # epochs have four or twelve batches, so the save falls into the second epoch
 
 
 class ContractError(InstepError, AssertionError):
@@ -127,7 +127,7 @@ def run_folder(check: str) -> Iterator[Path]:
 
 
 def made(make: Callable[[], T], kind: type[T], check: str) -> T:
-    """Make the object that is checked.
+    """Make the object that the check tests.
 
     Raises:
         ContractError: it is of another class.
@@ -173,7 +173,7 @@ def check_resume(
     folder: Path,
     saved_every: int = SAVED_EVERY,
 ) -> None:
-    """Resume a run in the middle of an epoch with new objects, and compare how both end.
+    """Resume a run in the middle of an epoch with new objects, and compare its final state with that of the whole run.
 
     Args:
         name: of what is checked, for the error.
@@ -195,7 +195,7 @@ def check_resume(
             f"epochs, and no checkpoint within an epoch to resume from: it saves every {saved_every} steps. Give data "
             "of at least four batches."
         )
-    seed_process(2)  # all that is random must come from the checkpoint
+    seed_process(2)  # another seed: all random state must come from the checkpoint
     trainer, extra = run(folder / "resumed", found[-1])
     lines = differences(expected, ends_of(trainer, extra, folder / "resumed"))
     if lines:
@@ -213,7 +213,7 @@ def resumed_step(steps: int, epochs: int, saved_every: int) -> int:
 
 
 def ends_of(trainer: Trainer, extra: dict[str, Any], folder: Path, ignored: str = OF_THE_MACHINE) -> dict[str, Any]:
-    """Return all that a fit ends with on this rank, in a form that can be compared."""
+    """Return the final state of a fit on this rank, in a form that can be compared."""
     metrics = {name: value for name, value in trainer.callback_metrics.items() if not re.search(ignored, name)}
     ends = {
         "weights": dict(trainer.strategy.local_weights()),

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 class Regression(TrainModule):
-    """A network without dropout and batch statistics, which trains the same way however its batches are divided."""
+    """A network without dropout and batch statistics, so that training does not depend on how batches are divided."""
 
     def __init__(self) -> None:
         super().__init__()

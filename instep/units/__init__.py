@@ -1,7 +1,7 @@
-"""Tokens and samples as units of a run: where it ends, validates, saves, and what its learning rate follows.
+"""Tokens and samples as units of a run: for its end, validation, saves and learning rate.
 
-`Tokens` and `Samples` are callbacks that count over all ranks, each batch once, and `by_tokens` and `by_samples` turn a
-schedule of `instep.schedules` into one of their count. A name is loaded when it is first used.
+`Tokens` and `Samples` are callbacks that count over all ranks, each batch once, and `by_tokens` and `by_samples` make a
+schedule of `instep.schedules` depend on these counts instead of steps. A name is loaded when it is first used.
 """
 
 from typing import TYPE_CHECKING

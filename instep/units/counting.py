@@ -1,9 +1,9 @@
-"""`Tokens` and `Samples`: callbacks that count over all ranks, and act when the count reaches what they were given.
+"""`Tokens` and `Samples`: callbacks that count over all ranks, and act when the count reaches given numbers.
 
-A batch is counted before its step. Where ranks have to be asked and the count is on the host, the sum over them is
-started then, and read when the step has been done; so nothing waits for it but a rank that is ahead of the others. A
-count on the device, or of an accumulated window, is summed behind the step. All ranks know the
-same total after the same optimizer step, and set the Trainer's triggers as agreed ones: the loop acts at that step.
+A batch is counted before its step. If a sum over ranks is needed and the count is on the host, the sum starts at that
+moment and is read after the step. So only a rank that is ahead of the others waits for it. A count on the device, or of
+an accumulated window, is summed after the step. All ranks know the same total after the same optimizer step, and set
+the Trainer's triggers without asking other ranks again: the loop acts at that step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnitCount(Callback):
         total: of all ranks, up to the last optimizer step, in earlier processes too.
     """
 
-    runs_first = True  # runs first: callbacks that save or read metrics at this step find the new total
+    runs_first = True  # runs first, so that callbacks that save or read metrics at this step see the new total
     unit = ""
     on_host = False
     """Whether no count needs what is on the device."""
@@ -65,7 +65,7 @@ class UnitCount(Callback):
         self._begin()
 
     def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:
-        """Count this rank's part of a batch; a tensor on the device is read when its step has begun.
+        """Count this rank's part of a batch; a tensor on the device is read after its step has begun.
 
         Args:
             batch: as `training_step` gets it.
@@ -74,7 +74,7 @@ class UnitCount(Callback):
         raise NotImplementedError
 
     def per_sample(self) -> int | None:
-        """Return the units of each sample; None where they differ."""
+        """Return the units of each sample; None if samples have different numbers of units."""
         return None
 
     def settle(self) -> int:
@@ -88,7 +88,7 @@ class UnitCount(Callback):
             for work, summed in self._sums:
                 group: Any = PartialState().control_group
                 with nullcontext() if work.is_completed() else awaited(group, f"{type(self).__name__}: the sum"):
-                    work.wait()  # raises the error of a sum that has failed
+                    work.wait()  # raises the error if the sum has failed
                 self._all += int(summed[0])
             self.total += self._all
             self._begin()
@@ -109,13 +109,13 @@ class UnitCount(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.global_step == 0:
-            self.total = 0  # the same object may have served another Trainer before
+            self.total = 0  # resets the count, since another Trainer may have used this object before
         self._loaded = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Find the ranks that count, and end a run at once that has reached its limit."""
+        """Find the ranks that count. End a run at once if it has already reached its limit."""
         self._world = trainer.world_size
-        # Of ranks that read the same data, as those of tp, cp and pp, the first one counts.
+        # Ranks of tp, cp and pp read the same data; the first of them counts it.
         self._counts = (
             gather_object(trainer.strategy.data_rank).index(trainer.strategy.data_rank) == trainer.global_rank
         )
@@ -137,7 +137,7 @@ class UnitCount(Callback):
         self._stop_at_maximum(trainer, agreed=False)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # What is on a device is not known before the step, and a window's sum is not before its last batch.
+        # A count on a device is not known before the step, and a window's sum is not known before its last batch.
         self._early = trainer.accumulate_grad_batches == 1 and (self.on_host or module.device.type == "cpu")
         self._begin()
 
@@ -184,7 +184,8 @@ class UnitCount(Callback):
             self._all += each * of_all
             return
         mine: int | Tensor = 0
-        if self._counts and samples != 0:  # 0 marks a batch that is run again, to keep step with ranks that have more
+        # 0 marks a batch that this rank repeats because other ranks have more batches
+        if self._counts and samples != 0:
             mine = self.count_batch(batch, samples)
         if isinstance(mine, Tensor) and mine.device.type != "cpu" and not self._early:
             self._on_device.append(_OnDevice(mine))
@@ -195,7 +196,7 @@ class UnitCount(Callback):
             self._mine += int(mine)
             self._asks = True
 
-    # ---- what the total decides
+    # ---- actions that depend on the total
 
     def _plan(self) -> None:
         """Find the next total at which the run validates, saves or ends."""
@@ -215,7 +216,7 @@ class UnitCount(Callback):
             trainer.set_trigger("stop", f"max_{self.unit}={self.maximum} reached", agreed=agreed)
 
     def _whole(self, name: str, value: float | None) -> int | None:
-        """Return a number of units as an integer; 2e9 is allowed."""
+        """Return a number of units as an integer; floats such as 2e9 are allowed."""
         if value is not None and (not is_number(value) or not 1 <= value < math.inf or int(value) != value):
             raise wrong(name, value, f"a whole number of {self.unit} of at least 1, or None")
         return None if value is None else int(value)
@@ -243,16 +244,16 @@ def _start_sum(mine: int) -> tuple[Any, Tensor]:
     group: Any = step_group()
     summed = torch.tensor([mine], dtype=torch.int64)
     announce(PartialState().control_group, "a count over ranks")
-    return group.allreduce([summed]), summed  # the group's own method: the function around it costs as much again
+    return group.allreduce([summed]), summed  # torch's all_reduce around this method would cost as much again
 
 
 class Samples(UnitCount):
     """Callback that ends, validates, saves and logs by the samples that all ranks have trained on.
 
     Each sample counts once: a batch that a rank runs again to keep step with the others counts nothing, and ranks of
-    tp, cp and pp that read the same data count it once. A count belongs to an optimizer step: what is due comes at the
-    first step that reaches it, the same on all ranks. A checkpoint holds the total, and a run may go on with it on
-    another number of ranks. Where instep spreads the data, no rank has to be asked for it.
+    tp, cp and pp that read the same data count it once. A count belongs to an optimizer step: each action happens at
+    the first step that reaches its number, on all ranks. A checkpoint holds the total, so a run may resume on another
+    number of ranks. If instep divides the data among ranks, the count needs no communication.
 
     Args:
         max_samples: end the run, as `max_steps` does; 2e9 and such are whole numbers. None for no limit.
@@ -302,9 +303,8 @@ class Samples(UnitCount):
 class Tokens(UnitCount):
     """Callback that ends, validates, saves and logs by the tokens that all ranks have trained on.
 
-    `count` says what a token is. Else it is as with `Samples`: each batch that a step takes counts once, with the step
-    that it is part of, under accumulation too; a step that `Trainer(nonfinite="skip")` leaves out counts, as it does in
-    `global_step`.
+    `count` says what a token is. The rest is as with `Samples`: each batch of a step counts once, at that step, also
+    under accumulation. A step that `Trainer(nonfinite="skip")` leaves out counts, as it does in `global_step`.
 
     Args:
         count: a key of the batch, or an attribute: its entries are counted, less those that `ignore` names. Or a
@@ -355,7 +355,7 @@ class Tokens(UnitCount):
         self.on_host = is_int(count) or (isinstance(count, str) and self.ignore is None)
 
     def per_sample(self) -> int | None:
-        """Return the tokens of a sample, where they are given."""
+        """Return the tokens of a sample, if the setting gives them."""
         return self.count if isinstance(self.count, int) else None
 
     def count_batch(self, batch: Any, samples: float | None) -> int | Tensor:

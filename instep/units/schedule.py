@@ -28,22 +28,22 @@ class CountedSchedule(Schedule):
         super().__init__(schedule.optimizer, schedule._curve)
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates from the count, the current step included. Collective."""
+        """Set the rates from the count, which includes the current step. Collective."""
         self.last_epoch = self._counter.settle() - 1
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and words."""
         state = super().state_dict()
-        del state["_counter"]  # the schedule keeps a counter of its own
+        del state["_counter"]  # the schedule keeps its own counter, which is not saved
         return state
 
 
 def by_tokens(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
-    """Make a schedule count tokens where it counts steps: its `total_steps` and `warmup_steps` are tokens then.
+    """Make a schedule count tokens instead of steps: its `total_steps` and `warmup_steps` are then tokens.
 
-    The rate of a step is that of the tokens before it, of all ranks; so it does not depend on how many ranks there are,
-    on how long sequences are, or on where the run was taken up again.
+    The rate of a step depends on the tokens of all ranks before that step. So it does not depend on the number of
+    ranks, the length of sequences, or the step at which a run was resumed.
 
     Args:
         schedule: one of `instep.schedules`, with numbers of tokens.
@@ -69,7 +69,7 @@ def by_tokens(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
 
 
 def by_samples(schedule: Schedule, trainer: Trainer) -> CountedSchedule:
-    """Make a schedule count samples in place of steps, by the Trainer's `Samples`; otherwise as `by_tokens`.
+    """Make a schedule count samples instead of steps, by the Trainer's `Samples`; otherwise like `by_tokens`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Small helpers that know nothing about training. Public are the names that users import from here; each loads on use.
+"""Small helpers that know nothing about training. Names that users may import from here load on first use.
 
 Everything else in this room is internal and may change in any release.
 """
@@ -31,7 +31,7 @@ __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    # Not `loads` of imports.py: this file is read by whoever imports any file of this room.
+    # Does not use `loads` of imports.py, since every import from this package runs this file.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public are: {', '.join(_HOME)}")
     globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""Atomic writes on a local disk: a reader sees the whole of a file, or what was there before."""
+"""Atomic writes on a local disk: a reader sees the complete new file, or the complete old one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # The link was made: the server's first answer was lost, and it was asked again.
+        # The link exists: the server made it, its first answer was lost, and the client asked again.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -49,7 +49,7 @@ def replace(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """Write a file under another name in a `with` block; it gets its own name if the block ends without an error.
+    """Write a file under another name in a `with` block; rename it at the end of the block, if there was no error.
 
     Args:
         path: of the file, which may be there.
@@ -73,7 +73,7 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def creating(path: Path) -> Iterator[Path]:
-    """Write a file or make a folder under another name in a `with` block; it gets its own name if that is still free.
+    """Write a file or folder under another name in a `with` block; rename it at the end, if its name is still free.
 
     Raises:
         FileExistsError: something has the name; it stays as it is.
@@ -82,7 +82,7 @@ def creating(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if not temporary.is_dir():
-            os.link(temporary, path)  # a link fails where there is a file, unlike a rename
+            os.link(temporary, path)  # a link fails if the file exists; a rename would replace it
         elif path.exists():
             raise FileExistsError(errno.EEXIST, "it exists", str(path))
         else:
@@ -96,7 +96,7 @@ def creating(path: Path) -> Iterator[Path]:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """Create a file exclusively without hard links: its name comes before its content."""
+    """Create a file exclusively without hard links; for a moment the file exists with no content."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -120,31 +120,31 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
 
 
 def _beside(path: Path) -> Path:
-    """Return the name of a file until it is whole, which says who writes it."""
+    """Return the temporary name of an unfinished file; it says which process writes it."""
     return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
 
 
 def fsync(fd: int) -> None:
-    """Wait until the disk has all that was written to an open file."""
+    """Wait until all writes to an open file are on the disk."""
     try:
         import fcntl  # late: not on every platform
 
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # only macOS has it: there fsync leaves the data in the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS only: there fsync leaves the data in the drive's cache
     except (ImportError, AttributeError):
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.EINVAL):
             raise
-        os.fsync(fd)  # fsync is all that the file system has, such as a network's
+        os.fsync(fd)  # the file system, such as a network's, supports only fsync
 
 
 def sync_path(path: Path) -> None:
-    """Wait until the disk has a file, or the entries of a folder."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system knows no fsync of folders
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has no fsync of folders
             raise
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""The one way to check a setting: a callable of its name and value that gives the value in its resolved form.
+"""Checks of settings: a check is a callable of a setting's name and value that returns the value in resolved form.
 
-The fields of a dataclass of settings carry theirs, as `steps: Annotated[int, at_least(1)]`, and `checks_of` collects
-them. Any callable of this form is a check; a `Check` also reads text and describes itself to programs.
+A dataclass of settings annotates its fields with checks, as in `steps: Annotated[int, at_least(1)]`; `checks_of`
+collects them. Any callable of this form is a check. A `Check` also reads text, and describes itself to programs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def constructor_call(cls: type) -> str:
     """
     try:
         parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have no signature
+    except (TypeError, ValueError):  # some builtin classes have no signature
         parameters = []
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return f"{cls.__name__}({', '.join(f'{p.name}=...' for p in needed)})"
 
 
 def is_int(value: Any, least: int | None = None) -> bool:
-    """Return True for an integer of at least `least`, numpy's too, and not for a bool: `max_steps=True` is a slip."""
+    """Return True for an integer of at least `least`, also numpy's, but not for a bool such as `max_steps=True`."""
     return isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
 
 
@@ -79,7 +79,7 @@ class Check:
     choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
-        with suppress(ValueError, OverflowError):  # a number with too many digits
+        with suppress(ValueError, OverflowError):  # for a number with too many digits
             if self.holds(value):
                 return self.resolve(value)
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
@@ -106,7 +106,7 @@ def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
 
 
 def above_zero(what: str) -> Check:
-    """Make a check for a number above 0; `what` says in the error what it counts."""
+    """Make a check for a number above 0; `what` says in the error text what the number counts."""
     return Check(
         lambda value: is_number(value) and value > 0,
         f"a number {what}",
@@ -117,7 +117,7 @@ def above_zero(what: str) -> Check:
 
 
 def check_object(field: str, value: Any, kind: type[T], other: str = "") -> T:
-    """Return an object of a class of instep after checking it; `other` says in the error what else is allowed.
+    """Check that a value is of a class of instep, and return it; `other` names further allowed values in errors.
 
     Raises:
         SettingError: it is another object, or the class itself. Of a class of Lightning or Accelerate it has a hint.
@@ -166,7 +166,7 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 
 def read_flag(text: str) -> bool:
-    """Read 1, true, yes, on, and their opposites; ValueError for other text."""
+    """Read "1", "true", "yes" or "on" as True and their opposites as False; ValueError for other text."""
     if text.lower() not in _SWITCH:
         raise ValueError
     return _SWITCH[text.lower()]
@@ -176,7 +176,7 @@ FLAG = Check(lambda value: isinstance(value, bool), "True or False", read=read_f
 
 
 def read_indices(text: str) -> int | str | list[int]:
-    """Read "2", "all" (-1), "auto" or "0,1"; ValueError for other text."""
+    """Read "2", "all" (as -1), "auto" or "0,1"; ValueError for other text."""
     text = text.strip()
     if text in ("auto", "all"):
         return -1 if text == "all" else text
@@ -188,7 +188,7 @@ def read_indices(text: str) -> int | str | list[int]:
 
 
 def _devices(value: Any) -> int | str | tuple[int, ...] | None:
-    """Return the resolved form of `DEVICES`; None where the value is none."""
+    """Return the resolved form of a `devices` setting; None if the value is not one."""
     if isinstance(value, str):
         try:
             value = read_indices(value)
@@ -281,7 +281,7 @@ def check_fields(settings: Any) -> None:
     for name, check in checks_of(type(settings)).items():
         value, default = getattr(settings, name), getattr(type(settings), name, ...)
         if value is not None or default is not None:
-            object.__setattr__(settings, name, check(name, value))  # the dataclass may be frozen
+            object.__setattr__(settings, name, check(name, value))  # works for a frozen dataclass too
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

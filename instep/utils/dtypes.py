@@ -11,8 +11,8 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 def cast_module(module: nn.Module, dtype: torch.dtype, non_blocking: bool = False) -> nn.Module:
     """Cast a module's floating parameters and buffers, in place.
 
-    Complex ones get the complex dtype of the same precision, or stay as they are where there is none:
-    `module.to(dtype)` would drop their imaginary parts.
+    Complex parameters and buffers get the complex dtype of the same precision; if there is none, they stay unchanged,
+    since `module.to(dtype)` would drop their imaginary parts.
 
     Args:
         module: the module to cast.

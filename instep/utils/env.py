@@ -1,7 +1,7 @@
-"""Settings that a launcher hands to programs which leave them open, each in an environment variable.
+"""Settings that a launcher passes to programs in environment variables; they hold if the program does not set them.
 
-`instep launch` sets them for its ranks, from its command line, config file and own environment; whoever starts a
-program in another way may set them too. An argument in the program always wins. `from_env` reads them; for `instep
+`instep launch` sets them for its ranks, from its command line, config file and own environment; if you start a program
+another way, you may set them yourself. An argument in the program always wins. `from_env` reads them; for `instep
 launch` they are one layer of `instep.config.layers`.
 """
 
@@ -24,7 +24,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-# Setting -> how its text is read, and what is expected of it.
+# For each setting: the function that reads its text, and a phrase for the expected value in errors.
 VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
     "accelerator": (str, "a name"),
     "strategy": (str, "a name"),
@@ -37,19 +37,20 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-# Other variables: settings that only a launch reads, and what agents, the config file and `instep replay` use.
+# Other variables of instep: settings that only a launch reads, and those of agents, the config file and `instep
+# replay`.
 _MORE = (
     "devices", "num_processes", "num_nodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
     "rdzv_conf", "run_id", "local_addr", "max_restarts", "log_dir", "tee", "cpu_affinity", "cpu_threads", "env", "ray",
     "config_file", "agent_pid", "heartbeat_file", "job_id", "restart", "min_nodes", "replay",
     "external_callbacks", "job_secret", "job_secret_file", "meeting_file", "ended_file", "hydra_new_folder",
 )  # fmt: skip
-# Variables of parsers: these, and names with "__" in them, which jsonargparse reads for `instep fit`.
+# jsonargparse reads these variables, and those with "__" in their names, for `instep fit`.
 _OF_PARSERS = ("config", "subcommand")
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
-    """Describe variables that nothing reads and whose names are close to ours; "" if there are none.
+    """Describe variables that nothing reads and whose names are close to instep's; "" if there are none.
 
     Example:
         >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})
@@ -78,7 +79,7 @@ def variable_of(setting: str) -> str:
 def from_env(
     setting: str, check: Callable[[str, Any], Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Any:
-    """Read a setting that a program leaves open from its environment variable.
+    """Read a setting from its environment variable, if the program does not set it.
 
     Args:
         setting: one of `VARIABLES`.

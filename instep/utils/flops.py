@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _COLUMNS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 
-# Dense matrix products, in 1e12 operations a second, from the makers' data sheets (those say twice as much where they
-# count structured sparsity). 0: the device cannot, or the maker does not say. Consumer cards: with sums in float32.
-# The first line whose words are all in the device's name is taken.
+# Dense matrix products, in 1e12 operations a second, from the makers' data sheets (these give twice as much if they
+# count structured sparsity). 0: the device does not support it, or the maker gives no number. Consumer cards: with sums
+# in float32. The first entry whose words all occur in the device's name is used.
 _PEAKS: dict[str, tuple[float, ...]] = {
     "gb200": (40, 80, 1250, 2500, 2500, 5000),
     "b200": (37, 75, 1125, 2250, 2250, 4500),
@@ -53,7 +53,7 @@ _PEAKS: dict[str, tuple[float, ...]] = {
     "mi355x": (78.6, 157.3, 0, 2500, 2500, 5000),
     "mi325x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
     "mi300x": (81.7, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
-    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # of one die: torch shows two devices
+    "mi250x": (23.9, 23.9, 0, 191.5, 191.5, 0),  # of one die, since torch shows each die as a device
     "mi210": (22.6, 22.6, 0, 181, 181, 0),
 }
 
@@ -61,9 +61,9 @@ _PEAKS: dict[str, tuple[float, ...]] = {
 class FlopCounter(TorchDispatchMode):
     """Counter of the floating-point operations inside it, by the formulas of torch's `FlopCounterMode`.
 
-    That class takes composite operations apart and hooks into every module: what runs in it may differ in the last bit
-    from what runs without, and its first use loads torch's compiler, which takes seconds. Its formulas leave out
-    attention on the CPU, which is counted here like that on a GPU. Recurrent layers on the CPU are one operation
+    `FlopCounterMode` itself is not used, since it decomposes composite operations and hooks into every module: results
+    may differ in the last bit, and its first use loads torch's compiler, which takes seconds. Its formulas leave out
+    attention on the CPU, which this class counts like attention on a GPU. Recurrent layers on the CPU are one operation
     without a formula, and count 0.
 
     Attributes:
@@ -97,7 +97,7 @@ class FlopCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch imports its compiler at the first operation, which takes seconds: only to tell it to stay away.
+        # Without this, torch imports its compiler at the first operation, which takes seconds and has no use here.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Look up how many floating-point operations a second a device can do at most, in dense matrix products.
+    """Return the most floating-point operations a second that a device can do in dense matrix products.
 
     Args:
         device: a CUDA (or ROCm) device; others are in no table.
@@ -152,7 +152,7 @@ def peak_of(name: str, dtype: str) -> float | None:
 def _column(precision: str) -> str:
     if precision == "32-true":
         matmul = torch.backends.cuda.matmul
-        # Torch 2.9 and newer have it, and there the older switch may raise.
+        # Torch 2.9 and newer have `fp32_precision`; in these versions, reading the older switch may raise.
         mode = getattr(matmul, "fp32_precision", None)
         return "tf32" if (matmul.allow_tf32 if mode is None else mode == "tf32") else "float32"
     kind = precision.partition("-")[0]

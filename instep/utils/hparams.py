@@ -1,4 +1,4 @@
-"""`save_hyperparameters`: what an object was built with, collected from the frames of its `__init__`."""
+"""`save_hyperparameters`: the arguments of an object, collected from the frames of its `__init__`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_co
 
 @contextmanager
 def configured_as(cls: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Make `save_hyperparameters` keep the given plain values for objects of this class, not their arguments.
+    """Make `save_hyperparameters` keep these plain values for objects of this class, in place of their arguments.
 
     An object that a configuration built, such as a backbone, is kept as its class and arguments, which can be saved.
 
@@ -76,7 +76,7 @@ def plain_values(value: Any) -> Any:
     """
     from instep.utils.named import Named, is_code, name_of  # late: importing the Trainer does not pay for it
 
-    def as_key(key: Any) -> Any:  # a key must be hashable, so a dataclass stays as it is
+    def as_key(key: Any) -> Any:  # dict keys must be hashable, so a dataclass as key stays as it is
         return plain_values(key) if isinstance(key, tuple) or is_code(key) else key
 
     if isinstance(value, functools.partial) and is_code(value.func):
@@ -95,7 +95,7 @@ def plain_values(value: Any) -> Any:
 
 def as_container(value: Any) -> Any:
     """Return the fields of a configuration object as a dict, or its items as a list; another value stays as it is."""
-    omegaconf = sys.modules.get("omegaconf")  # values of OmegaConf exist only where it is loaded
+    omegaconf = sys.modules.get("omegaconf")  # if omegaconf is not loaded, no value is OmegaConf's
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):
@@ -106,13 +106,14 @@ def as_container(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if type(value).__module__.startswith(("pydantic.", "pydantic_core.")) and not hasattr(value, "get_secret_value"):
-        return sys.modules["pydantic_core"].to_jsonable_python(value)  # a URL, for instance
+        return sys.modules["pydantic_core"].to_jsonable_python(value)  # for instance a URL
     return value
 
 
 def _is_model(value: Any) -> bool:
     """Return True for a pydantic model."""
-    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # there is one only where it is loaded
+    # if pydantic is not loaded, no value is a pydantic model
+    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
     return base is not None and hasattr(base, "model_fields") and isinstance(value, base)
 
 
@@ -144,7 +145,7 @@ class HyperParameters:
         {'width': 64, 'depth': 2}
     """
 
-    # Kept as plain attributes so that an nn.Module can have them before its own __init__ ran.
+    # Class attributes, so that an nn.Module has them before its own __init__ has run.
     _log_hyperparams: bool = False
     _hparams_name: str | None = None
 
@@ -157,11 +158,11 @@ class HyperParameters:
     ) -> None:
         """Keep the arguments of `__init__` as `self.hparams`; they are saved in checkpoints and sent to loggers.
 
-        Called in `__init__`, it collects the arguments of that `__init__` and of those of the subclasses that led
-        there; where a name occurs twice the outermost value counts, which is what the user passed. Values are kept as
-        they are. A checkpoint holds dicts in place of dataclasses, pydantic models, Namespaces and OmegaConf's
-        containers, and the names of classes and functions; what cannot be written without pickle it refuses, before
-        the first step.
+        Call it in `__init__`. It collects the arguments of that `__init__`, and of every subclass's `__init__` that
+        called it. If a name occurs twice, the value of the outermost call counts, which is what the user passed. Values
+        are kept as they are. A checkpoint holds dicts in place of dataclasses, pydantic models, Namespaces and
+        OmegaConf's containers, and the names of classes and functions; a value that needs pickle is an error before the
+        first step.
 
         Args:
             args: nothing for all arguments; names of some of them; or dicts, Namespaces, dataclasses and pydantic
@@ -211,7 +212,8 @@ class HyperParameters:
         self._log_hyperparams = logger
         self.hparams.update(chosen)
         for name in ignored:
-            self.hparams.pop(name, None)  # the base class, which knows nothing of it, may have collected it
+            # the base class, which does not know of `ignore`, may have collected it already
+            self.hparams.pop(name, None)
         self._hparams_initial = deepcopy(self.hparams)
 
     @property

@@ -1,4 +1,4 @@
-"""Imports on use: optional packages, with an error that gives the `pip install`, and the names of a package's face."""
+"""Imports on first use: optional packages, with an error that gives the `pip install`, and a package's public names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from typing import Any
 
 from instep.errors import MissingPackageError
 
-_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # modules whose name differs from that of the package
-_ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)  # as ruff formats it
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # modules whose name is not that of the pip package
+# matches one import line in ruff's format
+_ON_USE = re.compile(r"^    from (\S+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
 
 def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
-    """Import a package that loads on use.
+    """Import an optional package at its first use.
 
     Args:
         module: the dotted module name.
@@ -52,7 +53,7 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
 
 
 def check_torch(major: int, minor: int, *, purpose: str) -> None:
-    """Raise if torch is too old for a part of instep; a nightly build counts as the release after it.
+    """Raise if torch is too old for a part of instep; a nightly build counts as the release that follows it.
 
     Raises:
         MissingPackageError: the text has the purpose, both versions and the `pip install`.
@@ -68,7 +69,10 @@ def check_torch(major: int, minor: int, *, purpose: str) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Run an import without garbage collections in between.
+    """Run an import without garbage collection.
+
+    Each full collection walks through all of torch's 200,000 objects, which are never freed; together the collections
+    take a quarter of the time in which torch's compiler loads.
 
     Each full one walks through all of torch's 200,000 objects, which are there to stay: together a quarter of the time
     that torch's compiler takes to load.
@@ -83,7 +87,7 @@ def without_collections() -> Iterator[None]:
 
 
 def check_installed(package: str, *, extra: str | None, purpose: str) -> None:
-    """Raise as `require` does where a package is missing or of a wrong version, without importing it."""
+    """Raise as `require` does if a package is missing or has a wrong version, but do not import it."""
     if find_spec(package) is None:
         raise _missing(package, extra, purpose)
     check_version(package, extra=extra, purpose=purpose)
@@ -112,7 +116,8 @@ def _versions(package: str) -> tuple[str, str | None]:
     name = canonicalize_name(_distribution(package))
     try:
         found = metadata.version(name)
-        # Without the markers: packaging reads them by `ast`, which may fail in two threads at once (cpython#106905).
+        # Parse the part before the marker only: packaging reads markers by `ast`, which may fail in two threads at once
+        # (cpython#106905).
         wanted = [Requirement(line.partition(";")[0]) for line in metadata.requires("instep") or ()]
     except metadata.PackageNotFoundError:
         return "", None
@@ -121,7 +126,7 @@ def _versions(package: str) -> tuple[str, str | None]:
 
 
 def _distribution(package: str) -> str:
-    """Return the name of a module's package for pip."""
+    """Return the pip name of the package that holds a module."""
     return _DISTRIBUTIONS.get(package, package)
 
 
@@ -137,8 +142,9 @@ def _install(extra: str | None, requirement: str) -> str:
 def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Make the `__getattr__` of a package whose names load on first use.
 
-    Each name and its file stand once in the package's `__init__.py`, as `from file import name as name` below
-    `if TYPE_CHECKING:`, where type checkers read them too. So instep needs its sources to run, as torch does.
+    The package's `__init__.py` gives each name and its file once, as `from file import name as name` below `if
+    TYPE_CHECKING:`. Type checkers and this function read these lines, so instep needs its source files to run, as torch
+    does.
 
     Args:
         package: the package's `__name__`.
@@ -160,7 +166,8 @@ def loads(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], l
 
     def load(name: str) -> Any:
         if name not in home:
-            if find_spec(f"{package}.{name}") is not None:  # `from package import file` asks for a name first
+            # `from package import file` first asks for the name as an attribute
+            if find_spec(f"{package}.{name}") is not None:
                 raise AttributeError(name)
             from instep.utils.porting import no_such_name  # late: only an error reads these tables
 

@@ -1,4 +1,4 @@
-"""Classes and functions by their names: what stands for one in a file, and which one a name means in this program."""
+"""Classes and functions by name: how a file stores one, and which object of this program a name means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Named:
-    """Name of a class or function that a checkpoint keeps; with arguments, of a `functools.partial` of it.
+    """Name of a class or function in a checkpoint; with arguments, it stands for a `functools.partial`.
 
     Args:
         path: the dotted name; within `<>` where nothing is found under it, such as a lambda.
@@ -43,7 +43,7 @@ def is_code(value: Any) -> bool:
 
 
 def loaded(path: Any) -> Any:
-    """Return the object of loaded modules with a dotted path; None if there is none. Nothing is imported."""
+    """Return the object with this dotted path in modules that are already loaded; None if there is none."""
     parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
     for split in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:split])
@@ -57,18 +57,18 @@ def loaded(path: Any) -> Any:
 
 
 def _main_name() -> str:
-    """Return the name under which another program would import the file of this one."""
+    """Return the module name under which another program would import this program's main file."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     return spec.name if spec is not None else Path(file).stem if file else "__main__"
 
 
 def name_of(code: Any) -> str:
-    """Return the path under which `loaded` finds a class or function; inside `<>` if it does not."""
+    """Return the path by which `loaded` finds a class or function; if `loaded` cannot find it, its name in `<>`."""
     home = getattr(code, "__module__", None) or "builtins"
     home = _main_name() if home in ("__main__", "__mp_main__") else home
     short = getattr(code, "__name__", code.__qualname__)
     own = f"{home}.{code.__qualname__}"
-    # Some functions of torch do not know where they are.
+    # Some functions of torch have no or a wrong `__module__`.
     places = (f"torch.nn.functional.{short}", f"torch.{short}", own)
     return next((path for path in places if loaded(path) is code), f"<{own}>")

@@ -1,8 +1,8 @@
-"""An optimizer's state keyed by parameter names, so that nothing is ever matched by position.
+"""An optimizer's state keyed by parameter names, so that nothing is matched by position.
 
-torch numbers parameters in the order the optimizer got them: two layers swapped in the code swap their momenta without
-a word. Here every entry carries the canonical name of its parameter: the name in the module, cleaned of wrappers, the
-first one when the parameter is tied. The tree is what a checkpoint stores:
+torch numbers parameters in the order in which the optimizer got them: if two layers change places in the code, they
+silently exchange their momenta. Here every entry carries the canonical name of its parameter: the name in the module,
+cleaned of wrappers, the first one when the parameter is tied. The tree is what a checkpoint stores:
 
     {"optimizer": "AdamW",
      "shapes": {"fc.weight": [10, 64], ...},
@@ -28,7 +28,7 @@ from instep.errors import CheckpointError
 _MOMENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
 }  # fmt: skip
-# What torch's own optimizers look up in the next step where they find any state of a parameter.
+# For each of torch's optimizers: the entries that its step reads from a parameter's state if there is any state.
 _LOOKED_UP = {
     "Adadelta": {"step", "square_avg", "acc_delta"},
     "Adagrad": {"step", "sum"},
@@ -42,12 +42,12 @@ _LOOKED_UP = {
     "Rprop": {"step", "prev", "step_size"},
     "SparseAdam": {"step", "exp_avg", "exp_avg_sq"},
 }
-_WITH_OPTION = {  # and what more where an option of the parameter's group is on
+_WITH_OPTION = {  # further entries that the step reads if an option of the parameter's group is on
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
 }
-_FLOAT_BITS = 1024  # a larger integer overflows where it is multiplied with a float
+_FLOAT_BITS = 1024  # a larger integer overflows when multiplied with a float
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -81,7 +81,7 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
         parameter -> name. A tied parameter has the first of its names.
     """
     inner: nn.Module | None = module
-    while inner is not None:  # a compiled DDP, or a DDP of a compiled module
+    while inner is not None:  # handles a compiled DDP and a DDP of a compiled module
         module = inner
         key = "module" if isinstance(module, DataParallel | DistributedDataParallel) else "_orig_mod"
         inner = module._modules.get(key)
@@ -125,7 +125,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "groups": [{**group, "params": [by_index[i] for i in group["params"]]} for group in packed["param_groups"]],
     }
     common = {key: value for key, value in packed["state"].items() if key not in by_index}
-    if common:  # state that an optimizer keeps for all parameters together
+    if common:  # `common`: state that an optimizer keeps for all parameters together
         tree["common"] = common
     return tree
 
@@ -133,10 +133,10 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def load_optimizer_state(
     module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True
 ) -> list[str]:
-    """Load what `optimizer_state` gave: the exact inverse, matched by name.
+    """Load the result of `optimizer_state`, matched by name.
 
-    The order of parameters and of groups may differ; which parameters form a group may not. Dtypes are kept as saved,
-    but for state that had its parameter's, which follows a parameter that has another one now.
+    The order of parameters and of groups may differ; which parameters form a group may not. State keeps its saved
+    dtype, with one exception: state that had its parameter's dtype gets that parameter's present dtype.
 
     Args:
         module: the module whose parameters the optimizer steps.
@@ -184,7 +184,7 @@ def match_state(
     tree: Mapping[str, Any],
     strict: bool = True,
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]], list[str]]:
-    """Match a saved tree to an optimizer, in whatever form the optimizer keeps its parameters.
+    """Match a saved tree to an optimizer, given its parameters' shapes and groups.
 
     Args:
         kind: its name in checkpoints.
@@ -220,7 +220,7 @@ def match_state(
 
 
 def check_trees(trees: Any) -> None:
-    """Refuse a value that is no list of optimizer states; raises like `check_tree`."""
+    """Raise if a value is not a list of optimizer states; the errors are those of `check_tree`."""
     if not isinstance(trees, list):
         raise TypeError(f"a {type(trees).__name__}, where a list of states is expected")
     for tree in trees:
@@ -228,7 +228,7 @@ def check_trees(trees: Any) -> None:
 
 
 def check_tree(tree: Mapping[str, Any]) -> None:
-    """Refuse a value that is no state tree; torch would accept it, and fail in the next step.
+    """Raise if a value is not a state tree; torch would accept it, and fail in the next step.
 
     Raises:
         TypeError: a value in it is of another kind; names it. KeyError: it lacks one.
@@ -268,7 +268,8 @@ def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list
 
 
 def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch.dtype | None) -> None:
-    # torch casts state to the parameter's dtype (a float32 moment of a bfloat16 weight) and takes strings apart.
+    # torch casts state to the parameter's dtype (a float32 moment of a bfloat16 weight), and splits strings into
+    # characters.
     for key, value in saved.items():
         if isinstance(value, str):
             loaded[key] = value
@@ -292,14 +293,14 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that had all of some parameters; none if there is no such group."""
+    """Return the settings of the saved group that held all of these parameters; none if there is no such group."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
 
 def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     wanted = set(names)
-    for group in [groups[position], *groups]:  # the same place first: several groups may be empty
+    for group in [groups[position], *groups]:  # the group at the same position first, since several groups may be empty
         if set(group["params"]) == wanted:
             return group
     here: set[str] = next((set(group["params"]) for group in groups if wanted & set(group["params"])), set())
@@ -343,7 +344,7 @@ def _few(names: list[str]) -> str:
 
 
 def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | None = None) -> None:
-    """Refuse saved settings whose kinds differ from an object's own.
+    """Raise if saved settings have other types than an object's own.
 
     Args:
         own: what the object has now.

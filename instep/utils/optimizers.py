@@ -1,4 +1,4 @@
-"""When a schedule steps, learning rates that change in its middle, and a proxy that passes for an optimizer."""
+"""When a schedule steps, changes of learning rates during a schedule, and a proxy that passes for an optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.utils.optimizer_state import check_alike
 
-# Keys under which schedulers keep rates in the optimizer's groups.
+# Keys of an optimizer's group under which schedulers keep rates.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
@@ -42,7 +42,7 @@ class LRSchedulerConfig:
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:
-    """Set another learning rate in optimizers; schedules continue as if they had begun with it.
+    """Set another learning rate in optimizers; schedules continue as if they had begun with this rate.
 
     Args:
         optimizers: their groups' rates are replaced.
@@ -68,14 +68,15 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
         group = optimizer.param_groups[index]
         own = [leaf for leaf in leaves if getattr(leaf, "optimizer", None) is optimizer]
         old = float(group["max_lr"] if "max_lr" in group else group.get("initial_lr", group["lr"]))
-        # Cosine schedules go down to a rate that does not depend on the one they begin with.
+        # A cosine schedule ends at `eta_min`, which does not scale with its first rate.
         floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
         now = new if old == floor else floor + (float(group["lr"]) - floor) * (new - floor) / (old - floor)
         places: list[tuple[Any, Any]] = [(group, key) for key in RATES[1:] if key in group]
         for leaf in own:
             kept = (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None))
             places += [(values, index) for values in kept if values is not None]
-        # All are read before any is set: in torch 2.9 a base rate of the schedule can be the group's own tensor.
+        # Read all values before setting any: in torch 2.9 a schedule's base rate can be the same tensor as the group's
+        # rate.
         scaled = [_scaled(float(into[key]), old, new) for into, key in places]
         for (into, key), value in zip((*places, (group, "lr")), (*scaled, now), strict=True):
             put_rate(into, key, value)
@@ -83,7 +84,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
 
 
 def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
-    """Make schedulers report the present rates as their last ones."""
+    """Make schedulers report the optimizer's present rates as their last ones."""
     for scheduler in schedulers:
         owner = getattr(scheduler, "optimizer", None)
         if hasattr(scheduler, "_last_lr") and owner is not None and (optimizer is None or optimizer is owner):
@@ -91,7 +92,7 @@ def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) ->
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups' learning rates and the values that schedulers keep beside them, for `put_rates`."""
+    """Return the groups' learning rates and the values that schedulers keep in the groups, for `put_rates`."""
     return [{key: _value(group[key]) for key in RATES if key in group} for group in optimizer.param_groups]
 
 
@@ -103,17 +104,18 @@ def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
 
 
 def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's saved state; TypeError if it is that of another kind of schedule."""
+    """Return a schedule's saved state; TypeError if another kind of schedule saved it."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
-    if "_schedulers" in own and "_schedulers" in saved:  # as SequentialLR and ChainedScheduler save theirs
+    # SequentialLR and ChainedScheduler save their parts under this key
+    if "_schedulers" in own and "_schedulers" in saved:
         for part, state in zip(scheduler._schedulers, saved["_schedulers"], strict=True):
             checked_schedule(part, state)
     return saved
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set in a new optimizer the rates of a schedule that was restored without it."""
+    """Set the present rates of a restored schedule in an optimizer that was not restored."""
     rates = getattr(scheduler, "_last_lr", None)
     base = next((leaf.base_lrs for leaf in leaves_of(scheduler) if hasattr(leaf, "base_lrs")), None)
     if rates is None:
@@ -154,7 +156,7 @@ def _value(rate: Any) -> Any:
 def put_rate(into: Any, key: Any, value: Any) -> None:
     """Set a rate in a group or a list, in place where it is a tensor."""
     current = into.get(key) if isinstance(into, dict) else into[key]
-    if isinstance(current, Tensor):  # kept on the device for captured graphs
+    if isinstance(current, Tensor):  # a tensor stays on the device for captured CUDA graphs
         current.fill_(value)
     else:
         into[key] = float(value)
@@ -163,7 +165,7 @@ def put_rate(into: Any, key: Any, value: Any) -> None:
 class OptimizerProxy:
     """Proxy that passes for an optimizer: `isinstance(proxy, torch.optim.Adam)` holds, and attributes are forwarded.
 
-    So a scheduler can be made with either, and code that looks at `param_groups` need not know.
+    So a scheduler accepts the proxy or the optimizer, and code that reads `param_groups` works with both.
 
     Args:
         optimizer: what it stands for.
@@ -177,7 +179,7 @@ class OptimizerProxy:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: while being copied
+        if name == "optimizer":  # while the proxy is being copied, this attribute is not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

@@ -47,9 +47,9 @@ def to_path(value: Location, like: Any = None) -> Path:
             return Path(unquote(parts.path))
     elif isinstance(value, (str, os.PathLike)):
         return local_path(value)
-    elif not hasattr(value, "protocol"):  # only a UPath has one
+    elif not hasattr(value, "protocol"):  # `protocol`: only a UPath has this attribute
         raise SettingError(f"{value!r} is no path. Give a text, a pathlib.Path or a URL.", got=value)
-    upath = require("upath", extra="remote", purpose=str(value))  # late, as fsspec: optional
+    upath = require("upath", extra="remote", purpose=str(value))  # imported late, like fsspec: both are optional
     fsspec = require("fsspec", extra="remote", purpose=str(value))
     try:
         path = upath.UPath(value, use_listings_cache=False)

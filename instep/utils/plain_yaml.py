@@ -1,8 +1,8 @@
-"""The one way in for YAML: plain values of a small text, checked before anything is built of it.
+"""The one reader of YAML: it checks a small text first, then returns plain values.
 
 A few hundred bytes of YAML can stand for billions of values (aliases of aliases), nest deeper than Python's stack, or
-name classes. So its events are counted first, which takes time in proportion to the text, and what is larger than a
-configuration ever is, is refused. What the library cannot make a value of is an error of ours, whatever it raises.
+name classes. So this module counts the text's parser events first, which takes time in proportion to its length, and
+refuses a text that is larger than any real configuration. Any error of the YAML library becomes an error of instep.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_ITEMS = 4_000  # items of one list or mapping: above this the time of parsers grows by the square
-MAX_VALUES = 10_000  # keys and values, those that an alias stands for again each time
+MAX_ITEMS = 4_000  # items of one list or mapping; above this number, parsers take quadratic time
+MAX_VALUES = 10_000  # keys and values; those that an alias repeats count at each repetition
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
 
@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
     """
     try:
         data = read_regular(path, MAX_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL character
         why = getattr(error, "strerror", None) or error
         raise SettingError(f"the config file {str(path)!r} cannot be read: {why}", field="config") from error
     try:
@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
 
 
 def load(text: str, where: object) -> Any:
-    """Read plain values of YAML; 1e-5 is a number, as in JSON and YAML 1.2, and a date is a text.
+    """Read plain values of YAML; 1e-5 is a number, as in JSON and YAML 1.2, and a date is a string.
 
     Args:
         text: of one document.
@@ -58,7 +58,7 @@ def load(text: str, where: object) -> Any:
 
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
-    """Read the library's node tree, with line numbers, and the plain values; None for an empty text."""
+    """Return the library's node tree, with line numbers, and the plain values; None for an empty text."""
     import yaml  # late: not needed where there is no file
 
     try:
@@ -78,13 +78,13 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
 
 
 def _check_size(text: str, where: object) -> None:
-    """Count the values that a text expands to, before any of them is built."""
+    """Count the values to which a text expands, before any of them is built."""
     import yaml  # late: not needed where there is no file
 
     if len(text) > MAX_BYTES:
         raise SettingError(f"{where} has more than {MAX_BYTES:,} characters. {_HOW_ELSE}.", field="config")
     sizes: dict[str, int] = {}  # anchor -> values
-    open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]  # anchor, values so far, items so far, items at most
+    open_: list[list[Any]] = [["", 0, 0, MAX_ITEMS]]  # each entry: anchor, values so far, items so far, most items
     for event in yaml.parse(text, Loader=_base()):
         line = event.start_mark.line + 1
         tag = getattr(event, "tag", None)
@@ -122,7 +122,7 @@ def _check_size(text: str, where: object) -> None:
 
 
 def _base() -> Any:
-    """Return the library's loader of plain values; the C version is twenty times as fast."""
+    """Return the library's loader of plain values: the C version if there is one, which is twenty times as fast."""
     import yaml  # late: not needed where there is no file
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

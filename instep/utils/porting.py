@@ -1,10 +1,9 @@
-"""The one table of what other packages (Lightning, Accelerate, torchrun, DeepSpeed) call things, and what to do.
+"""The one table of the names of other packages (Lightning, Accelerate, torchrun, DeepSpeed), and what replaces them.
 
-Errors, `instep launch`, `instep config update` and `instep migrate` read it; what the last alone reads stands in
-`instep/compat/tables.py`. Where the names of modules and classes are
-concerned they are canonical: `lightning.callbacks.Timer` for what Lightning offers as
-`lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer` and so on; a class or function is looked
-up by its last word.
+Errors, `instep launch`, `instep config update` and `instep migrate` read it; entries that only `instep migrate` reads
+are in `instep/compat/tables.py`. Names of modules and classes are canonical: `lightning.callbacks.Timer` for what
+Lightning offers as `lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer` and so on; a class or
+function is looked up by its last word.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ _MOVED = {
 
 @cache
 def moved() -> dict[str, dict[str, str]]:
-    """Return the dotted names of instep by another package, "lightning", "fabric" or "accelerate", and a name of it.
+    """Return the dotted names of instep by package ("lightning", "fabric" or "accelerate") and by name in it.
 
-    What the packages of `_ROOMS` have beside is no name of the other one, so that nobody asks for it; but Precision,
-    which is a plug-in in Lightning.
+    The packages of `_ROOMS` also have names that the other package lacks. These are harmless here, since nobody looks
+    them up; the one exception is Precision, which is a plug-in in Lightning.
     """
     found: dict[str, dict[str, str]] = {}
     for root, rooms in _ROOMS.items():
@@ -352,7 +351,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "limit_all_gathers": "leave it out",
         "fsdp_version": "leave it out; it is FSDP2",
     },
-    "DeepSpeed's config": {  # keys that the Trainer sets, or that would change which data is read or what is saved
+    "DeepSpeed's config": {  # keys that the Trainer sets, or that would change which data is read or which is saved
         "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
         "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
         "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
@@ -381,7 +380,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "monitor_interval": "nothing: the ranks are looked at ten times a second",
         "log_line_prefix_template": "log_dir and tee=True",
     },
-    "launch": {  # keyed by the beginning of a name
+    "launch": {  # keyed by how a name begins
         "zero_stage": "use --strategy deepspeed_stage_2 (0 to 3)",
         "offload_": "use --strategy deepspeed_stage_3 --strategy-options offload_optimizer=cpu,offload_parameters=cpu",
         "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
@@ -563,7 +562,7 @@ STEP_ARGUMENTS = {
 
 
 def instead_of(owner: str, name: str) -> str | None:
-    """Return what to write in place of another package's argument; None for a name that the table does not have.
+    """Return what to write in place of another package's argument; None for a name that is not in the table.
 
     Example:
         >>> instead_of("Trainer", "gpus")
@@ -602,8 +601,8 @@ def successor(name: str) -> str | None:
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
     if leaf == "ModelSummary" and parents.startswith("utilities"):
-        leaf = "summarize"  # the callback of that name has another place
-    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # a class's attribute is not meant
+        leaf = "summarize"  # the callback `ModelSummary` has another place
+    return None if parents != parents.lower() else moved().get(root, {}).get(leaf)  # None for an attribute of a class
 
 
 def advice(name: str) -> str:
@@ -650,7 +649,7 @@ OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if own
 
 
 def hint_for(name: str) -> str | None:
-    """Return the replacement of a name that a package of instep lacks; None for an unknown name.
+    """Return the replacement of a name that instep's package lacks; None for an unknown name.
 
     Example:
         >>> hint_for("LightningModule")
@@ -665,11 +664,12 @@ def hint_for(name: str) -> str | None:
 def no_such_name(package: str, name: str) -> AttributeError | ImportError:
     """Make the error for a name that a package lacks, to be raised by its `__getattr__`.
 
-    It says what to do where another package has such a name. Python drops the text of an AttributeError in
-    `from package import name`: that gets an ImportError.
+    If another package has such a name, the error says what replaces it. In `from package import name` Python drops the
+    text of an AttributeError, so there this function returns an ImportError.
     """
     hint = hint_for(name)
-    if hint is not None and sys._getframe(2).f_code.co_name == "_handle_fromlist":  # importlib's `from ... import`
+    # the caller is importlib's `from ... import`
+    if hint is not None and sys._getframe(2).f_code.co_name == "_handle_fromlist":
         return ImportError(f"cannot import {name!r} from {package!r}: {hint}", name=package)
     text = f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}"
     return AttributeError(f"{text}; it has {', '.join(sys.modules[package].__all__)}")

@@ -1,7 +1,7 @@
 """Keys and secrets of one user: files that others can neither read nor change, and a MAC made with such a key.
 
-A stranger's files may be owned by this user (unpacked, downloaded), so an owner proves nothing; a MAC over what was
-saved does. Its key is made at the first use, in the user's state folder.
+The owner of a file does not prove who wrote it, since this user may have unpacked or downloaded it. A MAC over the
+saved data does prove it. The key of the MAC is made at the first use, in the user's state folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST_BYTES = 32
 
 
 def make_key(path: Path) -> None:
-    """Make a file with a random key of 64 hexadecimal digits; a file that exists, even by now, is kept.
+    """Make a file with a random key of 64 hexadecimal digits; an existing file is kept, also one made at this moment.
 
     Args:
         path: of the file, in a folder that exists.
@@ -58,7 +58,7 @@ def read_private(path: Path) -> bytes:
 
 
 def mark(value: Any) -> str | None:
-    """Compute the mark of JSON values; None where no key can be kept.
+    """Compute this user's MAC of JSON values; None if no key can be kept.
 
     Args:
         value: what is marked.
@@ -68,7 +68,7 @@ def mark(value: Any) -> str | None:
 
 
 def is_own(value: Any, given: Any) -> bool:
-    """Return whether a mark of these values was made by this user.
+    """Return whether this user made the given MAC of these values.
 
     Args:
         value: what was marked.
@@ -79,7 +79,7 @@ def is_own(value: Any, given: Any) -> bool:
 
 
 class Seal:
-    """Maker of this user's marks on many pieces of data; it reads the key once.
+    """Maker of this user's MACs of many pieces of data; it reads the key once.
 
     Args:
         about: what the data belong to; a mark is of no use with another one.
@@ -88,11 +88,12 @@ class Seal:
     def __init__(self, about: str) -> None:
         self.about = about
         key = _key(make=True)
-        # Keyed BLAKE2 is a MAC by itself, in a fourth of the time of HMAC: a queue that is full is marked at once.
+        # Keyed BLAKE2 is a MAC and takes a fourth of the time of HMAC, which matters when a full queue is marked at
+        # once.
         self._begun = None if key is None else hashlib.blake2b(f"{about}\n".encode(), key=key[:64], digest_size=16)
 
     def mark(self, data: bytes) -> str:
-        """Compute the mark of a piece of data; "" if no key can be kept."""
+        """Compute the MAC of a piece of data; "" if no key can be kept."""
         if self._begun is None:
             return ""
         mark = self._begun.copy()
@@ -100,7 +101,7 @@ class Seal:
         return mark.hexdigest()
 
     def is_own(self, data: bytes, given: str) -> bool:
-        """Return True if this user made the mark of a piece of data."""
+        """Return True if this user made the given MAC of a piece of data."""
         return self._begun is not None and hmac.compare_digest(self.mark(data).encode(), given.encode())
 
 
@@ -111,7 +112,7 @@ def _mac(key: bytes, value: Any) -> str:
 def _key(make: bool) -> bytes | None:
     try:
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "instep" / "own.key"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
     with suppress(OSError):
         if make:

@@ -1,4 +1,4 @@
-"""Names of processes, for their temporary folders, and whether such a process is gone."""
+"""Names of processes, used for temporary folders, and whether such a process has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,9})-(?P<life>[0-9a-f]{8})")
 
-_UNKNOWN = "00000000"  # boot id of a system without /proc, or one that hides other users' processes
+_UNKNOWN = "00000000"  # boot id of a system that has no /proc or hides other users' processes
 
 
 def this_process() -> str:
@@ -20,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Return whether a process named by `this_process` has ended; None where it is of another host or hidden."""
+    """Return whether a process named by `this_process` has ended; None if it runs on another host or is hidden."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None
@@ -30,19 +30,19 @@ def is_gone(owner: str) -> bool | None:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # the process runs, as another user
+        pass  # PermissionError: the process runs, as another user
     life = _life(pid)
-    if life != match["life"]:  # the id was given to another process; containers start with the same ones
+    if life != match["life"]:  # another process has got the same id; ids of containers start with the same numbers
         return None if life == _UNKNOWN else True
     return state_of(pid) in ("Z", "X")
 
 
 def _host() -> str:
-    """Return the host's name and a digest of its boot and process namespace: two containers may share a name."""
+    """Return the host's name and a digest of its boot and process namespace, since two containers may share a name."""
     name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
     try:
         ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # no Linux
+    except OSError:  # this system is not Linux
         return name
     return f"{name}_{_digest(ids)}"
 
@@ -50,7 +50,7 @@ def _host() -> str:
 def state_of(pid: int) -> str:
     """Read the kernel's state letter of a process, as in `ps`; "" if the process is gone or unknown.
 
-    T is stopped; Z and X have ended, and their parent has not asked for them yet.
+    T: stopped. Z and X: ended, but the parent process has not yet read the exit status.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -67,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Return a digest that differs between two processes with the same id, if the system tells their start."""
+    """Return a digest that differs between two processes with the same id, if the system gives their start times."""
     try:
         boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.

@@ -1,4 +1,4 @@
-"""lightning-utilities' functions that act on rank 0 alone, with the rank that instep knows.
+"""lightning-utilities' functions that act on rank 0 alone; the rank comes from instep.
 
 Before the process state exists, the launcher's environment says which rank this is. The rank is looked up at each call,
 so that a function decorated before a fork is right in every rank.
@@ -89,10 +89,10 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs:
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
-    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger; print it where no logging is set up.
+    """Log a message at INFO on rank 0, by lightning-utilities' logger; print it if logging is not set up.
 
-    It comes out whatever the root logger's level is, as Lightning's does. To turn it off, give a logger between the two
-    a level: `logging.getLogger("lightning_utilities").setLevel(logging.WARNING)`.
+    The message appears whatever the root logger's level is, as with Lightning. To turn it off, set the level of a
+    logger below the root: `logging.getLogger("lightning_utilities").setLevel(logging.WARNING)`.
 
     Args:
         message, args, kwargs: as for `logging.info`.
@@ -125,7 +125,7 @@ def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: 
 
 
 def _let_infos_through(log: logging.Logger) -> None:
-    """Give the logger the level INFO, unless it or one above it, the root left out, has a level already."""
+    """Set the logger's level to INFO, unless it or a parent other than the root already has a level."""
     above: logging.Logger | None = log
     while above is not None and above.parent is not None:
         if above.level != logging.NOTSET:

@@ -1,9 +1,9 @@
-"""Arguments of a module from what a checkpoint holds of them: plain values, and names of classes and functions.
+"""Arguments of a module, built from a checkpoint's plain values and names of classes and functions.
 
-A checkpoint is a stranger's and must not run code. So no parser sees its texts, nothing is imported, and nothing is
-called because a file names it, but modules, optimizers and schedulers that the program has imported, where the type of
-an argument admits one. The types also say what becomes a dataclass, an enum's member, a path, or one of torch's dtypes
-and devices. Whatever else a value was, it is an error with the argument's name, and the program passes it.
+A checkpoint is not trusted and must not run code. So no parser sees its texts, and nothing is imported. Of the names in
+a file, only modules, optimizers and schedulers are called, and only if the program has imported them and the type of
+the argument allows them. The types also decide which values become a dataclass, an enum's member, a path, or one of
+torch's dtypes and devices. Any other value is an error that names the argument, and the program has to pass it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _short(what: Any) -> str:
 
 @contextmanager
 def _making(what: str, how: str) -> Iterator[None]:
-    """Turn errors of constructors with saved values into errors of the checkpoint."""
+    """Turn errors that constructors raise for saved values into errors of the checkpoint."""
     try:
         yield
     except (CheckpointError, Unfit):
@@ -126,7 +126,7 @@ def _making(what: str, how: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}. {how}") from error
 
 
-# ---- what is made of the hyperparameters
+# ---- objects built from the hyperparameters
 
 
 def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
@@ -178,7 +178,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
-    """Build arguments of a class that were saved as plain values or names, and leave the others.
+    """Build the arguments of a class that were saved as plain values or names; leave the other arguments.
 
     Args:
         cls: whose arguments; their annotations say which objects: dataclasses and Namespaces. Where they say another
@@ -199,20 +199,20 @@ def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) 
 
 
 def _is_not_in_json(hint: Any) -> bool:
-    """Return True if a type includes one that JSON lacks, and that is stored as a text, a number or a list."""
+    """Return True if a type includes one that JSON lacks, stored as a string, a number or a list."""
     kinds = (tuple, set, frozenset, Enum, PurePath, torch.dtype, torch.device)
     return any(_is_class(kind) and issubclass(kind, kinds) for kind in _within(hint, {}))
 
 
 def _was_object(value: Any, hint: Any) -> bool:
-    """Return True if a value may be the saved form of an object whose class a type names."""
+    """Return True if a value may be the saved form of an object of a class in the type."""
     kinds = [kind for kind in _within(hint, {}) if _is_class(kind)]
-    was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # a text may be a URL of pydantic
+    was_one = _is_of_package if isinstance(value, str) else _is_saved_as_plain  # a string may be a pydantic URL
     return isinstance(value, str | dict | list | tuple) and any(map(was_one, kinds))
 
 
 def _is_saved_as_plain(kind: type) -> bool:
-    """Return True for classes whose entries a checkpoint holds, without the class."""
+    """Return True for classes of which a checkpoint holds the entries but not the class name."""
     of_dict = issubclass(kind, abc.Mapping) and not typing.is_typeddict(kind) and _MAPPINGS.get(kind) is not dict
     of_fields = is_dataclass(kind) or issubclass(kind, Namespace) or hasattr(kind, "_fields")
     return of_dict or of_fields or _is_of_package(kind)
@@ -221,10 +221,12 @@ def _is_saved_as_plain(kind: type) -> bool:
 def _is_of_package(kind: type) -> bool:
     """Return True for kinds of pydantic and OmegaConf, which are saved as plain values.
 
-    They are never made of a checkpoint: they may import what a text says, or read the environment.
+    Objects of these classes are never built from a checkpoint, since building one may import what a text says, or read
+    the environment.
     """
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))  # dataclasses of pydantic have such a name
+    # pydantic's dataclasses have an attribute with such a name
+    of_pydantic = any(name.startswith("__pydantic") for name in dir(kind))
     return of_pydantic or not homes.isdisjoint(("omegaconf", "pydantic", "pydantic_core"))
 
 
@@ -232,7 +234,7 @@ def _is_of_package(kind: type) -> bool:
 
 
 def _allowed_class(path: Any, key: str) -> type:
-    """Find a class whose objects a checkpoint may build."""
+    """Find a class that a checkpoint may build objects of."""
     found = loaded(path)
     if found is None:
         raise _not_imported(path, key)
@@ -268,10 +270,10 @@ def _is_allowed_function(found: Any, name: str, owner: type | None) -> bool:
 def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Find the classes and functions among a class's arguments that were saved as `Named`; keep the other arguments.
 
-    They are found among what the class says of the argument (its annotation and default), the kinds of which a
-    checkpoint may have objects built, functions of torch, and functions of the file of the class. A partial is made of
-    what is found, which calls nothing; one of a function of the file has to be said by the class, since it would be
-    called with values of the checkpoint.
+    The search covers the argument's annotation and default, the classes that a checkpoint may build objects of,
+    functions of torch, and functions in the file of the class. A partial is built from what is found, which calls
+    nothing. A partial of a function in the file must stand in the annotation or default, since it would be called with
+    values of the checkpoint.
 
     Raises:
         CheckpointError: one is nothing of this.
@@ -284,7 +286,7 @@ def with_code(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """Finder of the classes and functions that the values of an argument name."""
+    """Finder of the classes and functions that an argument's values name."""
 
     def __init__(self, hint: Any, defaults: list[Any], key: str, owner: type) -> None:
         self.hint, self.defaults, self.key, self.owner = hint, defaults, key, owner
@@ -327,9 +329,10 @@ class _Code:
 
 
 def _is_below(found: type, base: type) -> bool:
-    """Return True if a class is below a base that a program or package has made to be subclassed.
+    """Return True if a class derives from a base that a program or package has made to be subclassed.
 
-    Not for Python's own, of which there are subclasses for every purpose; of those in torch it must be in one folder.
+    False for Python's own base classes, which have subclasses for every purpose. For a base in torch, the class must be
+    in the same folder of torch.
     """
     package = base.__module__.partition(".")[0]
     near = found.__module__.rpartition(".")[0] == base.__module__.rpartition(".")[0]
@@ -341,7 +344,7 @@ def _is_below(found: type, base: type) -> bool:
 
 
 def _code_in(value: Any) -> Iterator[Any]:
-    """Yield the classes and functions in plain containers and their keys, and in partials."""
+    """Yield the classes and functions in partials and in plain containers, dict keys included."""
     if isinstance(value, functools.partial):
         yield from (*_code_in(value.func), *_code_in(value.args), *_code_in(value.keywords))
     elif is_code(value):
@@ -403,7 +406,8 @@ class Building:
         """
         hint, origin = _bare(hint)
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            _allowed_class(value["class_path"], key)  # also where it stays a mapping: modules build of them
+            # checked also if the value stays a mapping, since modules build objects from such mappings
+            _allowed_class(value["class_path"], key)
         if origin in (Union, UnionType):
             return self.one_of(value, get_args(hint), key, owner)
         if value is None or hint in (None, NoneType):
@@ -412,7 +416,8 @@ class Building:
             return _same((type(value), value) in [(type(choice), choice) for choice in get_args(hint)], value)
         if hint in _OPEN or not isinstance(origin, type):
             return self.open(value, key, owner)
-        if not isinstance(value, _PLAIN):  # a tensor, a set, an enum's member: no checkpoint can hold worse
+        # the only values of a checkpoint that are not plain are tensors, sets and enum members
+        if not isinstance(value, _PLAIN):
             return self.anything(value)
         if origin is abc.Callable or getattr(origin, "_is_protocol", False):
             return self.function(value, hint, key, owner)
@@ -425,7 +430,7 @@ class Building:
         return self.leaf(value, origin)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        """Build a value of unknown type: objects are built, and texts are not interpreted."""
+        """Build a value of unknown type: mappings of objects are built, and strings are not interpreted."""
         if isinstance(value, Mapping):
             if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
                 named = _allowed_class(value["class_path"], key)
@@ -437,7 +442,7 @@ class Building:
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
-        """Build a value as the first type that it fits; a text becomes no number where texts are allowed."""
+        """Build a value as the first type that it fits; a string stays a string if strings are allowed."""
         error: CheckpointError | None = None
         text = isinstance(value, str)
         fitting = [hint for hint in hints if not (text and str in hints and hint in (bool, int, float, complex))]
@@ -465,7 +470,7 @@ class Building:
         return self.made(named, self.spec_arguments(value, named, key), partly=False)
 
     def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """Find a function, or build a callable object, or a class with some of its arguments bound."""
+        """Find a function, build a callable object, or bind some arguments of a class."""
         if isinstance(value, str):
             found = loaded(value)
             if _is_allowed_function(found, value.rpartition(".")[2], owner):
@@ -508,7 +513,7 @@ class Building:
         return self.structure(origin, self.arguments(value, origin, key))
 
     def leaf(self, value: Any, kind: type) -> Any:
-        """Build a number or a text, or a value that is written as one."""
+        """Build a number, a string, or a value that is written as one of these."""
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if issubclass(kind, Enum):
@@ -518,7 +523,7 @@ class Building:
         try:
             if kind in (int, float, complex) and not isinstance(value, bool):
                 return kind(_same(kind is not int or not isinstance(value, float), value))
-            # A path of another package than pathlib may import and connect by what the text says.
+            # A path class of another package may import modules and connect to servers that the text names.
             if kind is torch.device or (issubclass(kind, PurePath) and kind.__module__.partition(".")[0] == "pathlib"):
                 return kind(_same(isinstance(value, str), value))
         except (ArithmeticError, RuntimeError, ValueError) as error:
@@ -546,7 +551,7 @@ def _can_be_called(cls: type, arguments: Mapping[str, Any]) -> bool:
 
 
 def _is_class(kind: Any) -> TypeGuard[type]:
-    return isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 list[int] is a type, too
+    return isinstance(kind, type) and get_origin(kind) is None  # in Python 3.10 `list[int]` is also an instance of type
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
@@ -563,7 +568,7 @@ def _bare(hint: Any) -> tuple[Any, Any]:
 
 
 def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield a type and all types in it: its arguments, and those of its fields."""
+    """Yield a type and all types inside it: its arguments, and those of its fields."""
     if id(hint) in seen:
         return
     seen[id(hint)] = hint
@@ -575,7 +580,7 @@ def _within(hint: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def _constructors(cls: type) -> list[FunctionType]:
-    """List the `__init__` of a class and of its bases, its own one last."""
+    """List the `__init__` of a class and of its bases, the class's own last."""
     return [init for base in reversed(cls.__mro__) if inspect.isfunction(init := vars(base).get("__init__"))]
 
 
@@ -585,7 +590,7 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Read the types of arguments of a class and its bases; `Any` if one cannot be found out."""
+    """Read the argument types of a class and its bases; a type that cannot be resolved is `Any`."""
     hints: dict[str, Any] = {}
     for init in _constructors(cls):
         for name, parameter in inspect.signature(init).parameters.items():
@@ -594,7 +599,8 @@ def _hints(cls: type) -> dict[str, Any]:
                 known = default is not parameter.empty and default is not None
                 hints[name] = Union[type(default), Any] if known else Any  # noqa: UP007  `type | Any` is an error in 3.10
                 continue
-            alone = SimpleNamespace(__annotations__={name: hint})  # one may need what only type checkers import
+            # each hint is resolved alone, since one may need a name that is imported for type checkers only
+            alone = SimpleNamespace(__annotations__={name: hint})
             try:
                 hints[name] = typing.get_type_hints(alone, init.__globals__, include_extras=True)[name]
             except (AttributeError, NameError, SyntaxError, TypeError):
@@ -606,7 +612,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def means_the_same(saved: Any, now: Any) -> bool:
-    """Return True if two hyperparameters are equal; a class may have another of its names, such as torch.optim.Adam."""
+    """Return True if two hyperparameters are equal; a class may have several names, such as torch.optim.Adam."""
     saved, now = _of_no_arguments(saved), _of_no_arguments(now)
     if isinstance(saved, Named | str) and isinstance(now, Named | str):
         one, other = (value if isinstance(value, Named) else Named(value) for value in (saved, now))
@@ -618,14 +624,14 @@ def means_the_same(saved: Any, now: Any) -> bool:
         return len(saved) == len(now) and all(map(means_the_same, saved, now))
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
         return saved.dtype == now.dtype and torch.equal(saved.cpu(), now.cpu())
-    with suppress(Exception):  # arrays do not compare to True or False, other objects of the user as they like
+    with suppress(Exception):  # comparing arrays gives no bool, and a user's objects may raise
         if saved == now:
             return True
     return repr(saved) == repr(now)
 
 
 def _of_no_arguments(value: Any) -> Any:
-    """Return a configured object in short form if it has no arguments."""
+    """Return the short form of a configured object that has no arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
         return {key: inner for key, inner in value.items() if inner or key not in ("init_args", "dict_kwargs")}
     return value

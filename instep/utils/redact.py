@@ -1,4 +1,4 @@
-"""Leaving secrets out of what is kept, shown or sent: values of variables and options whose names look like one."""
+"""Hiding of secrets in what is kept, shown or sent: values of variables and options whose names look secret."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # name of a variable or setting
-# In an option's name only as a word of its own: --tokenizer and --num_tokens are no secrets.
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # matches the name of a variable or setting
+# In an option's name it must be a word of its own: --tokenizer and --num_tokens are no secrets.
 _WORD = (
     r"(?<![a-z])(?:(?:api|access|secret|private|auth)?(?:key|token)|secret|pass|passwd|password|passphrase|pwd"
     r"|credentials?)(?![a-z])"
 )
 _OPTION = re.compile(rf"(?i)(?=.*{_WORD})(?!.*(?:file|path|dir|folder)$)[-+~\w.:/\[\]]+")
-_INSIDE = re.compile(rf"""(?i)({_WORD}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^"',}}\s&]+)""")  # JSON, or a URL's query
+# matches inside JSON, or a URL's query
+_INSIDE = re.compile(rf"""(?i)({_WORD}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^"',}}\s&]+)""")
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-# Keys that services issue, by their look.
+# Keys that services issue, recognized by their prefix.
 _ISSUED = re.compile(r"\b(?:sk-|gh[a-z]_|github_pat_|hf_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{12,}")
 
 
 def hide(value: Any) -> Any:
-    """Hide the secrets in a setting's value: a mapping's entries are hidden by their names.
+    """Hide the secrets in a setting's value; the name of a mapping's entry decides whether it is hidden.
 
     Example:
         >>> hide({"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"})
@@ -75,4 +76,4 @@ def _is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return text.lower() in ("true", "false", "none", "null")
-    return len(text) < 8  # a longer one may be a password
+    return len(text) < 8  # False for a longer number, which may be a password

@@ -18,7 +18,8 @@ from instep.errors import CorruptCheckpointError, SettingError
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
 _WORDS = 624  # words in the state of a Mersenne Twister
-_TORCH_HEAD = struct.Struct("<QiiQ")  # torch's: seed, words left, whether it was seeded, the next word
+# layout of torch's state: seed, words left, whether it was seeded, index of the next word
+_TORCH_HEAD = struct.Struct("<QiiQ")
 
 
 def check_python(state: Any) -> None:
@@ -33,7 +34,7 @@ def check_python(state: Any) -> None:
 
 
 def check_numpy(state: Any) -> None:
-    """Check the state of numpy's global generator, as `numpy.random.get_state()` gives it."""
+    """Check the state of numpy's global generator, in the form of `numpy.random.get_state()`."""
     name, words, position, has_gauss, gauss = _parts(state, 5, "the state of numpy's generator")
     if name != "MT19937":
         raise ValueError(f"the kind of numpy's generator is {name!r}; expected 'MT19937'")
@@ -43,7 +44,7 @@ def check_numpy(state: Any) -> None:
 
 
 def check_bit_generator(state: Any) -> None:
-    """Check the state of a bit generator of numpy, or of a RandomState over one (with `legacy=False`)."""
+    """Check the state of one of numpy's bit generators, or with `legacy=False` of a RandomState over one."""
     name = _of(state, "bit_generator")
     inner = _of(state, "state")
     if name == "MT19937":
@@ -139,7 +140,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[int], Any]) -> None:
-    """Register a generator that torch's seed does not reach, to be seeded, saved and restored with the others.
+    """Register a random generator that torch's seed does not reach; it is seeded, saved and restored with the others.
 
     Args:
         name: of its kind of device.
@@ -150,7 +151,7 @@ def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[
 
 
 def seed_process(seed: int) -> None:
-    """Seed python's, numpy's (when it is loaded) and every torch generator of this process."""
+    """Seed python's, numpy's (if numpy is loaded) and every torch generator of this process."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -240,7 +241,7 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     for name, module in _devices():
-        if name in state:  # a machine with fewer devices takes what it has a place for
+        if name in state:  # a machine may have fewer devices than the state; their states are ignored
             module.set_rng_state_all(state[name][: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
@@ -251,7 +252,7 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Restore every random generator of this process at the end, as if nothing had been drawn.
+    """Restore every random generator of this process at the end of the block, as if nothing had been drawn.
 
     Args:
         include_cuda: GPUs' generators too.

@@ -1,4 +1,4 @@
-"""Reasons why a model cannot be trained: for the errors about a loss without a graph and an empty optimizer."""
+"""Reasons why a model cannot be trained, for the errors about a loss without a graph and an empty optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LOOKED_AT = 100  # items of a container
+_LOOKED_AT = 100  # items of a container that are searched
 _NAMED = 3
 
 
@@ -105,7 +105,7 @@ def _makes_optimizer(frame: FrameType) -> bool:
 
 
 def why_no_graph(modules: Iterable[nn.Module], optimized: Iterable[Tensor] = ()) -> str:
-    """Return why a loss depends on nothing that is trained, as far as can be seen.
+    """Return why a loss depends on no trained parameter, as far as this can be found out.
 
     Args:
         modules: what is trained.

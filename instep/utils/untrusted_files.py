@@ -1,7 +1,7 @@
-"""Files that anybody may have put there: opened only where they are regular, read only up to a size, parsed strictly.
+"""Files that anybody may have written: opened only if they are regular, read only up to a size, parsed strictly.
 
-A pipe blocks who opens it until somebody writes, and a device may have no end. So what lies in a checkpoint, a run
-folder or a folder of another trainer is opened here and nowhere else. JSON is read as the format says and no further.
+Opening a pipe blocks until somebody writes, and reading a device may never end. So files of a checkpoint, a run folder
+or another trainer's folder are opened only by this module. JSON is read strictly as the format defines it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-LEASE_BYTES = 2**16  # a lease, a status or a name: one kilobyte in practice
-INDEX_BYTES = 64 * 2**20  # a manifest or an index: 100 bytes for each file or tensor, so several 100,000 of them
-STATE_BYTES = 2**30  # JSON that a run has saved: what is large in a state are tensors, which are not in it
+LEASE_BYTES = 2**16  # a lease, a status or a name; real ones have about one kilobyte
+# a manifest or an index; 100 bytes for each file or tensor give room for several 100,000 of them
+INDEX_BYTES = 64 * 2**20
+STATE_BYTES = 2**30  # JSON that a run has saved; large parts of a state are tensors, which JSON does not hold
 
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
@@ -25,7 +26,7 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
-MOST_DEPTH = 256  # nested containers; code that walks over the value recursively must not run out of stack
+MOST_DEPTH = 256  # nesting of containers; recursive code must not run out of stack
 
 
 def open_regular(path: Path | str) -> FileIO:
@@ -37,7 +38,7 @@ def open_regular(path: Path | str) -> FileIO:
     Raises:
         OSError: it cannot be opened, or is no regular file; the text says what it is.
     """
-    _check(path, os.stat(path))  # before it is opened: that alone may move a device
+    _check(path, os.stat(path))  # checked before opening, since opening alone may make a device act
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check(path, os.fstat(fd))
@@ -86,8 +87,8 @@ def _check(path: Path | str, status: os.stat_result) -> None:
 def parse_json(text: bytes | bytearray | str) -> Any:
     """Parse a JSON text.
 
-    Stricter than `json.loads`: UTF-8 alone, no key twice in an object, no NaN or Infinity, and at most 256 containers
-    within each other.
+    Stricter than `json.loads`: UTF-8 only, no repeated key in an object, no NaN or Infinity, and at most 256 nested
+    containers.
 
     Raises:
         ValueError: it is not such a text.
@@ -151,7 +152,7 @@ def _too_deep() -> ValueError:
 
 
 def clean(text: str, kept: str = "\n\t") -> str:
-    """Escape control characters of a terminal: a stranger's text must not color, move or type.
+    """Escape control characters, so that a stranger's text cannot color, move or type on a terminal.
 
     Args:
         text: anybody's.

@@ -1,4 +1,4 @@
-"""The one way to warn: the user's line is shown, not one of ours."""
+"""The one way to warn: the warning shows the user's line, not a line of instep."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BETWEEN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "jsonargparse",
 
 
 def warn_user(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn at the innermost line of the user's program; if no user code called us, at the caller's line.
+    """Warn at the innermost line of the user's program; if no user code called us, warn at the caller's line.
 
-    `warnings.warn` wants a number of frames, which is another one for each way that leads to a warning, and Python has
-    `skip_file_prefixes` from 3.12 on only.
+    `warnings.warn` needs a number of frames, which differs for each call path, and `skip_file_prefixes` exists only
+    since Python 3.12.
 
     Args:
         message: as in `warnings.warn`.
@@ -26,7 +26,7 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and _is_passed_over(frame.f_code.co_filename):
-        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these
+        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these frames
         frame = frame.f_back
     if isinstance(message, str) and not message.isprintable():
         from instep.utils.untrusted_files import clean  # late: few warnings need it
@@ -36,8 +36,8 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
 
 
 def _is_passed_over(file: str) -> bool:
-    """Return True for our own files and for files that call us back; False for the user's."""
-    if file.startswith((_OURS, "<frozen ", "<string>")):  # the last is a dataclass's own `__init__`
+    """Return True for instep's own files and for files that call instep back; False for the user's."""
+    if file.startswith((_OURS, "<frozen ", "<string>")):  # "<string>" is a dataclass's own `__init__`
         return True
     installed = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
     return any(name in file for name in _BETWEEN) if installed else file.startswith(_STDLIB)
